@@ -1,0 +1,186 @@
+"""A chain is a module that lists its steps instead of writing a forward.
+
+`torch.nn.Sequential` is the nearest relative; it cannot hand several tensors on, cannot offer the
+inside of its blocks as steps, and cannot be run by a plan. A chain runs its steps in order over a
+*state*, a tuple of tensors: each step takes what the step before it returned. What is kept in
+memory meanwhile is somebody else's business: the runner that `checkpointing` attaches.
+
+A chain that nobody attached anything to is an ordinary module with an ordinary forward.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Union
+
+import torch
+from torch import Tensor, nn
+
+from zoo.errors import WeightsError, nearest
+from zoo.plan import Plan
+
+State = tuple[Tensor | None, ...]
+Step = Callable[..., Any]
+Steps = Sequence[Union[Step, "Steps"]]
+
+
+class Runner(Protocol):
+    """Runs the steps of a chain in training; `plan` is what it decided, None before it did."""
+
+    plan: Plan | None
+
+    def __call__(self, chain: "Chain", outline: "Outline", inputs: State) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The fine steps of a chain in order, and for each the number of the block it belongs to."""
+
+    steps: tuple[Step, ...]
+    blocks: tuple[int, ...]
+
+
+class Chain(nn.Module):
+    """A module given by its steps.
+
+    Subclasses list them: `steps` where the list is always the same, `steps_for` where it depends on
+    the inputs (a sequence's length). An entry is
+
+    - a function or bound method: one step, the smallest thing that a plan keeps or runs again;
+    - a chain or an `nn.Sequential`: its own steps take its place, and it counts as one block;
+    - a list or tuple of entries: likewise one block.
+
+    A step takes the state as arguments and returns a tensor or a tuple of tensors (None allowed in
+    a tuple). It never writes its inputs in place.
+
+    A chain or Sequential that has forward or backward hooks of its own is run as one step by calling
+    it, so that its hooks fire as in any module.
+    """
+
+    runner: Runner | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = None
+
+    def steps(self) -> Steps:
+        """Lists the steps."""
+        raise NotImplementedError(f"{type(self).__name__} lists no steps")
+
+    def steps_for(self, *inputs: Tensor | None) -> Steps:
+        """Lists the steps for these inputs; `steps()` unless a subclass says otherwise."""
+        return self.steps()
+
+    def forward(self, *inputs: Tensor | None) -> Any:
+        """Runs the steps in order and returns what the last one returned."""
+        found = outline(self.steps_for(*inputs))
+        if self.runner is None or not self.training or not torch.is_grad_enabled():
+            return fold(found.steps, inputs)
+        return self.runner(self, found, inputs)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None for plain training and before the first forward decides one."""
+        return self.runner.plan if self.runner is not None else None
+
+    def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Renames the keys of another library's weights for this model; by default nothing."""
+        return state_dict
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads weights as `nn.Module` does, but loads all or nothing.
+
+        Raises:
+            WeightsError: keys are missing, unknown or of another shape; the model is unchanged.
+        """
+        translated = self.translate(state_dict)
+        check_weights(self, translated, strict)
+        return super().load_state_dict(translated, strict=strict, assign=assign)
+
+
+def outline(steps: Steps) -> Outline:
+    """Flattens a list of steps, chains, Sequentials and groups to fine steps and their blocks."""
+    flat: list[Step] = []
+    blocks: list[int] = []
+    for block, entry in enumerate(steps):
+        fine = list(_fine(entry))
+        flat += fine
+        blocks += [block] * len(fine)
+    return Outline(tuple(flat), tuple(blocks))
+
+
+def fold(steps: Sequence[Step], state: State) -> Any:
+    """Runs steps over a state and returns what the last one returned: the plain forward."""
+    value: Any = state
+    for step in steps:
+        value = step(*(value if isinstance(value, tuple) else (value,)))
+    return value
+
+
+def step_names(chain: nn.Module, steps: Sequence[Step]) -> list[str]:
+    """Names each step by its module's path in the chain and its own name: 'layer1.0.normalize'."""
+    paths = {id(module): path for path, module in chain.named_modules()}
+    return [_name(step, paths) for step in steps]
+
+
+def check_weights(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Raises WeightsError, before anything is loaded, when a state dict does not fit a model."""
+    own = model.state_dict()
+    missing = sorted(own.keys() - state_dict.keys()) if strict else []
+    missing = [key for key in missing if not key.endswith("num_batches_tracked")]
+    unknown = sorted(state_dict.keys() - own.keys()) if strict else []
+    shapes = [
+        f"{key} {tuple(value.shape)} instead of {tuple(own[key].shape)}"
+        for key, value in state_dict.items()
+        if key in own and isinstance(value, Tensor) and isinstance(own[key], Tensor)
+        if value.shape != own[key].shape
+    ]
+    faults = [
+        f"{len(keys)} {what}: {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
+        for what, keys in (("missing", missing), ("unknown", unknown), ("of another shape", shapes))
+        if keys
+    ]
+    if faults:
+        hint = nearest(unknown[0], missing) if unknown and missing else ""
+        raise WeightsError(
+            f"these weights do not fit {type(model).__name__}: {'; '.join(faults)}.{hint} "
+            "Nothing was loaded."
+        )
+
+
+def _fine(entry: Any) -> Iterator[Step]:
+    inner: Sequence[Any] | None = None
+    if isinstance(entry, list | tuple):
+        inner = entry
+    elif isinstance(entry, Chain) and not _hooked(entry):
+        inner = entry.steps()
+    elif type(entry) is nn.Sequential and not _hooked(entry):
+        inner = tuple(entry)
+    if inner is None:
+        yield entry
+    else:
+        for part in inner:
+            yield from _fine(part)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _name(step: Step, paths: Mapping[int, str]) -> str:
+    if isinstance(step, functools.partial):
+        shown = ", ".join(str(value) for value in step.args if isinstance(value, int | str))
+        return f"{_name(step.func, paths)}({shown})" if shown else _name(step.func, paths)
+    if isinstance(step, nn.Module):
+        return paths.get(id(step), type(step).__name__)
+    owner = getattr(step, "__self__", None)
+    name = getattr(step, "__name__", type(step).__name__).strip("_")
+    path = paths.get(id(owner), "")
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,46 @@
+"""What goes wrong at the user's end, by kind.
+
+Each error is also the built-in exception that Python or torch would have raised there, so that
+code which catches `ValueError` or `RuntimeError` goes on working.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ZooError(Exception):
+    """Is the base of every error that `zoo` raises on purpose."""
+
+
+class PlanError(ZooError, ValueError):
+    """Says that a plan is malformed or does not fit its chain."""
+
+
+class InputError(ZooError, ValueError):
+    """Says that a model cannot take this input: shape, type or range."""
+
+
+class ModelNameError(ZooError, ValueError):
+    """Says that the catalog holds no model of this name."""
+
+
+class ArgumentError(ZooError, ValueError):
+    """Says that a model or a function does not take this argument or this value."""
+
+
+class WeightsError(ZooError, RuntimeError):
+    """Says which keys or shapes of a state dict do not fit; nothing was loaded."""
+
+
+class ConfigError(ZooError, ValueError):
+    """Says which key or value of a config is wrong."""
+
+
+class RecomputeError(ZooError, RuntimeError):
+    """Says that a second run cannot reproduce the first; raised before a gradient is used."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns ' Did you mean a, b?' for the names closest to `name`, or '' when none is close."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f" Did you mean {', '.join(close)}?" if close else ""

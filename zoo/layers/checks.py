@@ -1,0 +1,71 @@
+"""Checks of what goes into a model: the value, the limit and the way out in one sentence."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zoo.errors import ArgumentError, InputError
+
+
+def check_input(model: str, tensor: Tensor, axes: str, channels: int | None = None) -> None:
+    """Checks a floating input's number of axes, type and channels.
+
+    `axes` names them, as in "N C H W"; `channels` is the size that axis C must have.
+
+    Raises:
+        InputError: the tensor does not have these axes, this many channels, or a float type.
+    """
+    names = axes.split()
+    shape = tuple(tensor.shape)
+    if len(shape) != len(names):
+        raise InputError(f"{model} takes ({', '.join(names)}), {len(names)} axes; got {shape}")
+    if not tensor.is_floating_point():
+        raise InputError(
+            f"{model} takes floating numbers; got {tensor.dtype}. Convert with .float() and scale"
+        )
+    if channels is not None and shape[names.index("C")] != channels:
+        raise InputError(
+            f"{model} was built for {channels} channels; got {shape[names.index('C')]} in {shape}. "
+            "Build it with in_channels=..."
+        )
+    if 0 in shape:
+        raise InputError(f"{model} needs at least one element on each axis; got {shape}")
+
+
+def check_tokens(model: str, tokens: Tensor, axes: str, longest: int | None = None) -> None:
+    """Checks a tensor of token numbers: integers, two axes, neither empty nor too long.
+
+    Raises:
+        InputError: not integers, not these axes, an empty axis, or T beyond `longest`.
+    """
+    names = axes.split()
+    shape = tuple(tensor_size for tensor_size in tokens.shape)
+    if len(shape) != len(names):
+        raise InputError(f"{model} takes tokens ({', '.join(names)}); got {shape}")
+    if tokens.is_floating_point() or tokens.is_complex():
+        raise InputError(f"{model} takes token numbers (int64); got {tokens.dtype}")
+    if 0 in shape:
+        raise InputError(f"{model} needs at least one token; got {shape}")
+    length = shape[names.index("T")]
+    if longest is not None and length > longest:
+        raise InputError(f"{model} has {longest} positions; got {length} tokens. Shorten the text")
+
+
+def check_positive(name: str, **values: int) -> None:
+    """Raises ArgumentError when one of the whole numbers is below 1."""
+    for argument, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{name} needs {argument} of at least 1; got {value!r}")
+
+
+def check_rate(name: str, **values: float) -> None:
+    """Raises ArgumentError when one of the probabilities is outside [0, 1)."""
+    for argument, value in values.items():
+        if not 0 <= value < 1:
+            raise ArgumentError(f"{name} needs {argument} from 0 up to below 1; got {value!r}")
+
+
+def check_choice(name: str, argument: str, value: str, choices: Sequence[str]) -> None:
+    """Raises ArgumentError when a value is not one of the choices."""
+    if value not in choices:
+        raise ArgumentError(f"{name} takes {argument} {' or '.join(choices)}; got {value!r}")

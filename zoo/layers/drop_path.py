@@ -1,0 +1,36 @@
+"""Stochastic depth (Huang et al. 2016, arXiv:1603.09382), as timm computes it.
+
+torchvision's `StochasticDepth` draws through a scripted function; this is the same layer in plain
+torch, with the draw made by the default generator.
+"""
+
+from torch import Tensor, nn
+
+
+class DropPath(nn.Module):
+    """Drops whole samples of a residual branch: any shape (N, ...) -> the same shape.
+
+    Each sample is dropped with probability `rate` in training; what is left is scaled by
+    1 / (1 - rate).
+    """
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: Tensor) -> Tensor:
+        """Drops samples in training, passes the branch on otherwise."""
+        if self.rate == 0.0 or not self.training:
+            return branch
+        keep = 1 - self.rate
+        mask = branch.new_empty((len(branch),) + (1,) * (branch.ndim - 1)).bernoulli_(keep)
+        return branch * mask.div_(keep)
+
+    def extra_repr(self) -> str:
+        """Shows the rate."""
+        return f"rate={self.rate}"
+
+
+def drop_path_rates(rate: float, blocks: int) -> list[float]:
+    """Returns rates that rise linearly from 0 at the first block to `rate` at the last."""
+    return [rate * block / max(blocks - 1, 1) for block in range(blocks)]

@@ -1,0 +1,217 @@
+"""A plan says which steps of a chain are kept for the backward pass and which are run again.
+
+torch has no such object: its checkpointing is a call at each place. As data, a plan can be
+computed, compared, stored, drawn and simulated without a model. Sources of the schemes that it
+expresses: uniform and sqrt(n) segments (Chen et al. 2016, arXiv:1604.06174), nested optimal
+schedules (Beaumont et al. 2019, arXiv:1911.13214).
+
+A plan does not know what its steps cost; `planner` does.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Union
+
+from zoo.errors import PlanError
+
+Item = Union[int, tuple["Item", ...]]
+
+
+class Plan(tuple[Item, ...]):
+    """A nested tuple of step indices in order, each index once: `Plan(((0, 1), (2, (3, 4)), 5))`.
+
+    An index at the top is kept: what the step saves for the backward stays in memory. A tuple is a
+    segment: only its inputs stay, and its steps run again when the backward reaches it. A tuple
+    inside a tuple is a segment of that second run.
+
+        plan            ((0, 1),        (2, (3, 4)),              5)
+        forward         0 1             2 3 4                     5
+        backward of 5                                             uses what was kept
+        backward of 2-4                 2 again, then 3 4 again
+        backward of 0-1 0 1 again
+
+    Raises:
+        PlanError: an entry that is neither an index nor a tuple, an empty segment, or indices that
+            are not 0, 1, 2, ... in order.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, items: Sequence[Any] = ()) -> "Plan":
+        plan = super().__new__(cls, (_item(entry) for entry in items))
+        indices = plan.flatten()
+        for position, index in enumerate(indices):
+            if index != position:
+                raise PlanError(
+                    f"a plan lists the steps 0, 1, 2, ... in order, each once; position {position} "
+                    f"holds step {index}. Segments may nest but not reorder or skip."
+                )
+        return plan
+
+    @classmethod
+    def keep_all(cls, steps: int) -> "Plan":
+        """Returns the plan that keeps every one of `steps` steps: ordinary training."""
+        return cls(range(steps))
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """Reads the text form: `Plan.parse("(0-1) (2 (3-4)) 5")`.
+
+        Raises:
+            PlanError: text that holds anything but indices, ranges and balanced parentheses.
+        """
+        if wrong := re.sub(r"\d+(?:-\d+)?|[()]|\s", "", text):
+            raise PlanError(
+                f"the plan {text!r} holds {wrong[0]!r}; write indices, ranges and parentheses, "
+                "as in '(0-1) (2 (3-4)) 5'"
+            )
+        stack: list[list[Any]] = [[]]
+        for token in re.findall(r"\d+(?:-\d+)?|[()]", text):
+            if token == "(":
+                stack.append([])
+            elif token == ")" and len(stack) > 1:
+                closed = tuple(stack.pop())
+                stack[-1].append(closed)
+            elif token == ")":
+                raise PlanError(f"the plan {text!r} closes a segment that it did not open")
+            else:
+                first, _, last = token.partition("-")
+                stack[-1].extend(range(int(first), int(last or first) + 1))
+        if len(stack) > 1:
+            raise PlanError(f"the plan {text!r} leaves {len(stack) - 1} segment(s) open")
+        return cls(stack[0])
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Reads what `to_json` wrote."""
+        return cls(json.loads(text))
+
+    def to_json(self) -> str:
+        """Writes the plan as nested JSON lists."""
+        return json.dumps(self)
+
+    def flatten(self) -> tuple[int, ...]:
+        """Returns the step indices without the nesting."""
+        return tuple(indices(self))
+
+    def check(self, steps: int) -> None:
+        """Raises PlanError unless the plan is one for a chain of `steps` steps."""
+        planned = len(self.flatten())
+        if planned != steps:
+            raise PlanError(
+                f"the plan covers {planned} steps but the chain has {steps}; "
+                f"make it end with step {steps - 1}, or pass checkpoint=True to have one made"
+            )
+
+    def runs(self) -> tuple[int, ...]:
+        """Returns how often each step's forward runs in one training step: 1 for a kept step.
+
+        A segment's second run hands its last inner segment over without running it: that one runs
+        again for its own backward anyway.
+        """
+        counts: list[int] = []
+        for item in self:
+            counts += _runs(item)
+        return tuple(counts)
+
+    def depth(self) -> int:
+        """Returns how deep segments nest: 0 when every step is kept."""
+        return _depth(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Plan({tuple(self)!r})"
+
+    def __str__(self) -> str:
+        runs = self.runs()
+        kept = sum(count == 1 for count in runs)
+        segments = sum(1 for item in self if isinstance(item, tuple))
+        return (
+            f"{len(runs)} steps: {kept} kept, {len(runs) - kept} run again "
+            f"in {segments} segments, {depth_text(self.depth())}\n{self.text()}"
+        )
+
+    def text(self) -> str:
+        """Returns the text form that `parse` reads: segments in parentheses, runs as ranges."""
+        return _text(self)
+
+    def draw(self, names: Sequence[str] = ()) -> str:
+        """Draws one line per step: a bar for each segment around it, its name, kept or runs.
+
+        kept      0  conv1
+        ┌ again   1  bn1
+        └ again   2  conv2
+        """
+        depth = max(self.depth(), 0)
+        lines = []
+        for index, (bars, runs) in enumerate(zip(_bars(self, depth), self.runs(), strict=True)):
+            label = "keep " if runs == 1 else "again" if runs == 2 else f"x{runs:<4}"
+            name = names[index] if index < len(names) else ""
+            lines.append(f"{bars} {label} {index:>4}  {name}".rstrip())
+        return "\n".join(lines)
+
+
+def indices(item: Item) -> Iterator[int]:
+    """Yields the step indices of one entry of a plan, in order."""
+    if isinstance(item, int):
+        yield item
+    else:
+        for entry in item:
+            yield from indices(entry)
+
+
+def depth_text(depth: int) -> str:
+    """Says in words how deep a plan nests."""
+    return "not nested" if depth <= 1 else f"nested {depth} deep"
+
+
+def _item(entry: Any) -> Item:
+    if isinstance(entry, bool) or not isinstance(entry, int | tuple | list):
+        raise PlanError(f"a plan holds step indices and tuples of them, not {entry!r}")
+    if isinstance(entry, int):
+        return entry
+    if not entry:
+        raise PlanError("a plan holds an empty segment; leave it out")
+    return tuple(_item(inner) for inner in entry)
+
+
+def _runs(item: Item) -> list[int]:
+    if isinstance(item, int):
+        return [1]
+    counts: list[int] = []
+    for position, inner in enumerate(item):
+        handed_over = position == len(item) - 1 and isinstance(inner, tuple)
+        counts += [count + (not handed_over) for count in _runs(inner)]
+    return counts
+
+
+def _depth(item: Item) -> int:
+    if isinstance(item, int):
+        return 0
+    return max((_depth(inner) + isinstance(inner, tuple) for inner in item), default=0)
+
+
+def _text(items: Sequence[Item]) -> str:
+    parts: list[str] = []
+    start: int | None = None
+    for position, item in enumerate(items):
+        if not isinstance(item, int):
+            parts.append(f"({_text(item)})")
+            continue
+        start = item if start is None else start
+        follows = items[position + 1] if position + 1 < len(items) else None
+        if not isinstance(follows, int):
+            parts.append(str(start) if start == item else f"{start}-{item}")
+            start = None
+    return " ".join(parts)
+
+
+def _bars(items: Sequence[Item], depth: int) -> Iterator[str]:
+    for item in items:
+        if isinstance(item, int):
+            yield " " * depth
+            continue
+        inner = list(_bars(item, depth - 1))
+        for position, rest in enumerate(inner):
+            first, last = position == 0, position == len(inner) - 1
+            yield ("─" if first and last else "┌" if first else "└" if last else "│") + rest
