@@ -1,0 +1,336 @@
+"""Runs a function without keeping what it saves for the backward, and runs it again there.
+
+`torch.utils.checkpoint` does the same. This engine exists because a second run must change nothing:
+statistics, random streams and autocast are those of the first run (`state`, `randomness`,
+`ambient`), and because it is lean: no import of the compiler at the first call, no custom autograd
+function per segment, and segments of a chain share what surrounds them. It stands on
+`torch.autograd.graph.saved_tensors_hooks`:
+
+    first run       each tensor that autograd saves is replaced by a holder, an empty box
+    backward        the first box that is opened makes its segment run again
+    second run      the n-th saved tensor goes into the n-th box; when the last box that anyone
+                    still holds is full, the run stops (so a segment that ends with a
+                    convolution does not convolve again)
+
+A segment inside a segment keeps no inputs of its own: its inputs are one more thing that the outer
+segment's second run delivers, and that run leaves the inner one's boxes empty.
+
+    forward   outer( a  inner( b  c ) )       holds the inputs of outer
+    backward  opens c's box   -> inner has no inputs -> outer runs a, keeps a's, hands inner its
+                                inputs and stops -> inner runs b c and keeps theirs
+              opens a's box   -> is already full
+
+Under `torch.compile` torch's own checkpoint takes over; under `torch.func` the function just runs.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from zoo.engine.ambient import Ambient
+from zoo.engine.randomness import (
+    Stream,
+    drawing_devices,
+    moved_streams,
+    read_streams,
+    replayed_streams,
+)
+from zoo.engine.state import scratch_statistics
+from zoo.errors import RecomputeError
+
+Function = Callable[..., Any]
+
+
+def recompute(function: Function, *args: Any, **kwargs: Any) -> Any:
+    """Calls `function(*args, **kwargs)` and keeps only its inputs for the backward.
+
+    A drop-in for `torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)` that is
+    exact: outputs, gradients, running statistics and random streams are bit for bit those of the
+    plain call. The inside runs a second time in the backward.
+
+    Raises:
+        RecomputeError: in the backward, when an input or a parameter was changed in place since, or
+            when the second run saves other tensors than the first.
+    """
+    if torch.compiler.is_compiling():
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+
+    def call(*values: Any) -> Any:
+        called_args, called_kwargs = pytree.tree_unflatten(values, structure)
+        return function(*called_args, **called_kwargs)
+
+    return run_segment(call, leaves, Ambient.capture(leaves))
+
+
+def run_segment(function: Function, inputs: Sequence[Any], ambient: Ambient) -> Any:
+    """Calls `function(*inputs)` as a segment of whatever runs on this thread."""
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return function(*inputs)
+    return _thread.mode.segment(function, inputs, ambient)
+
+
+class _Mode:
+    """Training as usual: a segment that starts here is an outermost one."""
+
+    def segment(self, function: Function, inputs: Sequence[Any], ambient: Ambient) -> Any:
+        return _Recording(_Segment(function, ambient, None)).run(inputs)
+
+
+class _Thread(threading.local):
+    mode: _Mode = _Mode()
+
+
+_thread = _Thread()
+
+
+class _Recording(_Mode):
+    """A first run: puts an empty holder in the place of each saved tensor.
+
+    It holds no inputs: autograd keeps the pack hook, and so this object, as long as the graph.
+    """
+
+    def __init__(self, segment: "_Segment") -> None:
+        self.target = segment
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        segment = self.target
+        devices = drawing_devices(inputs)
+        before = read_streams(devices)
+        if segment.parent is None:
+            segment.inputs = _Inputs(inputs)
+        outputs = _run_in(self, segment.function, inputs)
+        segment.streams = moved_streams(before, devices)
+        return outputs
+
+    def segment(self, function: Function, inputs: Sequence[Any], ambient: Ambient) -> Any:
+        inner = _Segment(function, ambient, self.target)
+        self.target.slots.append(weakref.ref(inner))
+        return _Recording(inner).run(inputs)
+
+    def pack(self, tensor: Tensor) -> "_Holder | _Kept":
+        if tensor.is_leaf and tensor.requires_grad:
+            self.target.slots.append(None)
+            return _Kept(tensor)
+        holder = _Holder(self.target, tensor)
+        self.target.slots.append(weakref.ref(holder))
+        return holder
+
+
+class _Replay(_Mode):
+    """A second run: fills the holders that are still held, then stops."""
+
+    def __init__(self, segment: "_Segment") -> None:
+        self.slot = 0
+        self.open = {
+            number: target
+            for number, slot in enumerate(segment.slots)
+            if slot is not None and (target := slot()) is not None and target.empty
+        }
+        self.target = segment
+
+    def run(self, inputs: Sequence[Any]) -> None:
+        if not self.open:
+            return
+        segment = self.target
+        try:
+            with (
+                torch.enable_grad(),
+                segment.ambient.restored(),
+                replayed_streams(segment.streams),
+                scratch_statistics(),
+            ):
+                _run_in(self, segment.function, inputs)
+        except _Full:
+            return
+        raise RecomputeError(
+            f"the second run of a segment saved {self.slot} tensors for the backward, the first "
+            f"{len(segment.slots)}; {len(self.open)} are missing. The function must do the same "
+            "work each time it is called with the same inputs."
+        )
+
+    def segment(self, function: Function, inputs: Sequence[Any], ambient: Ambient) -> Any:
+        inner = self._take()
+        if inner is not None:
+            inner.inputs = _Inputs(inputs)
+            self._stop_when_full()
+        return super().segment(function, inputs, ambient)
+
+    def pack(self, tensor: Tensor) -> "_Kept":
+        holder = self._take()
+        if holder is not None:
+            holder.fill(tensor)
+            self._stop_when_full()
+        return _Kept(tensor.detach())
+
+    def _take(self) -> Any:
+        number, self.slot = self.slot, self.slot + 1
+        return self.open.pop(number, None)
+
+    def _stop_when_full(self) -> None:
+        if not self.open:
+            raise _Full
+
+
+class _Full(BaseException):
+    """Every holder is full. No Exception, so that a function's own `except` lets it through."""
+
+
+class _Segment:
+    """One first run of a function: all that is needed to run it again."""
+
+    __slots__ = (
+        "__weakref__", "ambient", "function", "inputs", "lock", "parent", "slots", "streams",
+    )  # fmt: skip
+
+    def __init__(self, function: Function, ambient: Ambient, parent: Optional["_Segment"]) -> None:
+        self.function = function
+        self.ambient = ambient
+        self.parent = parent
+        self.inputs: _Inputs | None = None
+        self.streams: list[Stream] = []
+        self.slots: list[weakref.ref[_Holder] | weakref.ref[_Segment] | None] = []
+        self.lock = threading.RLock()
+
+    @property
+    def empty(self) -> bool:
+        return self.inputs is None
+
+    def replay(self) -> None:
+        """Runs again and fills the holders; an inner segment has its inputs delivered first."""
+        with self.lock:
+            if self.inputs is None:
+                assert self.parent is not None
+                self.parent.replay()
+                assert self.inputs is not None, "an outer replay delivers to all living segments"
+            _Replay(self).run(self.inputs.again())
+            if torch._C._current_graph_task_id() != -1:
+                _at_end_of_backward(weakref.WeakMethod(self.forget))
+
+    def forget(self) -> None:
+        """Empties what a backward filled and did not use up."""
+        for slot in self.slots:
+            target = slot() if slot is not None else None
+            if target is not None:
+                target.clear()
+
+    def clear(self) -> None:
+        if self.parent is not None:
+            self.inputs = None
+
+
+class _Holder:
+    """The place of one saved tensor: empty until its segment has run again."""
+
+    __slots__ = ("__weakref__", "kept", "kind", "segment")
+
+    def __init__(self, segment: _Segment, tensor: Tensor) -> None:
+        self.segment = segment
+        self.kind = (tensor.shape, tensor.dtype, tensor.device)
+        self.kept: _Kept | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self.kept is None
+
+    def fill(self, tensor: Tensor) -> None:
+        kind = (tensor.shape, tensor.dtype, tensor.device)
+        if kind != self.kind:
+            raise RecomputeError(
+                f"the second run of a segment saved {_text(kind)} where the first saved "
+                f"{_text(self.kind)}. The function must do the same work each time."
+            )
+        self.kept = _Kept(tensor.detach())
+
+    def clear(self) -> None:
+        self.kept = None
+
+    def unpack(self) -> Tensor:
+        with self.segment.lock:
+            if self.kept is None:
+                self.segment.replay()
+            kept = self.kept
+            assert kept is not None, "a replay fills every holder that is alive"
+            if torch._C._current_graph_task_id() == -1:
+                self.segment.forget()
+            elif torch._C._autograd._get_current_graph_task_keep_graph():
+                self.kept = None
+            return kept.unpack()
+
+
+class _Kept:
+    """A saved tensor as it is, with a check that nobody changed it since."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            what = "parameter" if self.tensor.is_leaf and self.tensor.requires_grad else "tensor"
+            raise RecomputeError(
+                f"a {what} {tuple(self.tensor.shape)} that this gradient needs was changed in "
+                f"place after it was used (version {self.version}, now {self.tensor._version}). "
+                "Change it after the backward, or change a copy."
+            )
+        return self.tensor
+
+
+class _Inputs:
+    """The inputs of a segment, cut from their graph, with the versions they had."""
+
+    __slots__ = ("flags", "values", "versions")
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self.values = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
+        self.flags = [isinstance(value, Tensor) and value.requires_grad for value in inputs]
+        self.versions = [value._version if isinstance(value, Tensor) else 0 for value in inputs]
+
+    def again(self) -> list[Any]:
+        """Returns the inputs as the function saw them first."""
+        for number, (value, version) in enumerate(zip(self.values, self.versions, strict=True)):
+            if isinstance(value, Tensor) and value._version != version:
+                raise RecomputeError(
+                    f"input {number} of a segment, {tuple(value.shape)}, was changed in place after "
+                    f"the forward (version {version}, now {value._version}), so the second run "
+                    "cannot repeat the first. Change a copy instead."
+                )
+        return [
+            value.detach().requires_grad_() if flag else value
+            for value, flag in zip(self.values, self.flags, strict=True)
+        ]
+
+
+def _run_in(mode: Any, function: Function, inputs: Sequence[Any]) -> Any:
+    earlier, _thread.mode = _thread.mode, mode
+    try:
+        with saved_tensors_hooks(mode.pack, _unpack):
+            return function(*inputs)
+    finally:
+        _thread.mode = earlier
+
+
+def _unpack(packed: Any) -> Tensor:
+    tensor: Tensor = packed.unpack()
+    return tensor
+
+
+def _at_end_of_backward(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    def call() -> None:
+        if (alive := method()) is not None:
+            alive()
+
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _text(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+    shape, dtype, device = kind
+    return f"{tuple(shape)} {dtype} on {device}"
