@@ -1,0 +1,251 @@
+"""Measures the memory of a training step from the events of the allocator, byte for byte.
+
+torch has `max_memory_allocated` on CUDA and nothing on the CPU, where the resident set of the
+process says little: the C library keeps freed pages. Here the allocator's own events are read: on
+the CPU from torch's profiler, on CUDA from the caching allocator's history. They also see what
+tensors do not show, such as the buffers in which a convolution reorders its weights.
+
+    event      +a   +b   +g   -b   +c   -a  ...        a, b, c: activations, g: a gradient
+    allocated  a    ab   abg  ag   agc  gc
+    counted    a    ab   ab   a    ac   c               activation_peak = max = ab
+
+*Activation peak* of a step: the largest value over the step of the bytes allocated, less
+parameters, buffers, optimizer state, inputs and the gradients of parameters *that exist at that
+moment*. Gradients appear one by one during the backward, so that subtracting their total from the
+peak would understate a peak early in the backward.
+
+Left out: memory that another library takes without asking torch's allocator; on CUDA also what the
+caching allocator rounds up and holds in reserve, which `torch.cuda.max_memory_reserved` tells.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+
+from zoo.errors import ArgumentError
+
+# a run of the profiler otherwise announces itself, and that there is no GPU, on stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+Event = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """What was allocated and freed while a callable ran: (address, bytes) in the order of time.
+
+    Bytes are positive for an allocation and negative for its end. Blocks that existed before are
+    not in it, nor is their end.
+    """
+
+    events: tuple[Event, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were allocated at once, above what was there at the start."""
+        return max(_sums(size for _, size in self.events), default=0)
+
+    @property
+    def kept(self) -> int:
+        """The bytes that the callable allocated and that outlived it."""
+        return sum(size for _, size in self.events)
+
+    def activation_peak(self, gradients: Iterable[int] = ()) -> int:
+        """Returns the most bytes at once, not counting gradients from the moment they exist.
+
+        `gradients` are addresses of storages that outlive the callable, `gradient_addresses(model)`
+        after a training step.
+        """
+        final = self._outliving() & frozenset(gradients)
+        last = {address: index for index, (address, _) in enumerate(self.events)}
+        counted = (
+            0 if address in final and index == last[address] else size
+            for index, (address, size) in enumerate(self.events)
+        )
+        return max(_sums(counted), default=0)
+
+    def _outliving(self) -> frozenset[int]:
+        alive: set[int] = set()
+        for address, size in self.events:
+            (alive.add if size > 0 else alive.discard)(address)
+        return frozenset(alive)
+
+
+@dataclass(frozen=True)
+class ResidentBytes:
+    """Bytes that a step finds or leaves in memory, each storage counted once, in this order."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    inputs: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one training step in bytes.
+
+    `peak` is that of the whole step: what was resident at its start (`resident`, whose gradients
+    appear during the step) and what it allocated on top. `activation_peak` is as defined above.
+    """
+
+    peak: int
+    activation_peak: int
+    resident: ResidentBytes
+
+
+def trace(function: Callable[[], object], device: torch.device | str = "cpu") -> MemoryTrace:
+    """Runs a function and records what the allocator of a device did meanwhile.
+
+    Raises:
+        ArgumentError: a device that is neither a CPU nor a CUDA device.
+    """
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise ArgumentError(f"memory is measured on cpu and cuda devices; got {device!s}")
+    gc.collect()
+    return _trace_cpu(function) if kind == "cpu" else _trace_cuda(function, torch.device(device))
+
+
+def measure_step(
+    step: Callable[[], object],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Iterable[Tensor],
+) -> StepMemory:
+    """Measures one steady training step: `step` runs forward, backward and optimizer.
+
+    Run a step before, so that the optimizer has its state. Gradients are set to None here first.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    before = resident_bytes(model, optimizer, inputs)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    record = trace(step, device)
+    return StepMemory(
+        peak=before.parameters + before.buffers + before.optimizer + before.inputs + record.peak,
+        activation_peak=record.activation_peak(gradient_addresses(model)),
+        resident=resident_bytes(model, optimizer, inputs),
+    )
+
+
+def resident_bytes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    inputs: Iterable[Tensor] = (),
+) -> ResidentBytes:
+    """Counts the bytes of a model, its gradients, its optimizer's state and its inputs now."""
+    seen: set[int] = set()
+    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    state = _tensors(optimizer.state) if optimizer is not None else ()
+    return ResidentBytes(
+        parameters=_distinct(model.parameters(), seen),
+        buffers=_distinct(model.buffers(), seen),
+        gradients=_distinct(gradients, seen),
+        optimizer=_distinct(state, seen),
+        inputs=_distinct(inputs, seen),
+    )
+
+
+def gradient_addresses(model: nn.Module) -> frozenset[int]:
+    """Returns where the storages of the parameters' gradients lie."""
+    return frozenset(
+        parameter.grad.untyped_storage().data_ptr()
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    )
+
+
+def _trace_cpu(function: Callable[[], object]) -> MemoryTrace:
+    with profile(use_cpu=True, profile_memory=True) as profiler:
+        function()
+    results: Any = profiler.kineto_results
+    found = [event for event in _walk(results.experimental_event_tree()) if _is_cpu(event)]
+    found.sort(key=lambda event: event.start_time_ns)
+    fields = (event.extra_fields for event in found)
+    return _within((entry.ptr, entry.alloc_size) for entry in fields)
+
+
+def _walk(events: Iterable[Any]) -> Iterator[Any]:
+    # a stack, since a deep model's backward nests deeper than Python recurses
+    waiting = list(reversed(list(events)))
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting.extend(reversed(event.children))
+
+
+def _is_cpu(event: Any) -> bool:
+    return bool(event.name == "[memory]" and event.extra_fields.device.type == "cpu")
+
+
+def _trace_cuda(function: Callable[[], object], device: torch.device) -> MemoryTrace:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = torch.cuda.memory_allocated(device)
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history(enabled="all", context=None)
+    try:
+        function()
+        torch.cuda.synchronize(device)
+        traces = memory._snapshot()["device_traces"]
+    finally:
+        memory._record_memory_history(enabled=None)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    record = cuda_trace(traces[index] if index < len(traces) else [])
+    # another allocator backend keeps no history: its peak, without addresses, is all there is
+    peak = torch.cuda.max_memory_allocated(device) - start
+    return record if record.events or not peak else MemoryTrace(((0, peak),))
+
+
+def cuda_trace(entries: Iterable[dict[str, Any]]) -> MemoryTrace:
+    """Reads the history of the caching allocator, as its snapshot lists it for one device."""
+    signs = {"alloc": 1, "free_requested": -1}
+    chosen = (entry for entry in entries if entry["action"] in signs)
+    return _within((entry["addr"], signs[entry["action"]] * entry["size"]) for entry in chosen)
+
+
+def _within(events: Iterable[Event]) -> MemoryTrace:
+    """Drops the end of blocks that the callable did not allocate."""
+    alive: set[int] = set()
+    kept: list[Event] = []
+    for address, size in events:
+        if size < 0 and address not in alive:
+            continue
+        (alive.add if size > 0 else alive.discard)(address)
+        kept.append((address, size))
+    return MemoryTrace(tuple(kept))
+
+
+def _sums(sizes: Iterable[int]) -> Iterator[int]:
+    total = 0
+    for size in sizes:
+        total += size
+        yield total
+
+
+def _distinct(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)
