@@ -1,0 +1,143 @@
+"""From the option that a user writes to a plan in force: `checkpoint=True`, a number, a name, a Plan.
+
+The decision is made at the first forward in training, when the inputs are known, once for each kind
+of inputs, and kept in the runner that this file attaches to a chain.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from zoo.chain import Chain, Outline, State
+from zoo.engine.schedule import run_plan
+from zoo.errors import ArgumentError, PlanError, ZooError
+from zoo.measure.profile import profile
+from zoo.plan import Plan
+from zoo.planner import schemes
+from zoo.planner.costs import StepCosts
+from zoo.planner.least_memory import least_memory
+
+Checkpoint = bool | int | str | Plan | tuple[Any, ...]
+AnyChain = TypeVar("AnyChain", bound=Chain)
+
+
+def attach(chain: AnyChain, checkpoint: Checkpoint) -> AnyChain:
+    """Puts a `checkpoint=` option in force on a chain, in place of an earlier one, and returns it.
+
+    - `False`: keep everything, plain training;
+    - `True`: the plan of least peak memory in which no step runs more than twice;
+    - an int k: k segments of equal numbers of blocks, the last one kept;
+    - `"sqrt"`, `"blocks"`, `"cheap"`: a scheme of `zoo.planner.schemes`;
+    - a `Plan` or nested tuple: just that.
+
+    Raises:
+        ArgumentError: none of these.
+        PlanError: a malformed plan; one that does not fit raises at the first forward.
+    """
+    chain.runner = None if checkpoint is False else PlannedRunner(_decision(checkpoint))
+    return chain
+
+
+class Decision:
+    """Decides a plan for a chain and one kind of inputs."""
+
+    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
+        """Returns the plan."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Given(Decision):
+    """The user's own plan."""
+
+    plan: Plan
+
+    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
+        """Returns the plan."""
+        return self.plan
+
+
+@dataclass(frozen=True)
+class Segments(Decision):
+    """A number of equal segments."""
+
+    count: int
+
+    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
+        """Cuts the blocks."""
+        return schemes.segments(outline.blocks, self.count)
+
+
+@dataclass(frozen=True)
+class FromCosts(Decision):
+    """A planner that looks at the bytes and operations of each step."""
+
+    planner: Callable[[StepCosts], Plan]
+
+    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
+        """Measures the chain on fake tensors and plans."""
+        try:
+            costs = profile(chain, outline, inputs)
+        except ZooError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"the steps of {type(chain).__name__} could not be measured on fake tensors "
+                f"({type(error).__name__}: {error}). Pass checkpoint= a number of segments or a "
+                "Plan, which need no measuring."
+            ) from error
+        return self.planner(costs)
+
+
+@dataclass
+class PlannedRunner:
+    """Runs a chain by a plan that is decided once for each kind of inputs."""
+
+    decision: Decision
+    plan: Plan | None = None
+    plans: dict[Any, Plan] = field(default_factory=dict)
+
+    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
+        """Decides if need be, then runs."""
+        kind = (len(outline.steps), *map(_kind, inputs), *_autocast(inputs))
+        if kind not in self.plans:
+            plan = self.decision(chain, outline, inputs)
+            plan.check(len(outline.steps))
+            self.plans[kind] = plan
+        self.plan = self.plans[kind]
+        return run_plan(self.plan, outline.steps, inputs)
+
+
+def _decision(checkpoint: Any) -> Decision:
+    if checkpoint is True:
+        return FromCosts(least_memory)
+    if isinstance(checkpoint, tuple):
+        return Given(Plan(checkpoint))
+    if isinstance(checkpoint, str):
+        return FromCosts(schemes.scheme(checkpoint))
+    if isinstance(checkpoint, int):
+        if checkpoint < 1:
+            raise ArgumentError(f"checkpoint={checkpoint} segments; choose 1 or more, or False")
+        return Segments(checkpoint)
+    raise ArgumentError(
+        f"checkpoint={checkpoint!r} is none of True, False, a number of segments, a Plan, "
+        f"{', '.join(schemes.SCHEMES)}"
+    )
+
+
+def _kind(value: Tensor | None) -> Any:
+    if value is None:
+        return None
+    return tuple(value.shape), value.dtype, value.device, value.requires_grad
+
+
+def _autocast(inputs: State) -> list[Any]:
+    types = sorted({value.device.type for value in inputs if value is not None})
+    return [
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        for kind in types
+        if torch.amp.is_autocast_available(kind)
+    ]

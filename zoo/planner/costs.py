@@ -1,0 +1,48 @@
+"""What each step of a chain costs, as numbers: the only thing that a planner looks at.
+
+Bytes are counted by distinct storage. States share storage (a skip connection is handed on by many
+steps, DenseNet's features by all that follow), so a sum over shapes would count it many times.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """The costs of a chain of n steps for one kind of input.
+
+    Storages of parameters, buffers and the chain's inputs are left out: no plan can change them.
+
+    Attributes:
+        sizes: bytes of each storage; the sets below hold indices into it.
+        live: for each of the n + 1 states (before step 0, ..., after the last) its storages.
+        saved: for each step, the storages that autograd saves for its backward.
+        forward: for each step, the largest number of new bytes during its forward.
+        forward_until_saved: the same up to the moment when its last tensor is saved, which is where
+            a second run that ends with this step stops.
+        backward: for each step, the largest number of new bytes during its backward, parameter
+            gradients included.
+        gradients: for each of the n + 1 states, bytes of its gradient.
+        flops: for each step, floating point operations of its forward.
+        flops_until_saved: those that a second run which ends with this step does.
+        blocks: for each step, the number of its block.
+    """
+
+    sizes: tuple[int, ...]
+    live: tuple[frozenset[int], ...]
+    saved: tuple[frozenset[int], ...]
+    forward: tuple[int, ...]
+    forward_until_saved: tuple[int, ...]
+    backward: tuple[int, ...]
+    gradients: tuple[int, ...]
+    flops: tuple[int, ...]
+    flops_until_saved: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.saved)
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        """Returns the bytes of a set of storages."""
+        return sum(self.sizes[storage] for storage in storages)

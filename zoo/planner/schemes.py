@@ -1,0 +1,83 @@
+"""The field's classic plans, by name, for use and for comparison.
+
+They look at the number of blocks and at where the arithmetic is, never at bytes; `optimal` does.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from zoo.errors import ArgumentError, nearest
+from zoo.plan import Item, Plan
+from zoo.planner.costs import StepCosts
+
+
+def segments(blocks: Sequence[int], count: int) -> Plan:
+    """Cuts a chain into `count` segments of as equal numbers of blocks as possible.
+
+    Each step's block number is given by `blocks`. As in `torch.utils.checkpoint`'s
+    `checkpoint_sequential`, the last segment is kept: its backward comes at once.
+
+    Raises:
+        ArgumentError: fewer than 1 or more segments than blocks.
+    """
+    total = len(set(blocks))
+    if not 1 <= count <= total:
+        raise ArgumentError(
+            f"checkpoint={count} asks for {count} segments; this chain has {total} blocks, "
+            f"so choose 1 to {total}"
+        )
+    order = {block: place for place, block in enumerate(dict.fromkeys(blocks))}
+    groups = _grouped([order[block] * count // total for block in blocks])
+    return Plan([*groups[:-1], *groups[-1]])
+
+
+def sqrt(costs: StepCosts) -> Plan:
+    """Cuts n blocks into sqrt(n) segments (Chen et al. 2016, arXiv:1604.06174)."""
+    return segments(costs.blocks, max(1, round(math.sqrt(len(set(costs.blocks))))))
+
+
+def blocks(costs: StepCosts) -> Plan:
+    """Makes each block of several steps a segment: what timm and torchvision users get."""
+    return Plan([_segment(group) for group in _grouped(costs.blocks)])
+
+
+def cheap(costs: StepCosts) -> Plan:
+    """Keeps convolutions and matrix products and runs the rest again.
+
+    Each segment ends with a step that does arithmetic: its second run stops before it.
+    """
+    items: list[Item] = []
+    run: list[int] = []
+    for step, flops in enumerate(costs.flops):
+        run.append(step)
+        if flops:
+            items.append(_segment(tuple(run)))
+            run = []
+    return Plan([*items, *run])
+
+
+SCHEMES: dict[str, Callable[[StepCosts], Plan]] = {"sqrt": sqrt, "blocks": blocks, "cheap": cheap}
+
+
+def scheme(name: str) -> Callable[[StepCosts], Plan]:
+    """Returns the scheme of this name.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if name not in SCHEMES:
+        raise ArgumentError(
+            f"checkpoint={name!r} is no scheme; choose True, False, a number of segments, a Plan, "
+            f"{', '.join(SCHEMES)}.{nearest(name, SCHEMES)}"
+        )
+    return SCHEMES[name]
+
+
+def _grouped(keys: Sequence[int]) -> list[tuple[int, ...]]:
+    pairs = itertools.groupby(range(len(keys)), key=keys.__getitem__)
+    return [tuple(group) for _, group in pairs]
+
+
+def _segment(steps: tuple[int, ...]) -> Item:
+    return steps if len(steps) > 1 else steps[0]

@@ -1,0 +1,110 @@
+"""What a plan costs: the definition by which every planner is judged.
+
+The clock moves step by step as the engine does: the first run of all steps, then the backward from
+the last item to the first, where a segment runs again before its steps' backwards. At each tick the
+bytes are: what is held for later, the state in hand, what the step itself allocates, and in the
+backward the gradient of the state.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zoo.plan import Item, Plan, indices
+from zoo.planner.costs import StepCosts
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a plan costs: peak bytes of activations, and the operations that it does again."""
+
+    peak: int
+    recomputed_flops: int
+
+
+def simulate(plan: Plan, costs: StepCosts) -> Simulation:
+    """Runs a plan on paper.
+
+    Raises:
+        PlanError: the plan is for another number of steps.
+    """
+    plan.check(len(costs))
+    clock = _Clock(costs)
+    for item in plan:
+        clock.first_run(item)
+    for item in reversed(plan):
+        clock.backward(item)
+    return Simulation(clock.peak, clock.recomputed)
+
+
+class _Clock:
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
+        self.holders: Counter[int] = Counter()
+        self.held = 0
+        self.peak = 0
+        self.recomputed = 0
+
+    def first_run(self, item: Item) -> None:
+        if isinstance(item, int):
+            self.run(item, 0)
+            self.hold(self.costs.saved[item])
+            return
+        steps = list(indices(item))
+        self.hold(self.costs.live[steps[0]])
+        for step in steps:
+            self.run(step, 0)
+
+    def backward(self, item: Item) -> None:
+        costs = self.costs
+        if isinstance(item, int):
+            self.note(costs.gradients[item + 1] + costs.backward[item])
+            self.release(costs.saved[item])
+            return
+        steps = list(indices(item))
+        self.second_run(item, costs.gradients[steps[-1] + 1])
+        for inner in reversed(item):
+            self.backward(inner)
+        self.release(costs.live[steps[0]])
+
+    def second_run(self, segment: tuple[Item, ...], gradient: int) -> None:
+        costs = self.costs
+        for inner in segment[:-1]:
+            if isinstance(inner, int):
+                self.run(inner, gradient)
+                self.recomputed += costs.flops[inner]
+                self.hold(costs.saved[inner])
+            else:
+                steps = list(indices(inner))
+                self.hold(costs.live[steps[0]])
+                for step in steps:
+                    self.run(step, gradient)
+                    self.recomputed += costs.flops[step]
+        last = segment[-1]
+        if isinstance(last, int):
+            self.note(self.extra(costs.live[last]) + costs.forward_until_saved[last] + gradient)
+            self.recomputed += costs.flops_until_saved[last]
+            self.hold(costs.saved[last])
+        else:
+            self.hold(costs.live[next(indices(last))])
+
+    def run(self, step: int, gradient: int) -> None:
+        self.note(self.extra(self.costs.live[step]) + self.costs.forward[step] + gradient)
+
+    def note(self, above: int) -> None:
+        self.peak = max(self.peak, self.held + above)
+
+    def extra(self, storages: Iterable[int]) -> int:
+        return sum(self.costs.sizes[s] for s in storages if not self.holders[s])
+
+    def hold(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            if not self.holders[storage]:
+                self.held += self.costs.sizes[storage]
+            self.holders[storage] += 1
+
+    def release(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            self.holders[storage] -= 1
+            if not self.holders[storage]:
+                self.held -= self.costs.sizes[storage]
