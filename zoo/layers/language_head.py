@@ -56,7 +56,7 @@ class LossChunks:
     def split(self, *state: Any) -> tuple[Tensor, ...]:
         """carried, hidden (..., C), targets (...) -> carried, total, count, chunks in pairs."""
         carried, (hidden, targets) = state[: self.carried], state[self.carried :]
-        total = hidden.new_zeros((), dtype=_summed(hidden.dtype))
+        total = hidden.new_zeros(())
         count = (targets != IGNORED).sum()
         chunks = zip(
             hidden.flatten(0, -2).split(self.chunk_tokens),
@@ -73,7 +73,7 @@ class LossChunks:
     def add_loss(self, *state: Any) -> tuple[Tensor, ...]:
         """carried, total, count, scores (chunk, V), targets, ... -> carried, total, count, ..."""
         total, count, scores, targets, *rest = state[self.carried :]
-        scores = scores.to(_summed(scores.dtype))
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         loss = F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="sum")
         return (*state[: self.carried], total + loss, count, *rest)
 
@@ -99,7 +99,3 @@ def check_targets(model: str, tokens: Tensor, targets: Tensor) -> None:
         raise InputError(
             f"{model} takes targets of int64; got {targets.dtype}. Convert them with .long()"
         )
-
-
-def _summed(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,131 @@
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zoo.chain import fold, outline
+from zoo.errors import InputError
+from zoo.layers.language_head import LossChunks, check_targets
+
+WIDTH, VOCABULARY = 6, 50
+
+
+def example(dtype=torch.float32):
+    """A decoder, hidden (4, 10, 6) and targets (4, 10), three of them ignored."""
+    torch.manual_seed(0)
+    decoder = nn.Linear(WIDTH, VOCABULARY).to(dtype)
+    hidden = torch.randn(4, 10, WIDTH, dtype=dtype, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (4, 10))
+    targets[1, 2:4] = targets[3, 9] = -100
+    return decoder, hidden, targets
+
+
+def chunked(decoder, hidden, targets, chunk_tokens):
+    chunks = LossChunks(decoder, targets.numel(), chunk_tokens)
+    return fold(outline(chunks.steps()).steps, (hidden, targets))
+
+
+def whole(decoder, hidden, targets):
+    return F.cross_entropy(decoder(hidden).flatten(0, 1), targets.flatten())
+
+
+def with_gradients(function, decoder, hidden, targets):
+    loss = function(decoder, hidden, targets)
+    return loss.detach(), *torch.autograd.grad(loss, [hidden, *decoder.parameters()])
+
+
+def test_one_chunk_is_cross_entropy_bit_for_bit():
+    ours = with_gradients(functools.partial(chunked, chunk_tokens=40), *example())
+    theirs = with_gradients(whole, *example())
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 8, 39, 1000])
+def test_chunks_add_up_to_the_whole_loss(chunk_tokens):
+    cut = functools.partial(chunked, chunk_tokens=chunk_tokens)
+    ours = with_gradients(cut, *example(torch.float64))
+    theirs = with_gradients(whole, *example(torch.float64))
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-15)
+
+
+def test_ignored_targets_change_nothing():
+    decoder, hidden, targets = example()
+    before = chunked(decoder, hidden, targets, 8)
+    with torch.no_grad():
+        hidden[targets == -100] = 1e6
+    assert torch.equal(chunked(decoder, hidden, targets, 8), before)
+    nothing = chunked(decoder, hidden, torch.full_like(targets, -100), 8)
+    assert math.isnan(nothing.detach())
+
+
+def test_carried_tensors_are_handed_on_untouched():
+    decoder, hidden, targets = example()
+    first, second = torch.randn(3), torch.randn(2)
+    chunks = LossChunks(decoder, 40, 16, carried=2)
+    *carried, loss = fold(outline(chunks.steps()).steps, (first, second, hidden, targets))
+    assert carried[0] is first
+    assert carried[1] is second
+    assert torch.equal(loss, chunked(decoder, hidden, targets, 16))
+
+
+def test_each_chunk_is_a_block_of_two_steps():
+    found = outline(LossChunks(nn.Identity(), 40, 16).steps())
+    assert [step.__name__ for step in found.steps] == [
+        *("split", "decode", "add_loss", "decode", "add_loss", "decode", "add_loss", "mean")
+    ]
+    assert found.blocks == (0, 1, 1, 2, 2, 3, 3, 4)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that one result of an operation has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def test_nothing_is_larger_than_the_scores_of_one_chunk():
+    decoder, hidden, targets = example()
+    with Largest() as largest:
+        chunked(decoder, hidden, targets, 8).backward()
+    assert largest.elements == 8 * VOCABULARY
+    with Largest() as largest:
+        whole(decoder, hidden, targets).backward()
+    assert largest.elements == 40 * VOCABULARY
+
+
+def test_half_precision_is_summed_in_float32():
+    decoder, hidden, targets = example(torch.bfloat16)
+    loss = chunked(decoder, hidden, targets, 8)
+    assert loss.dtype == torch.float32
+    reference = F.cross_entropy(decoder(hidden).flatten(0, 1).double(), targets.flatten())
+    torch.testing.assert_close(loss.double(), reference, rtol=1e-6, atol=0)
+
+
+def test_no_step_writes_its_inputs():
+    decoder, hidden, targets = example()
+    state = (hidden, targets)
+    for step in outline(LossChunks(decoder, 40, 16).steps()).steps:
+        before = [tensor.detach().clone() for tensor in state]
+        value = step(*state)
+        assert all(map(torch.equal, before, state))
+        state = value if isinstance(value, tuple) else (value,)
+
+
+def test_targets_that_do_not_fit_the_tokens_are_refused():
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"one target for each token; got targets \(2, 4\)"):
+        check_targets("GPT2", tokens, tokens[:, :4])
+    with pytest.raises(InputError, match=r"int64; got torch\.int32\. Convert them"):
+        check_targets("GPT2", tokens, tokens.int())

@@ -1,0 +1,255 @@
+import copy
+import pickle
+import platform
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zoo.chain import outline, step_names
+from zoo.errors import ArgumentError, InputError, WeightsError
+from zoo.models import gpt2
+from zoo.models.gpt2 import GPT2
+
+SMALL = {"width": 64, "depth": 2, "heads": 4, "vocabulary": 101, "positions": 32}
+
+
+def hugging_face(drop_rate=0.0, activation="gelu_pytorch_tanh"):
+    """Hugging Face's model of the same size, biases and norms drawn too; skips without it."""
+    pytest.importorskip("transformers", exc_type=(ImportError, RuntimeError))
+    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
+
+    config = GPT2Config(
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        vocab_size=101,
+        n_positions=32,
+        embd_pdrop=drop_rate,
+        attn_pdrop=drop_rate,
+        resid_pdrop=drop_rate,
+        activation_function=activation,
+        attn_implementation="sdpa",
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2LMHeadModel(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def text():
+    """Tokens (3, 20) and their next tokens, the last ones ignored as Hugging Face does."""
+    tokens = torch.randint(101, (3, 20), generator=torch.Generator().manual_seed(5))
+    return tokens, F.pad(tokens[:, 1:], (0, 1), value=-100)
+
+
+def run(model, call):
+    """Result, gradients by our names and bytes kept for the backward of one seeded run."""
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = call(model)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(result.pow(2).mean(), parameters)
+    named = GPT2(**SMALL).translate(dict(zip(names, gradients, strict=True)))
+    return {"result": result.detach(), **named}, sum(kept.values())
+
+
+def assert_close(ours, theirs, **tolerance):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"),
+    reason="their weights lie transposed; MKL rounds both products alike, other libraries may not",
+)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+def test_equals_hugging_face_bit_for_bit_and_keeps_no_more(drop_rate, training):
+    theirs = hugging_face(drop_rate).train(training)
+    ours = GPT2(**SMALL, drop_rate=drop_rate).train(training)
+    ours.load_state_dict(theirs.state_dict())
+    tokens, targets = text()
+    expected, kept_by_theirs = run(theirs, lambda model: model(tokens).logits)
+    results, kept = run(ours, lambda model: model(tokens))
+    assert_close(results, expected)
+    assert kept <= 1.02 * kept_by_theirs
+    expected, kept_by_theirs = run(theirs, lambda model: model(tokens, labels=tokens).loss)
+    results, kept = run(ours, lambda model: model(tokens, targets))
+    assert_close(results, expected)
+    assert kept <= 1.02 * kept_by_theirs
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh"])
+def test_equals_hugging_face_in_double_precision(activation):
+    theirs = hugging_face(activation=activation).double()
+    ours = GPT2(**SMALL, drop_rate=0.0).double()
+    ours.load_state_dict(theirs.state_dict())
+    expected, _ = run(theirs, lambda model: model(text()[0]).logits)
+    results, _ = run(ours, lambda model: model(text()[0]))
+    assert_close(results, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_loads_what_hugging_face_saves():
+    theirs = hugging_face()
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.1.attn.masked_bias": torch.ones(())}
+    bare, whole = GPT2(**SMALL), GPT2(**SMALL)
+    bare.load_state_dict({**theirs.transformer.state_dict(), **masks})
+    whole.load_state_dict(theirs.state_dict())
+    assert_close(bare.state_dict(), whole.state_dict())
+    assert torch.equal(whole.blocks[1].mlp["fc1"].weight, theirs.transformer.h[1].mlp.c_fc.weight.T)
+    assert_close(GPT2(**SMALL).translate(whole.state_dict()), whole.state_dict())
+
+
+def test_a_decoder_of_its_own_is_refused():
+    weights = GPT2(**SMALL).state_dict()
+    foreign = {
+        "wte.weight": weights["token_embedding.weight"],
+        "lm_head.weight": torch.ones(101, 64),
+    }
+    model = GPT2(**SMALL)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(WeightsError, match=r"1 unknown: lm_head\.weight"):
+        model.load_state_dict(foreign)
+    assert_close(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 30, 60, 100])
+def test_loss_is_the_cross_entropy_of_the_scores(chunk_tokens):
+    model = GPT2(**SMALL, chunk_tokens=chunk_tokens).eval()
+    tokens, targets = text()
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    loss = model(tokens, targets=targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert chunk_tokens < 60 or torch.equal(loss, expected)
+
+
+def test_tokens_do_not_see_later_ones():
+    model, (tokens, _) = GPT2(**SMALL).eval(), text()
+    changed = torch.cat([tokens[:, :9], 100 - tokens[:, 9:]], dim=1)
+    assert torch.equal(model(tokens)[:, :9], model(changed)[:, :9])
+
+
+# OpenAI's own sizes, published as 124M, 355M, 774M and 1558M
+@pytest.mark.parametrize(
+    ("build", "parameters"),
+    [
+        (gpt2.gpt2_small, 124_439_808),
+        (gpt2.gpt2_medium, 354_823_168),
+        (gpt2.gpt2_large, 774_030_080),
+        (gpt2.gpt2_xl, 1_557_611_200),
+    ],
+)
+def test_real_sizes(build, parameters):
+    with torch.device("meta"):
+        model, tokens = build(), torch.zeros(2, 1024, dtype=torch.int64)
+        assert model(tokens[:, :9]).shape == (2, 9, 50257)
+        assert model(tokens, tokens).shape == ()
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_weights_are_drawn_as_published():
+    torch.manual_seed(0)
+    model = GPT2(width=128, depth=8, heads=4, vocabulary=500, positions=200)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            expected = torch.ones(128) if name.endswith("weight") else torch.zeros(len(parameter))
+            assert torch.equal(parameter, expected)
+        else:
+            spread = 0.02 / 4 if name.endswith(("proj.weight", "fc2.weight")) else 0.02
+            assert parameter.std().item() == pytest.approx(spread, rel=0.03)
+
+
+def test_the_decoder_is_the_embedding():
+    model = GPT2(**SMALL)
+    assert [name for name, value in model.state_dict().items() if value.shape == (101, 64)] == [
+        "token_embedding.weight"
+    ]
+    assert model.token_embedding.weight is model.get_parameter("token_embedding.weight")
+    hidden = torch.randn(2, 64)
+    assert torch.equal(model.decode(hidden), hidden @ model.token_embedding.weight.T)
+
+
+def test_arguments_reach_the_model():
+    with torch.device("meta"):
+        model = gpt2.gpt2_small(
+            depth=3, vocabulary=11, positions=7, drop_rate=0.2, drop_path_rate=0.11, chunk_tokens=2
+        )
+        tokens = torch.zeros(1, 7, dtype=torch.int64)
+        assert model(tokens).shape == (1, 7, 11)
+    assert model.drop.p == model.blocks[2].drop.p == model.blocks[2].attention_drop_rate == 0.2
+    rates = [block.drop_path.rate for block in model.blocks]
+    assert rates == pytest.approx([0.0, 0.055, 0.11])
+    assert len(model.steps_for(tokens, tokens)) == 1 + 3 + 1 + 1 + 4 + 1
+
+
+def test_blocks_offer_their_parts():
+    model, (tokens, targets) = GPT2(**SMALL, chunk_tokens=32), text()
+    found = outline(model.steps_for(tokens, targets))
+    assert found.blocks == (0, *[1] * 5, *[2] * 5, 3, 4, 5, 5, 6, 6, 7)
+    assert step_names(model, found.steps)[5:12] == [
+        *("blocks.0.narrow", "blocks.1.project", "blocks.1.attend", "blocks.1.merge"),
+        *("blocks.1.widen", "blocks.1.narrow", "normalize"),
+    ]
+
+
+TOKENS = torch.zeros(2, 8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((TOKENS.float(),), r"token numbers \(int64\); got torch\.float32"),
+        ((TOKENS[:, :0],), r"at least one token; got \(2, 0\)"),
+        ((TOKENS[0],), r"takes tokens \(N, T\); got \(8,\)"),
+        ((TOKENS.repeat(1, 5),), "has 32 positions; got 40 tokens"),
+        ((TOKENS, TOKENS[:, 1:]), r"one target for each token; got targets \(2, 7\)"),
+        ((TOKENS, TOKENS.int()), r"targets of int64; got torch\.int32"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(inputs, message):
+    with pytest.raises(InputError, match=message):
+        GPT2(**SMALL)(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocabulary": 0}, "vocabulary of at least 1; got 0"),
+        ({"chunk_tokens": 0}, "chunk_tokens of at least 1; got 0"),
+        ({"heads": 5}, "64 is not divisible by 5"),
+        ({"drop_rate": 1.0}, "drop_rate from 0 up to below 1; got 1.0"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        GPT2(**{**SMALL, **arguments})
+
+
+def test_no_step_writes_its_inputs():
+    model, state = GPT2(**SMALL, drop_path_rate=0.5, chunk_tokens=32), text()
+    for step in outline(model.steps_for(*state)).steps:
+        before = [tensor.detach().clone() for tensor in state]
+        value = step(*state)
+        assert all(map(torch.equal, before, state))
+        state = value if isinstance(value, tuple) else (value,)
+
+
+def test_copies_have_weights_of_their_own():
+    model, inputs = GPT2(**SMALL).eval(), text()
+    expected = model(*inputs)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(*inputs), expected)
+        nn.init.zeros_(copied.token_embedding.weight)
+        assert not torch.equal(copied(*inputs), expected)
+        assert torch.equal(model(*inputs), expected)

@@ -1,0 +1,164 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from zoo.chain import outline, step_names
+from zoo.errors import ArgumentError, InputError, WeightsError
+from zoo.models import vit
+from zoo.models.vit import ViT
+
+SMALL = {"width": 48, "depth": 3, "heads": 3, "classes": 7, "image_size": 32}
+
+
+def timm_vit(**arguments):
+    """timm's model of the same size; skips where timm cannot be imported."""
+    pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))
+    from timm.models.vision_transformer import VisionTransformer  # noqa: PLC0415
+
+    size = {"embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 7, "img_size": 32}
+    return VisionTransformer(**size, **arguments)
+
+
+def run(model, training=True):
+    """Logits, gradients by name and bytes kept for the backward of one seeded run."""
+    torch.manual_seed(1)
+    images = torch.randn(4, 3, 32, 32, requires_grad=True)
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logits = model.train(training)(images)
+    inputs = {"images": images, **dict(model.named_parameters())}
+    gradients = torch.autograd.grad(logits.pow(2).sum(), inputs.values())
+    named = dict(zip(inputs, gradients, strict=True))
+    return {"logits": logits.detach(), **named}, sum(kept.values())
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rates", [{}, {"drop_rate": 0.3, "drop_path_rate": 0.5}])
+def test_equals_timm_bit_for_bit_and_keeps_no_more(rates, training):
+    ours, theirs = ViT(**SMALL, **rates), timm_vit(**rates)
+    ours.load_state_dict(theirs.state_dict())
+    results, kept = run(ours, training)
+    expected, kept_by_timm = run(theirs, training)
+    assert_same(results, expected)
+    assert kept <= 1.02 * kept_by_timm
+
+
+def test_draws_the_weights_that_timm_draws():
+    torch.manual_seed(3)
+    theirs = timm_vit()
+    torch.manual_seed(3)
+    assert_same(ViT(**SMALL).state_dict(), theirs.state_dict())
+
+
+# timm 1.0 reports the same counts for vit_*_patch16_224
+@pytest.mark.parametrize(
+    ("build", "parameters"),
+    [
+        (vit.vit_tiny_patch16, 5_717_416),
+        (vit.vit_small_patch16, 22_050_664),
+        (vit.vit_base_patch16, 86_567_656),
+        (vit.vit_large_patch16, 304_326_632),
+    ],
+)
+def test_real_sizes(build, parameters):
+    with torch.device("meta"):
+        model = build()
+        assert model(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_arguments_reach_the_model():
+    with torch.device("meta"):
+        model = vit.vit_tiny_patch16(
+            classes=5, in_channels=1, image_size=48, drop_rate=0.2, drop_path_rate=0.11
+        )
+        assert model(torch.empty(1, 1, 48, 48)).shape == (1, 5)
+    assert model.head_drop.p == 0.2
+    assert [block.drop_path.rate for block in model.blocks] == pytest.approx(
+        [0.01 * index for index in range(12)]
+    )
+
+
+def test_blocks_offer_their_parts():
+    model = ViT(**SMALL)
+    found = outline(model.steps())
+    assert found.blocks == (0, 1, *[2] * 5, *[3] * 5, *[4] * 5, 5)
+    assert step_names(model, found.steps)[:4] == [
+        "embed",
+        "place",
+        "blocks.0.project",
+        *("blocks.0.attend",),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.zeros(1, 3, 48, 48), r"takes images of 32 x 32; got 48 x 48\. Resize"),
+        (torch.zeros(1, 3, 32, 16), "takes images of 32 x 32; got 32 x 16"),
+        (torch.zeros(3, 32, 32), r"takes \(N, C, H, W\), 4 axes; got \(3, 32, 32\)"),
+        (torch.zeros(1, 1, 32, 32), "built for 3 channels; got 1"),
+        (torch.zeros(0, 3, 32, 32), "at least one element"),
+        (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), "floating numbers; got torch.uint8"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(images, message):
+    with pytest.raises(InputError, match=message):
+        ViT(**SMALL)(images)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": 100}, r"patches of 16; image_size 100 is not a multiple\. Take 96"),
+        ({"image_size": 8}, "image_size 8 is not a multiple. Take 16"),
+        ({"classes": 0}, "classes of at least 1; got 0"),
+        ({"heads": 5}, "48 is not divisible by 5"),
+        ({"drop_rate": 1.5}, "drop_rate from 0 up to below 1; got 1.5"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        ViT(**{**SMALL, **arguments})
+
+
+def test_weights_of_another_size_are_refused_and_change_nothing():
+    model = ViT(**SMALL)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(WeightsError, match=r"pos_embed \(1, 10, 48\) instead of \(1, 5, 48\)"):
+        model.load_state_dict(ViT(**{**SMALL, "image_size": 48}).state_dict())
+    assert_same(model.state_dict(), before)
+
+
+def test_no_step_writes_its_inputs():
+    model = ViT(**SMALL, drop_rate=0.5, drop_path_rate=0.5)
+    state = (torch.randn(2, 3, 32, 32),)
+    for step in outline(model.steps()).steps:
+        before = [tensor.detach().clone() for tensor in state]
+        value = step(*state)
+        assert all(map(torch.equal, before, state))
+        state = value if isinstance(value, tuple) else (value,)
+
+
+def test_copies_have_weights_of_their_own():
+    model, images = ViT(**SMALL), torch.randn(2, 3, 32, 32)
+    expected = model(images)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(images), expected)
+        nn.init.zeros_(copied.head.weight)
+        assert not torch.equal(copied(images), expected)
+        assert torch.equal(model(images), expected)

@@ -1,0 +1,122 @@
+"""The transformer block as a chain (Vaswani et al. 2017, arXiv:1706.03762; normalization first).
+
+`torch.nn.TransformerEncoderLayer` hides its parts behind one call, names them unlike any published
+weights and has a fast path of its own in eval mode. This block offers its parts as steps, under
+timm's names. It has no cross attention, no mask but the causal one and no cache of keys and values.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from zoo.chain import Chain, Steps
+from zoo.errors import ArgumentError
+from zoo.layers.checks import check_choice, check_positive, check_rate
+from zoo.layers.drop_path import DropPath
+
+ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+class TransformerBlock(Chain):
+    """Attention and a two-layer perceptron, each behind a norm: (N, T, C) -> (N, T, C).
+
+    `width` is C, `heads` divides it, the perceptron is `mlp_ratio` times as wide. `causal` lets a
+    token see itself and those before it. `attention_drop_rate` drops attention weights, `drop_rate`
+    what each branch adds, `drop_path_rate` whole samples of a branch. `activation` is "gelu" or its
+    tanh form "gelu_tanh".
+
+    Tensors behind the first in the state are handed on untouched, so the block fits into any chain:
+
+        step       takes        hands on
+        project    x            x, qkv (N, T, 3C)
+        attend     x, qkv       x, mixed (N, T, C)
+        merge      x, mixed     x
+        widen      x            x, hidden (N, T, mlp_ratio C)
+        narrow     x, hidden    x
+
+    Outputs and gradients are those of timm's `Block(qkv_bias=True)` bit for bit. Deviation: timm's
+    `proj_drop` also drops after the activation; here, as in GPT-2, nothing is dropped there.
+
+    Raises:
+        ArgumentError: heads that do not divide the width, an unknown activation, a rate outside
+            [0, 1), or a size below 1.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        causal: bool = False,
+        activation: str = "gelu",
+        norm_epsilon: float = 1e-6,
+        attention_drop_rate: float = 0.0,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        hidden = int(width * mlp_ratio)
+        _check_sizes(width, heads, hidden)
+        check_choice("TransformerBlock", "activation", activation, list(ACTIVATIONS))
+        check_rate("TransformerBlock", attention_drop_rate=attention_drop_rate)
+        check_rate("TransformerBlock", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        self.heads = heads
+        self.causal = causal
+        self.attention_drop_rate = attention_drop_rate
+        self.norm1 = nn.LayerNorm(width, eps=norm_epsilon)
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width)})
+        self.attn["proj"] = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width, eps=norm_epsilon)
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, hidden)})
+        self.mlp["act"] = nn.GELU(approximate=ACTIVATIONS[activation])
+        self.mlp["fc2"] = nn.Linear(hidden, width)
+        self.drop = nn.Dropout(drop_rate)
+        self.drop_path = DropPath(drop_path_rate)
+
+    def steps(self) -> Steps:
+        """Lists the five steps of the table above."""
+        return [self.project, self.attend, self.merge, self.widen, self.narrow]
+
+    def project(self, x: Tensor, *rest: Any) -> Any:
+        """x (N, T, C) -> x, qkv (N, T, 3C)."""
+        return x, self.attn["qkv"](self.norm1(x)), *rest
+
+    def attend(self, x: Tensor, qkv: Tensor, *rest: Any) -> Any:
+        """x, qkv (N, T, 3C) -> x, mixed (N, T, C)."""
+        query, key, value = rearrange(qkv, "n t (qkv h c) -> qkv n h t c", qkv=3, h=self.heads)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=self.attention_drop_rate if self.training else 0.0,
+            is_causal=self.causal,
+        )
+        return x, rearrange(mixed, "n h t c -> n t (h c)"), *rest
+
+    def merge(self, x: Tensor, mixed: Tensor, *rest: Any) -> Any:
+        """x, mixed (N, T, C) -> x (N, T, C)."""
+        return _state(x + self.drop_path(self.drop(self.attn["proj"](mixed))), rest)
+
+    def widen(self, x: Tensor, *rest: Any) -> Any:
+        """x (N, T, C) -> x, hidden (N, T, mlp_ratio C)."""
+        return x, self.mlp["fc1"](self.norm2(x)), *rest
+
+    def narrow(self, x: Tensor, hidden: Tensor, *rest: Any) -> Any:
+        """x, hidden (N, T, mlp_ratio C) -> x (N, T, C)."""
+        return _state(x + self.drop_path(self.drop(self.mlp["fc2"](self.mlp["act"](hidden)))), rest)
+
+
+def _state(x: Tensor, rest: tuple[Any, ...]) -> Any:
+    return (x, *rest) if rest else x
+
+
+def _check_sizes(width: int, heads: int, hidden: int) -> None:
+    check_positive("TransformerBlock", width=width, heads=heads, hidden=hidden)
+    if width % heads:
+        raise ArgumentError(
+            f"TransformerBlock splits its width over the heads; {width} is not divisible by "
+            f"{heads}. Choose heads from {[n for n in range(1, width + 1) if width % n == 0]}"
+        )
