@@ -44,9 +44,9 @@ class GPT2(Chain):
 
     Targets are the next tokens, shifted by the caller; those of -100 are ignored. V is `vocabulary`
     and T at most `positions`. `depth` blocks of `width` channels in `heads` heads; the embedding of
-    the tokens is also the decoder's weight. `drop_rate` is that of embedding, attention and residual
-    dropout, `drop_path_rate` the stochastic depth of the last block (rising linearly from 0 at the
-    first; an addition to the paper). The loss decodes `chunk_tokens` tokens at a time.
+    the tokens is also the decoder's weight. `drop_rate` is the dropout of embedding, attention and
+    residuals, `drop_path_rate` the stochastic depth of the last block (rising linearly from 0 at
+    the first; an addition to the paper). The loss decodes `chunk_tokens` tokens at a time.
 
     Weights are drawn as published: normal of 0.02, on the residual paths divided by sqrt(2 depth);
     biases zero.
