@@ -77,6 +77,8 @@ class Plan(tuple[Item, ...]):
                 raise PlanError(f"the plan {text!r} closes a segment that it did not open")
             else:
                 first, _, last = token.partition("-")
+                if int(last or first) < int(first):
+                    raise PlanError(f"the plan {text!r} holds {token}, a range that runs backwards")
                 stack[-1].extend(range(int(first), int(last or first) + 1))
         if len(stack) > 1:
             raise PlanError(f"the plan {text!r} leaves {len(stack) - 1} segment(s) open")

@@ -115,16 +115,22 @@ class _Recording(_Mode):
         return _Recording(inner).run(inputs)
 
     def pack(self, tensor: Tensor) -> "_Holder | _Kept":
-        if tensor.is_leaf and tensor.requires_grad:
+        if _is_parameter(tensor):
             self.target.slots.append(None)
-            return _Kept(tensor)
+            return _Kept(tensor.detach(), "parameter")
         holder = _Holder(self.target, tensor)
         self.target.slots.append(weakref.ref(holder))
         return holder
 
 
 class _Replay(_Mode):
-    """A second run: fills the holders that are still held, then stops."""
+    """A second run: fills the holders that are still held, then stops.
+
+    It stops inside the operation that saves the last tensor, before its kernel runs; unless that
+    kernel may be about to write one of the tensors that it just saved, as RReLU's does its noise
+    (pytorch#193671). Such a tensor has no history and is no input. It is settled when a tensor is
+    saved that came out of its operation or of a later one.
+    """
 
     def __init__(self, segment: "_Segment") -> None:
         self.slot = 0
@@ -134,11 +140,14 @@ class _Replay(_Mode):
             if slot is not None and (target := slot()) is not None and target.empty
         }
         self.target = segment
+        self.inputs: set[int] = set()
+        self.unsettled: int | None = None
 
     def run(self, inputs: Sequence[Any]) -> None:
         if not self.open:
             return
         segment = self.target
+        self.inputs = set(map(id, inputs))
         try:
             with (
                 torch.enable_grad(),
@@ -149,32 +158,42 @@ class _Replay(_Mode):
                 _run_in(self, segment.function, inputs)
         except _Full:
             return
-        raise RecomputeError(
-            f"the second run of a segment saved {self.slot} tensors for the backward, the first "
-            f"{len(segment.slots)}; {len(self.open)} are missing. The function must do the same "
-            "work each time it is called with the same inputs."
-        )
+        if self.open:
+            raise RecomputeError(
+                f"the second run of a segment saved {self.slot} tensors for the backward, the "
+                f"first {len(segment.slots)}; {len(self.open)} are missing. The function must do "
+                "the same work each time it is called with the same inputs."
+            )
 
     def segment(self, function: Function, inputs: Sequence[Any], ambient: Ambient) -> Any:
+        self.unsettled = None
         inner = self._take()
         if inner is not None:
             inner.inputs = _Inputs(inputs)
-            self._stop_when_full()
+        self._stop_when_full()
         return super().segment(function, inputs, ambient)
 
     def pack(self, tensor: Tensor) -> "_Kept":
+        self._settle(tensor)
         holder = self._take()
         if holder is not None:
             holder.fill(tensor)
-            self._stop_when_full()
+        self._stop_when_full()
         return _Kept(tensor.detach())
+
+    def _settle(self, tensor: Tensor) -> None:
+        if tensor.grad_fn is not None:
+            if self.unsettled is not None and tensor.grad_fn._sequence_nr() >= self.unsettled:
+                self.unsettled = None
+        elif not tensor.requires_grad and id(tensor) not in self.inputs:
+            self.unsettled = torch._C._autograd._get_sequence_nr() - 1
 
     def _take(self) -> Any:
         number, self.slot = self.slot, self.slot + 1
         return self.open.pop(number, None)
 
     def _stop_when_full(self) -> None:
-        if not self.open:
+        if not self.open and self.unsettled is None:
             raise _Full
 
 
@@ -267,17 +286,17 @@ class _Holder:
 class _Kept:
     """A saved tensor as it is, with a check that nobody changed it since."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("tensor", "version", "what")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, what: str = "tensor") -> None:
         self.tensor = tensor
         self.version = tensor._version
+        self.what = what
 
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
-            what = "parameter" if self.tensor.is_leaf and self.tensor.requires_grad else "tensor"
             raise RecomputeError(
-                f"a {what} {tuple(self.tensor.shape)} that this gradient needs was changed in "
+                f"a {self.what} {tuple(self.tensor.shape)} that this gradient needs was changed in "
                 f"place after it was used (version {self.version}, now {self.tensor._version}). "
                 "Change it after the backward, or change a copy."
             )
@@ -316,6 +335,12 @@ def _run_in(mode: Any, function: Function, inputs: Sequence[Any]) -> Any:
             return function(*inputs)
     finally:
         _thread.mode = earlier
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Says whether a saved tensor is a parameter or a view of one: in memory anyway."""
+    base = tensor._base if tensor._base is not None else tensor
+    return base.is_leaf and base.requires_grad
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -2,31 +2,28 @@
 
 A fake tensor has a shape, a type, a device and a storage of the right size with nothing behind it,
 so a model is measured that would not fit, and the kernels chosen are those of the real device
-(plain meta tensors choose others for attention and LSTMs). Each step is run alone, forward and
-backward, under a dispatch mode that sees every storage appear and a weak reference that sees it go.
+(plain meta tensors choose others for attention and LSTMs). Between steps not even fake tensors are
+kept, only their kinds; so steps that do the same to the same kinds are run once.
 
 What kernels allocate inside themselves (oneDNN's reordered weights, cuDNN's workspaces) is not seen.
 The model is left as it was: buffers, hooks and attributes are put back, no random number is drawn.
 """
 
 import contextlib
-import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from zoo.chain import Outline, State, Step
+from zoo.measure.step import Kind, Kinds, StepRun, gradient_bytes, kind_of, renumber, run_step
 from zoo.planner.costs import StepCosts
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
 
 
 def profile(chain: nn.Module, outline: Outline, inputs: State) -> StepCosts:
@@ -34,260 +31,130 @@ def profile(chain: nn.Module, outline: Outline, inputs: State) -> StepCosts:
 
     Grad mode, autocast and the training flags are those of the caller.
     """
-    with _untouched(chain), _without_autocast_cache(), FakeTensorMode(
-        allow_non_fake_inputs=True
-    ) as mode:
+    with (
+        _untouched(chain),
+        _without_autocast_cache(),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+    ):
         for module in chain.modules():
             module._buffers = {
                 name: _scratch(mode, value) for name, value in module._buffers.items()
             }
-        state = tuple(_detached(_fake(mode, value)) for value in inputs)
-        ledger = _Ledger()
-        ledger.leave_out(buffer for buffer in chain.buffers())
-        ledger.leave_out(state)
-        return _measure(ledger, outline, state)
+        fixed = [mode.from_tensor(value) for value in (*chain.parameters(), *chain.buffers())]
+        return _Profile(inputs, fixed).run(outline)
 
 
-def _measure(ledger: "_Ledger", outline: Outline, state: State) -> StepCosts:
-    live = [ledger.storages(state)]
-    gradients = [_gradient_bytes(state)]
-    runs: list[_Run] = []
-    for step in outline.steps:
-        state, run = _run_step(ledger, step, state)
-        runs.append(run)
-        live.append(ledger.storages(state))
-        gradients.append(_gradient_bytes(state))
-    return StepCosts(
-        sizes=tuple(ledger.sizes),
-        live=tuple(live),
-        saved=tuple(frozenset(run.saved) for run in runs),
-        forward=tuple(run.forward for run in runs),
-        forward_until_saved=tuple(run.forward_until_saved for run in runs),
-        backward=tuple(run.backward for run in runs),
-        gradients=tuple(gradients),
-        flops=tuple(run.flops for run in runs),
-        flops_until_saved=tuple(run.flops_until_saved for run in runs),
-        blocks=outline.blocks,
-    )
+class _Profile:
+    """Follows the kinds of the state through the chain and numbers storages for all steps."""
 
+    def __init__(self, inputs: State, fixed: Sequence[Tensor]) -> None:
+        self.fixed = {tensor.untyped_storage()._cdata for tensor in fixed}
+        self.sizes: list[int] = []
+        self.inputs: set[int] = set()
+        self.tensors = 0
+        self.state = self._input_kinds(inputs)
+        self.known: dict[Hashable, StepRun] = {}
+        self.shapes: dict[int, Hashable] = {}
 
-@dataclass
-class _Run:
-    saved: set[int] = field(default_factory=set)
-    forward: int = 0
-    forward_until_saved: int = 0
-    backward: int = 0
-    flops: int = 0
-    flops_until_saved: int = 0
-
-
-def _run_step(ledger: "_Ledger", step: Step, state: State) -> tuple[State, _Run]:
-    run = _Run()
-    released = _Released(ledger, ledger.storages(state))
-
-    def pack(tensor: Tensor) -> "_Saved":
-        if not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
-            run.saved |= ledger.storages((tensor,))
-            run.forward_until_saved = watch.peak
-            run.flops_until_saved = watch.flops
-        return released.saved(tensor)
-
-    leaves = tuple(_detached(value) for value in state)
-    with _Watch() as watch, saved_tensors_hooks(pack, _Saved.get):
-        value = step(*leaves)
-    run.forward, run.flops = watch.peak, watch.flops
-    outputs = value if isinstance(value, tuple) else (value,)
-    # a state tensor that the step only hands on keeps being itself, not the step's detached alias
-    own = {id(leaf): original for leaf, original in zip(leaves, state, strict=True)}
-    following = tuple(_detached(own.get(id(output), output)) for output in outputs)
-    run.backward = _backward_peak(outputs, leaves, released)
-    return following, run
-
-
-def _backward_peak(outputs: State, leaves: State, released: "_Released") -> int:
-    """Returns the most that a step's backward adds to its saved tensors and its given gradients.
-
-    Both are freed on the way, as the engine frees them: a gradient when it was used, a saved tensor
-    when its node is done.
-    """
-    ends = [output for output in outputs if output is not None and output.grad_fn is not None]
-    starts = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    starts += _parameters_behind(ends)
-    if not ends or not starts:
-        return 0
-    given = _gradient_bytes(tuple(ends))
-    root = _Root.apply(*ends)
-    del ends, outputs
-    with _Watch() as watch:
-        released.watch = watch
-        found = torch.autograd.grad(root, starts, allow_unused=True)
-        del found
-    released.watch = None
-    return max(watch.peak - given, 0)
-
-
-class _Root(torch.autograd.Function):
-    """Gives each output a gradient that nobody but autograd holds."""
-
-    @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.kinds = [(output.shape, output.dtype, output.device) for output in outputs]
-        return outputs[0].new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return tuple(
-            torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds
+    def run(self, outline: Outline) -> StepCosts:
+        live, saved = [self._live()], []
+        gradients = [gradient_bytes(self.state)]
+        runs: list[StepRun] = []
+        for step in outline.steps:
+            run, kept = self._advance(step)
+            runs.append(run)
+            saved.append(kept)
+            live.append(self._live())
+            gradients.append(gradient_bytes(self.state))
+        return StepCosts(
+            sizes=tuple(self.sizes),
+            live=tuple(live),
+            saved=tuple(saved),
+            forward=tuple(run.forward for run in runs),
+            forward_until_saved=tuple(run.forward_until_saved for run in runs),
+            backward=tuple(run.backward for run in runs),
+            gradients=tuple(gradients),
+            flops=tuple(run.flops for run in runs),
+            flops_until_saved=tuple(run.flops_until_saved for run in runs),
+            blocks=outline.blocks,
         )
 
+    def _advance(self, step: Step) -> tuple[StepRun, frozenset[int]]:
+        tensors: dict[int, int] = {}
+        storages: dict[int, int] = {}
+        kinds = tuple(kind and renumber(kind, tensors, storages) for kind in self.state)
+        sizes = tuple(self.sizes[number] for number in storages)
+        key = (self._step_key(step), kinds, sizes)
+        if key not in self.known:
+            self.known[key] = run_step(step, kinds, sizes, self.fixed)
+        run = self.known[key]
+        numbers = [*storages, *range(len(self.sizes), len(self.sizes) + len(run.new_sizes))]
+        names = list(tensors)
+        self.sizes += run.new_sizes
+        self.state = tuple(kind and self._back(kind, names, numbers) for kind in run.outputs)
+        return run, frozenset(numbers[number] for number in run.saved) - self.inputs
 
-class _Saved:
-    """A saved tensor in autograd's hands: it dies when its node lets go."""
+    def _back(self, kind: Kind, names: list[int], numbers: list[int]) -> Kind:
+        while kind.tensor >= len(names):
+            names.append(self.tensors)
+            self.tensors += 1
+        return kind._replace(tensor=names[kind.tensor], storage=numbers[kind.storage])
 
-    __slots__ = ("__weakref__", "tensor")
+    def _live(self) -> frozenset[int]:
+        return frozenset(kind.storage for kind in self.state if kind is not None) - self.inputs
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def get(self) -> Tensor:
-        """Returns the tensor."""
-        return self.tensor
-
-
-class _Released:
-    """Tells a watch when a storage that only this step saved is no longer saved by anyone."""
-
-    def __init__(self, ledger: "_Ledger", others: frozenset[int]) -> None:
-        self.ledger = ledger
-        self.others = others
-        self.count: Counter[int] = Counter()
-        self.watch: _Watch | None = None
-
-    def saved(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
-        for storage in self.ledger.storages((tensor,)) - self.others:
-            self.count[storage] += 1
-            weakref.finalize(saved, self._one_less, storage).atexit = False
-        return saved
-
-    def _one_less(self, storage: int) -> None:
-        self.count[storage] -= 1
-        if self.watch is not None and not self.count[storage]:
-            self.watch.bytes -= self.ledger.sizes[storage]
-
-
-def _parameters_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Finds the leaves of a step's graph other than its inputs: the parameters that it uses."""
-    seen: set[Any] = set()
-    waiting = [output.grad_fn for output in outputs]
-    leaves: dict[int, Tensor] = {}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            leaves[id(variable)] = variable
-        waiting += [following for following, _ in node.next_functions]
-    return list(leaves.values())
-
-
-class _Ledger:
-    """Numbers the storages that a plan can decide about."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.numbers: dict[int, int | None] = {}
-        self.alive: list[Any] = []  # a storage's address is its name only as long as it lives
-
-    def leave_out(self, tensors: Iterable[Tensor | None]) -> None:
-        for tensor in tensors:
-            if tensor is not None:
-                self._register(tensor.untyped_storage(), None)
-
-    def storages(self, tensors: Iterable[Any]) -> frozenset[int]:
-        """Returns the numbers of the storages behind these tensors, parameters left out."""
-        found = set()
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
+    def _input_kinds(self, inputs: State) -> Kinds:
+        storages: dict[int, int] = {}
+        names: dict[int, int] = {}
+        kinds: list[Kind | None] = []
+        for value in inputs:
+            if value is None:
+                kinds.append(None)
                 continue
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.numbers:
-                self._register(storage, len(self.sizes))
+            storage = value.untyped_storage()
+            if storage._cdata not in storages:
+                storages[storage._cdata] = len(self.sizes)
                 self.sizes.append(storage.nbytes())
-            number = self.numbers[storage._cdata]
-            if number is not None:
-                found.add(number)
-        return frozenset(found)
+            number = names.setdefault(id(value), len(names))
+            kinds.append(kind_of(value, number, storages[storage._cdata]))
+        self.inputs = set(storages.values())
+        self.tensors = len(names)
+        return tuple(kinds)
 
-    def _register(self, storage: Any, number: int | None) -> None:
-        self.numbers[storage._cdata] = number
-        self.alive.append(storage)
+    def _step_key(self, step: Any) -> Hashable:
+        """Names what a step does: steps of equal modules and equal methods do the same."""
+        if isinstance(step, functools.partial):
+            arguments = (*step.args, *sorted(step.keywords.items()))
+            if all(isinstance(argument, PLAIN) for argument in arguments):
+                return (self._step_key(step.func), arguments)
+        owner = step if isinstance(step, nn.Module) else getattr(step, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return (getattr(step, "__func__", None), self._shape(owner))
+        return id(step)
 
-
-class _Watch(TorchDispatchMode):
-    """Follows the bytes of the storages that operations make, and counts operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self.peak = 0
-        self.flops = 0
-        self.known: dict[int, Any] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        known_before = {
-            tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs or {}))
-        }
-        result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            self._notice(tensor, known_before)
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.flops += int(count(*args, **(kwargs or {}), out_val=result))
-        return result
-
-    def _notice(self, tensor: Tensor, known_before: set[int]) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.known or key in known_before or isinstance(tensor, nn.Parameter):
-            return
-        self.known[key] = weakref.finalize(storage, self._gone, key, storage.nbytes())
-        self.known[key].atexit = False
-        self.bytes += storage.nbytes()
-        self.peak = max(self.peak, self.bytes)
-
-    def _gone(self, key: int, size: int) -> None:
-        self.bytes -= size
-        self.known.pop(key, None)
-
-
-def _tensors(nested: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
+    def _shape(self, module: nn.Module) -> Hashable:
+        """Describes a module: its type, settings, parameters and what is inside."""
+        if id(module) not in self.shapes:
+            self.shapes[id(module)] = (
+                type(module),
+                tuple((k, v) for k, v in vars(module).items() if isinstance(v, PLAIN)),
+                tuple(
+                    (k, v if v is None else (v.shape, v.dtype, v.device, v.requires_grad))
+                    for k, v in (*module._parameters.items(), *module._buffers.items())
+                ),
+                tuple((k, v and self._shape(v)) for k, v in module._modules.items()),
+            )
+        return self.shapes[id(module)]
 
 
 def _scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:
     """Stands in for a buffer; a counter stays a number, since some layers compute with it."""
-    if buffer is not None and buffer.ndim == 0 and buffer.device.type == "cpu":
+    if buffer is None:
+        return None
+    if buffer.ndim == 0 and buffer.device.type == "cpu":
         with unset_fake_temporarily():
             return buffer.clone()
-    return _fake(mode, buffer)
-
-
-def _fake(mode: FakeTensorMode, value: Tensor | None) -> Any:
-    return None if value is None else mode.from_tensor(value)
-
-
-def _detached(value: Tensor | None) -> Any:
-    return None if value is None else value.detach().requires_grad_(value.requires_grad)
-
-
-def _gradient_bytes(state: State) -> int:
-    distinct = {id(value): value for value in state if value is not None and value.requires_grad}
-    return sum(value.numel() * value.element_size() for value in distinct.values())
+    return mode.from_tensor(buffer)
 
 
 @contextlib.contextmanager

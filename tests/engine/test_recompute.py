@@ -1,0 +1,210 @@
+"""`zoo.recompute` for one function: exact, or a clear refusal before a gradient is used."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.training import assert_same, everything, images, train
+from zoo.engine.recompute import recompute
+from zoo.errors import RecomputeError
+
+
+def block() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(4, 2, 3)
+    )
+
+
+def test_a_module_trains_as_without() -> None:
+    expected = train(block(), lambda: [images().requires_grad_()])
+    model = block()
+    actual = train(
+        model, lambda: [images().requires_grad_()], forward=lambda x: recompute(model, x)
+    )
+    assert_same(actual, expected)
+
+
+def test_a_norm_reached_through_a_closure_moves_once() -> None:
+    model = block()
+    recompute(lambda *parts: model(sum(parts)), images(), images()).sum().backward()
+    assert int(model[1].num_batches_tracked) == 1
+
+
+def test_nested_calls_are_exact() -> None:
+    model, other = block(), block()
+
+    def twice(x: Tensor) -> Tensor:
+        return model[3:](recompute(model[:3], x))
+
+    expected = train(other, lambda: [images()])
+    assert_same(train(model, lambda: [images()], forward=lambda x: recompute(twice, x)), expected)
+
+
+def test_keywords_lists_and_other_values_reach_the_function() -> None:
+    def function(parts: list[Tensor], *, scale: dict[str, Tensor], power: int) -> dict[str, Any]:
+        return {"y": (parts[0] * parts[1] * scale["s"]).exp() ** power, "n": power, "none": None}
+
+    def gradients(call: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        a, b, s = (torch.rand(3).requires_grad_() for _ in range(3))
+        result = call([a, b], scale={"s": s}, power=2)
+        assert (result["n"], result["none"]) == (2, None)
+        result["y"].sum().backward()
+        return [a.grad, b.grad, s.grad]
+
+    actual = gradients(lambda *args, **kwargs: recompute(function, *args, **kwargs))
+    assert all(map(torch.equal, actual, gradients(function)))
+
+
+def test_a_list_that_grows_after_the_call_does_not_reach_the_second_run() -> None:
+    features = [torch.rand(3).requires_grad_(), torch.rand(3).requires_grad_()]
+    out = recompute(lambda parts: torch.stack(parts).exp().prod(0).exp(), features)
+    features.append(torch.rand(3))
+    out.sum().backward()
+    assert features[0].grad is not None
+
+
+def test_the_function_may_catch_exceptions_of_its_own() -> None:
+    calls = []
+
+    def function(x: Tensor) -> Tensor:
+        try:
+            y = x.exp()
+            return (y * y).sin()
+        except Exception:  # the engine's stop must not end here
+            calls.append("caught")
+            raise
+
+    x = torch.rand(3).requires_grad_()
+    recompute(function, x).sum().backward()
+    assert not calls
+    assert torch.equal(x.grad, torch.autograd.grad(function(x).sum(), x)[0])
+
+
+def test_saved_tensors_may_be_read_twice() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x * 1)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
+            return gradients[0] * (first + second)
+
+    x = torch.rand(3).requires_grad_()
+    recompute(lambda x: Square.apply(x.exp()), x).sum().backward(retain_graph=True)
+    assert torch.equal(x.grad, torch.autograd.grad(Square.apply(x.exp()).sum(), x)[0])
+
+
+def test_noise_that_a_kernel_writes_after_saving_it_is_complete() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1000).requires_grad_()
+    y = recompute(lambda x: F.rrelu(x.sin(), training=True), x)
+    (actual,) = torch.autograd.grad(y.sum(), x)
+    slope = torch.where(x.sin() < 0, y / x.sin(), 1.0)
+    torch.testing.assert_close(actual, (slope * x.cos()).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_backward_inside_the_function_is_exact() -> None:
+    def penalty(x: Tensor) -> Tensor:
+        y = recompute(torch.sin, x * x)
+        (inner,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return (inner * y).exp()
+
+    def gradient(call: Any) -> Tensor:
+        x = torch.linspace(0, 1, 5).requires_grad_()
+        call(x).sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(lambda x: recompute(penalty, x)), gradient(penalty))
+
+
+def test_an_input_changed_in_place_is_refused() -> None:
+    x = torch.rand(3).requires_grad_()
+    y = x * 1
+    loss = recompute(lambda y: y.exp().sin(), y).sum()
+    y.data.add_(0)
+    loss.backward(retain_graph=True)  # .data hides the change from the version, and here it is none
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RecomputeError, match=r"input 0 of a segment, \(3,\), was changed in place"):
+        loss.backward()
+
+
+def test_a_parameter_changed_before_the_backward_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    loss = recompute(lambda x: model(x.exp()), torch.rand(2, 3).requires_grad_()).sum()
+    with torch.no_grad():
+        model.weight.add_(1)
+    with pytest.raises(RecomputeError, match=r"parameter \(3, 3\).*changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (lambda x: x[:2].exp().sin().sin(), r"saved \(2,\) .* where the first saved \(3,\)"),
+        (lambda x: x.double().exp().sin().sin(), "torch.float64 .* where the first saved"),
+        (lambda x: x + 1, "the first .* are missing"),
+    ],
+)
+def test_other_work_the_second_time_is_refused(second: Any, message: str) -> None:
+    runs = [lambda x: x.exp().sin().sin(), second]
+    x = torch.rand(3).requires_grad_()
+    loss = recompute(lambda x: runs.pop(0)(x), x).sum()
+    with pytest.raises(RecomputeError, match=message):
+        loss.backward()
+
+
+def test_a_refused_second_run_leaves_statistics_streams_and_hooks() -> None:
+    model = block()
+    fail = []
+
+    def function(x: Tensor) -> Tensor:
+        y = model(x)
+        if fail:
+            raise KeyError("second run")
+        return y.exp().sin()
+
+    loss = recompute(function, images()).sum()
+    fail.append(True)
+    before = everything(model)
+    with pytest.raises(KeyError, match="second run"):
+        loss.backward()
+    after = {k: v for k, v in everything(model).items() if not k.startswith("gradient")}
+    assert_same(after, before)
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_function_that_needs_no_gradient_keeps_nothing() -> None:
+    out = recompute(lambda x: x.exp(), torch.rand(3))
+    assert not out.requires_grad
+
+
+def test_under_torch_func_the_function_just_runs() -> None:
+    x = torch.rand(3)
+    expected = torch.func.grad(lambda x: x.exp().sin().sum())(x)
+    actual = torch.func.grad(lambda x: recompute(lambda x: x.exp().sin(), x).sum())(x)
+    assert torch.equal(actual, expected)
+
+
+def test_nothing_waits_for_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(found, Tensor) for found in gc.get_objects())
+        for _ in range(3):
+            model = block()
+            recompute(model, images()).sum().backward()
+            recompute(model, images())
+            del model
+        assert sum(isinstance(found, Tensor) for found in gc.get_objects()) == before
+    finally:
+        gc.enable()

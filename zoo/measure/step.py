@@ -1,0 +1,326 @@
+"""One step on fake tensors: what its forward and its backward allocate, save and compute.
+
+A dispatch mode sees every storage that an operation makes, and a weak reference sees it go. torch's
+profilers see only real memory; `torch.utils.flop_counter` has the formulas used here for operations.
+"""
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from zoo.chain import Step
+
+
+class Kind(NamedTuple):
+    """A tensor of a state without its numbers: which tensor, which storage, how it looks at it."""
+
+    tensor: int
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def fills(self, size: int) -> bool:
+        """Says whether the tensor is dense and covers a storage of this many bytes exactly."""
+        numbers = math.prod(self.size)
+        reach = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+        return self.offset == 0 and numbers == reach and numbers * self.dtype.itemsize == size
+
+
+Kinds = tuple[Kind | None, ...]
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """What a step did. Storages below `len(sizes given)` are those of its inputs, others are new.
+
+    Attributes:
+        outputs: the state that it returned.
+        new_sizes: bytes of the new storages among outputs and saved tensors.
+        saved: storages that autograd saved, parameters left out.
+        forward, forward_until_saved, backward: peak bytes; see `planner.costs`.
+        flops, flops_until_saved: operations of the forward.
+    """
+
+    outputs: Kinds
+    new_sizes: tuple[int, ...]
+    saved: frozenset[int]
+    forward: int
+    forward_until_saved: int
+    backward: int
+    flops: int
+    flops_until_saved: int
+
+
+def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[int]) -> StepRun:
+    """Runs a step, forward and backward, on tensors of these kinds in storages of these sizes.
+
+    Call it under a `FakeTensorMode`. Storages and tensors are numbered from 0 in order. `fixed`
+    holds the addresses of storages that are there anyway, those of parameters and buffers.
+    """
+    storages = _Storages(sizes)
+    leaves = storages.tensors(kinds)
+    inputs = frozenset(storages.number(leaf) for leaf in leaves if leaf is not None)
+    released = _Released(storages, inputs)
+    saved: set[int] = set()
+    until_saved = (0, 0)
+
+    def pack(tensor: Tensor) -> "_Saved":
+        nonlocal until_saved
+        if isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata in fixed:
+            return _Saved(tensor)
+        saved.add(storages.number(tensor))
+        until_saved = (watch.peak, watch.flops)
+        return released.saved(tensor)
+
+    with _Watch() as watch, saved_tensors_hooks(pack, _Saved.get):
+        value = step(*leaves)
+    outputs = value if isinstance(value, tuple) else (value,)
+    return StepRun(
+        outputs=storages.kinds(outputs, leaves),
+        saved=frozenset(saved),
+        forward=watch.peak,
+        forward_until_saved=until_saved[0],
+        backward=_backward_peak(outputs, leaves, released),
+        new_sizes=tuple(storages.sizes[len(sizes) :]),
+        flops=watch.flops,
+        flops_until_saved=until_saved[1],
+    )
+
+
+def gradient_bytes(kinds: Kinds) -> int:
+    """Returns the bytes of the gradients of a state: one for each distinct tensor."""
+    distinct = {kind.tensor: kind for kind in kinds if kind is not None and kind.requires_grad}
+    return sum(
+        math.prod(kind.size) * kind.dtype.itemsize for kind in distinct.values()
+    )
+
+
+def _backward_peak(
+    outputs: Sequence[Tensor | None], leaves: Sequence[Tensor | None], released: "_Released"
+) -> int:
+    """Returns the most that a step's backward adds to its saved tensors and its given gradients.
+
+    Both are freed on the way, as autograd frees them: a gradient when it was used, a saved tensor
+    when its node is done. The gradients of tensors that the step only hands on are already there.
+    """
+    ends = {id(output): output for output in outputs if output is not None and output.grad_fn}
+    starts = {id(leaf): leaf for leaf in leaves if leaf is not None and leaf.requires_grad}
+    starts |= _parameters_behind(ends.values())
+    if not starts or not ends:
+        return 0
+    given = sum(output.numel() * output.element_size() for output in ends.values())
+    root = _Root.apply(*ends.values())
+    wanted = list(starts.values())
+    del ends, outputs
+    with _Watch() as watch:
+        released.watch = watch
+        found = torch.autograd.grad(root, wanted, allow_unused=True)
+        del found
+    released.watch = None
+    return max(watch.peak - given, 0)
+
+
+class _Root(torch.autograd.Function):
+    """Gives each output a gradient that nobody but autograd holds."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.kinds = [(output.shape, output.dtype, output.device) for output in outputs]
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return tuple(
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds
+        )
+
+
+class _Storages:
+    """Numbers storages: those of the inputs first, then others as they are met."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.numbers: dict[int, int] = {}
+        self.alive: list[Any] = []  # a storage's address is its name only as long as it lives
+
+    def tensors(self, kinds: Kinds) -> tuple[Tensor | None, ...]:
+        """Makes tensors of these kinds; equal numbers give the same storage, the same tensor."""
+        looks = Counter(kind.storage for kind in {kind for kind in kinds if kind is not None})
+        bases: dict[int, Tensor] = {}
+        made: dict[int, Tensor] = {}
+        for kind in kinds:
+            if kind is None or kind.tensor in made:
+                continue
+            if looks[kind.storage] == 1 and kind.fills(self.sizes[kind.storage]):
+                made[kind.tensor] = torch.empty_strided(
+                    kind.size, kind.stride, dtype=kind.dtype, device=kind.device
+                )
+                self._register(made[kind.tensor].untyped_storage(), kind.storage)
+            else:
+                made[kind.tensor] = self._view(kind, bases)
+            made[kind.tensor].requires_grad_(kind.requires_grad)
+        return tuple(None if kind is None else made[kind.tensor] for kind in kinds)
+
+    def _view(self, kind: Kind, bases: dict[int, Tensor]) -> Tensor:
+        size = self.sizes[kind.storage]
+        if kind.storage not in bases:
+            base = torch.empty(size, dtype=torch.uint8, device=kind.device)
+            bases[kind.storage] = base
+            self._register(base.untyped_storage(), kind.storage)
+        whole = size // kind.dtype.itemsize * kind.dtype.itemsize
+        numbers = bases[kind.storage][:whole].view(kind.dtype)
+        return numbers.as_strided(kind.size, kind.stride, kind.offset).detach()
+
+    def kinds(
+        self, outputs: Sequence[Tensor | None], leaves: Sequence[Tensor | None]
+    ) -> Kinds:
+        """Describes a returned state; a tensor that was only handed on keeps its number."""
+        names: dict[int, int] = {}
+        for leaf in leaves:
+            if leaf is not None:
+                names.setdefault(id(leaf), len(names))
+        return tuple(
+            None
+            if output is None
+            else kind_of(output, names.setdefault(id(output), len(names)), self.number(output))
+            for output in outputs
+        )
+
+    def number(self, tensor: Tensor) -> int:
+        """Returns the number of a tensor's storage."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.numbers:
+            self._register(storage, len(self.sizes))
+            self.sizes.append(storage.nbytes())
+        return self.numbers[storage._cdata]
+
+    def _register(self, storage: Any, number: int) -> None:
+        self.numbers[storage._cdata] = number
+        self.alive.append(storage)
+
+
+def kind_of(tensor: Tensor, number: int, storage: int) -> Kind:
+    """Describes a tensor."""
+    return Kind(
+        number,
+        storage,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def renumber(kind: Kind, tensors: dict[int, int], storages: dict[int, int]) -> Kind:
+    """Translates a kind's two numbers; numbers not met yet are given the next free one."""
+    return kind._replace(
+        tensor=tensors.setdefault(kind.tensor, len(tensors)),
+        storage=storages.setdefault(kind.storage, len(storages)),
+    )
+
+
+class _Saved:
+    """A saved tensor in autograd's hands: it dies when its node lets go."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def get(self) -> Tensor:
+        return self.tensor
+
+
+class _Released:
+    """Tells a watch when a storage that only this step saved is no longer saved by anyone."""
+
+    def __init__(self, storages: _Storages, others: frozenset[int]) -> None:
+        self.storages = storages
+        self.others = others
+        self.count: Counter[int] = Counter()
+        self.watch: _Watch | None = None
+
+    def saved(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        number = self.storages.number(tensor)
+        if number not in self.others:
+            self.count[number] += 1
+            weakref.finalize(saved, self._one_less, number).atexit = False
+        return saved
+
+    def _one_less(self, number: int) -> None:
+        self.count[number] -= 1
+        if self.watch is not None and not self.count[number]:
+            self.watch.bytes -= self.storages.sizes[number]
+
+
+class _Watch(TorchDispatchMode):
+    """Follows the bytes of the storages that operations make, and counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.peak = 0
+        self.flops = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._notice(tensor, given)
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += int(count(*args, **kwargs, out_val=result))
+        return result
+
+    def _notice(self, tensor: Tensor, given: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known or key in given:
+            return
+        self.known.add(key)
+        weakref.finalize(storage, self._gone, key, storage.nbytes()).atexit = False
+        self.bytes += storage.nbytes()
+        self.peak = max(self.peak, self.bytes)
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.bytes -= size
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
+def _parameters_behind(outputs: Any) -> dict[int, Tensor]:
+    """Finds the parameters that a step used, through the graph of its outputs."""
+    seen: set[Any] = set()
+    waiting = [output.grad_fn for output in outputs]
+    found: dict[int, Tensor] = {}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found[id(variable)] = variable
+        waiting += [following for following, _ in node.next_functions]
+    return found
