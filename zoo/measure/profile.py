@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from zoo.chain import Outline, State, Step
 from zoo.measure.step import Kind, Kinds, StepRun, gradient_bytes, kind_of, renumber, run_step
@@ -40,7 +40,8 @@ def profile(chain: nn.Module, outline: Outline, inputs: State) -> StepCosts:
             module._buffers = {
                 name: _scratch(mode, value) for name, value in module._buffers.items()
             }
-        fixed = [mode.from_tensor(value) for value in (*chain.parameters(), *chain.buffers())]
+        fakes = [value for value in chain.buffers() if isinstance(value, FakeTensor)]
+        fixed = [*map(mode.from_tensor, chain.parameters()), *fakes]
         return _Profile(inputs, fixed).run(outline)
 
 

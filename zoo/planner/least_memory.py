@@ -1,22 +1,22 @@
 """The plan of least peak memory in which no step runs more than twice: `checkpoint=True`.
 
-Such a plan is a row of segments. Segment [i, j) needs, beside what the segments before it hold, the
-bytes `need(i, j)` when its backward comes; it adds the storages of state i that state h, where the
-segment before it starts, does not hold. A storage in two states is in all states between them, so
-what is held at i depends on h alone, and shortest paths find the optimum:
+Such a plan is a row of segments and kept steps. For a given peak, paths through the n + 1 states are
+searched: a path to state i is a label, the bytes that its items hold and which of the storages in
+state i are among them. Only those can matter later, since a storage in two states is in all states
+between them. A label is dropped when another could hold what it holds for fewer bytes.
 
-    held(j) = least over i of  held(i) + bytes(live(j) - live(i))
-              where            held(i) + need(i, j) <= peak
+    segment [i, j)   holds live(i); its turn needs  need(i, j)  beside what is held
+    kept step i      holds saved(i); its turn needs its forward, and later its backward
 
-The least peak for which a path reaches the end is found by bisection. Afterwards segments whose
-backward leaves room are kept instead, the most arithmetic first: that costs no peak.
+The least peak for which a path reaches the end is found by bisection, to a thousandth. Afterwards
+segments whose backward leaves room are kept instead, the most arithmetic first: that costs no peak.
 
 Source: the dynamic programs of Feng and Huang 2018 (arXiv:1808.00079) and Kusumoto et al. 2019
 (arXiv:1905.11722), here over tuple states with shared storage.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from zoo.plan import Item, Plan
 from zoo.planner.costs import StepCosts
@@ -24,32 +24,38 @@ from zoo.planner.simulate import simulate
 
 
 class Segment(NamedTuple):
-    """Steps start..stop-1 as a segment: bytes it needs for its turn, bytes it leaves held."""
+    """A segment up to step `stop` - 1: the bytes that its turn needs, the storages it shares."""
 
-    start: int
     stop: int
     need: int
-    added: int
+    shared: frozenset[int]
+
+
+class Label(NamedTuple):
+    """A path to a state: bytes held, which of the state's storages are held, the last item."""
+
+    held: int
+    storages: frozenset[int]
+    start: int
+    kept: bool
+    before: Optional["Label"]
 
 
 def least_memory(costs: StepCosts) -> Plan:
     """Returns the plan of least peak in which no step runs more than twice. No timing is used."""
-    steps = len(costs)
-    singles = [Segment(i, i + 1, _need_of_one(costs, i), 0) for i in range(steps)]
-    ceiling = min(simulate(plan, costs).peak for plan in _uniform(steps))
-    by_start = [list(_segments_from(costs, start, ceiling)) for start in range(steps)]
-    low = max((single.need for single in singles), default=0)
-    high = max(ceiling, low)
-    best = _cut(by_start, high)
-    while low < high:
+    ceiling = min(simulate(plan, costs).peak for plan in _uniform(len(costs)))
+    segments = [list(_segments_from(costs, start, ceiling)) for start in range(len(costs))]
+    low, high = 0, ceiling
+    best = _path(costs, segments, high)
+    while high - low > high // 1000:
         middle = (low + high) // 2
-        cut = _cut(by_start, middle)
-        if cut is None:
+        path = _path(costs, segments, middle)
+        if path is None:
             low = middle + 1
         else:
-            best, high = cut, middle
+            best, high = path, middle
     assert best is not None, "one of the uniform plans reaches the ceiling"
-    return _keep_what_is_free(best, costs)
+    return _keep_what_is_free(_items(best, len(costs)), costs)
 
 
 def _uniform(steps: int) -> Iterator[Plan]:
@@ -61,6 +67,7 @@ def _uniform(steps: int) -> Iterator[Plan]:
 
 
 def _segments_from(costs: StepCosts, start: int, ceiling: int) -> Iterator[Segment]:
+    """Yields the segments that begin at a step, up to the length where none fits a ceiling."""
     base = costs.live[start]
     held: set[int] = set(base)
     kept = 0  # bytes saved so far in the second run
@@ -69,64 +76,83 @@ def _segments_from(costs: StepCosts, start: int, ceiling: int) -> Iterator[Segme
     for step in range(start, len(costs)):
         handed = costs.bytes_of(costs.live[step] - base)
         before = kept + costs.bytes_of(costs.live[step] - held)
-        stopped = before + costs.forward_until_saved[step]
-        through_before, through = through, max(through, before + costs.forward[step])
+        stopped = max(through, before + costs.forward_until_saved[step])
+        through = max(through, before + costs.forward[step], handed + costs.forward[step])
         fresh = costs.saved[step] - held
         kept += costs.bytes_of(fresh)
         held |= fresh
         behind = max(behind, kept + costs.gradients[step + 1] + costs.backward[step])
         if kept > ceiling:
             return
-        need = max(
-            max(through_before, stopped) + costs.gradients[step + 1],
-            handed + costs.forward[step],
-            behind,
-        )
-        added = costs.bytes_of(costs.live[step + 1] - base)
-        yield Segment(start, step + 1, need, added)
+        need = max(stopped + costs.gradients[step + 1], handed + costs.forward[step], behind)
+        yield Segment(step + 1, need, base & costs.live[step + 1])
 
 
-def _need_of_one(costs: StepCosts, step: int) -> int:
-    return next(iter(_segments_from(costs, step, costs.bytes_of(costs.saved[step])))).need
+def _path(costs: StepCosts, segments: list[list[Segment]], peak: int) -> Label | None:
+    """Finds a path to the end within a peak, None when there is none."""
+    labels: list[list[Label]] = [[] for _ in range(len(costs) + 1)]
+    labels[0] = [Label(0, frozenset(), 0, False, None)]
+    for start in range(len(costs)):
+        live = costs.live[start]
+        cheapest: tuple[int, Label] | None = None
+        for label in labels[start]:
+            whole = label.held + costs.bytes_of(live - label.storages)
+            if cheapest is None or whole < cheapest[0]:
+                cheapest = (whole, label)
+            saved = costs.saved[start]
+            held = label.held + costs.bytes_of(saved - label.storages)
+            turn = held + costs.gradients[start + 1] + costs.backward[start]
+            if max(whole + costs.forward[start], turn) <= peak:
+                storages = (label.storages | saved) & costs.live[start + 1]
+                _offer(labels[start + 1], Label(held, storages, start, True, label), costs)
+        if cheapest is not None:
+            whole, label = cheapest
+            for segment in segments[start]:
+                if whole + segment.need <= peak:
+                    offer = Label(whole, segment.shared, start, False, label)
+                    _offer(labels[segment.stop], offer, costs)
+    return min(labels[-1], key=lambda label: label.held, default=None)
 
 
-def _cut(by_start: list[list[Segment]], peak: int) -> list[Segment] | None:
-    """Finds segments that cover the chain within a peak, holding the least at each boundary."""
-    steps = len(by_start)
-    held: list[int | None] = [0] + [None] * steps
-    arrived: list[Segment | None] = [None] * (steps + 1)
-    for start, segments in enumerate(by_start):
-        here = held[start]
-        if here is None:
-            continue
-        for segment in segments:
-            if here + segment.need > peak:
-                continue
-            total, known = here + segment.added, held[segment.stop]
-            if known is None or total < known:
-                held[segment.stop], arrived[segment.stop] = total, segment
-    path: list[Segment] = []
-    while (stop := path[-1].start if path else steps) > 0:
-        segment = arrived[stop]
-        if segment is None:
-            return None
-        path.append(segment)
-    return path[::-1]
+def _offer(labels: list[Label], offer: Label, costs: StepCosts) -> None:
+    """Adds a label unless another could hold what it holds for no more bytes."""
+    for label in labels:
+        if label.held <= offer.held:
+            missing = offer.storages - label.storages
+            if not missing or label.held + costs.bytes_of(missing) <= offer.held:
+                return
+    labels[:] = [
+        label
+        for label in labels
+        if offer.held + costs.bytes_of(label.storages - offer.storages) > label.held
+    ]
+    labels.append(offer)
 
 
-def _keep_what_is_free(segments: list[Segment], costs: StepCosts) -> Plan:
-    groups = [tuple(range(segment.start, segment.stop)) for segment in segments]
-    peak = simulate(Plan(groups), costs).peak
-    kept: set[int] = set()
-    weight = [sum(costs.flops[step] for step in group) for group in groups]
-    for number in sorted(range(len(groups)), key=lambda number: (-weight[number], -number)):
-        if simulate(_plan(groups, kept | {number}), costs).peak <= peak:
-            kept.add(number)
-    return _plan(groups, kept)
-
-
-def _plan(groups: list[tuple[int, ...]], kept: set[int]) -> Plan:
+def _items(label: Label, stop: int) -> list[Item]:
     items: list[Item] = []
-    for number, group in enumerate(groups):
-        items += group if number in kept else [group]
-    return Plan(items)
+    while label.before is not None:
+        items.append(label.start if label.kept else tuple(range(label.start, stop)))
+        stop, label = label.start, label.before
+    return items[::-1]
+
+
+def _keep_what_is_free(items: list[Item], costs: StepCosts) -> Plan:
+    peak = simulate(Plan(items), costs).peak
+    weights = {
+        number: sum(costs.flops[step] for step in item)
+        for number, item in enumerate(items)
+        if isinstance(item, tuple) and all(isinstance(step, int) for step in item)
+    }
+    kept: set[int] = set()
+    for number in sorted(weights, key=lambda number: (-weights[number], -number)):
+        if simulate(_plan(items, kept | {number}), costs).peak <= peak:
+            kept.add(number)
+    return _plan(items, kept)
+
+
+def _plan(items: list[Item], kept: set[int]) -> Plan:
+    flat: list[Item] = []
+    for number, item in enumerate(items):
+        flat += item if number in kept and isinstance(item, tuple) else (item,)
+    return Plan(flat)

@@ -1,0 +1,109 @@
+"""The bytes that planning rests on are those that the allocator sees."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training import Residuals, assert_same, everything, images
+from zoo.chain import Chain, Steps, outline
+from zoo.engine.schedule import run_plan
+from zoo.measure.memory import trace
+from zoo.measure.profile import profile
+from zoo.plan import Plan
+from zoo.planner.costs import StepCosts
+from zoo.planner.simulate import simulate
+
+
+def costs_of(model: Chain, *inputs: Tensor) -> StepCosts:
+    return profile(model, outline(model.steps_for(*inputs)), inputs)
+
+
+class Wide(Residuals):
+    """With wide states and without convolutions, whose kernels allocate what nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=6)
+        self.convs = nn.ModuleList(nn.Linear(64, 64) for _ in self.convs)
+
+
+@pytest.mark.parametrize("plan", ["0-18", "(0-18)", "(0-5) (6-11) 12-18", "((0-2) 3-8) (9-18)"])
+def test_the_simulated_peak_is_the_measured_one(plan: str) -> None:
+    torch.manual_seed(0)
+    model, x = Wide(), images(8, 4, 64)
+    steps = outline(model.steps()).steps
+
+    def step() -> None:
+        run_plan(Plan.parse(plan), steps, (x,)).square().sum().backward()
+
+    step()
+    measured = trace(step).peak
+    predicted = simulate(Plan.parse(plan), costs_of(model, x)).peak
+    assert predicted == pytest.approx(measured, rel=0.02)
+
+
+def test_profiling_leaves_the_model_and_the_stream_alone() -> None:
+    model, x = Residuals(), images()
+    fired: list[Any] = []
+    model.convs[0].register_forward_hook(lambda *_: fired.append(1))
+    before, attributes = everything(model), copy.copy(vars(model.norms[1]))
+    buffers = dict(model.named_buffers())
+    costs_of(model, x)
+    assert_same(everything(model), before)
+    assert vars(model.norms[1]).keys() == attributes.keys()
+    assert all(value is buffers[name] for name, value in model.named_buffers())
+    assert not fired
+    model(x)
+    assert fired == [1]
+
+
+def test_profiling_under_autocast_leaves_no_fake_weights_in_its_cache() -> None:
+    model, x = Residuals(), images()
+    with torch.autocast("cpu", torch.bfloat16):
+        costs_of(model, x)
+        model(x).sum().backward()
+    assert type(model.fc.weight.grad) is Tensor
+
+
+def test_equal_steps_are_run_once() -> None:
+    torch.manual_seed(0)
+    runs = []
+
+    class Counting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(1)
+            return x.sin()
+
+    class Many(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Counting() for _ in range(20))
+
+        def steps(self) -> Steps:
+            return list(self.layers)
+
+    costs = costs_of(Many(), torch.rand(3).requires_grad_())
+    assert len(runs) == 1
+    assert len(costs) == 20
+
+
+def test_views_and_handed_on_tensors_share_their_storage() -> None:
+    class Views(Chain):
+        def steps(self) -> Steps:
+            return [self.split, self.swap, self.use]
+
+        def split(self, x: Tensor) -> tuple[Tensor, ...]:
+            return (x * 2).chunk(2)
+
+        def swap(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            return b, a, a
+
+        def use(self, b: Tensor, a: Tensor, again: Tensor) -> Tensor:
+            return (a * b).sum() + again.sum()
+
+    costs = costs_of(Views(), torch.rand(8).requires_grad_())
+    assert costs.live[1] == costs.live[2] == costs.saved[2]
+    assert costs.bytes_of(costs.live[1]) == 32
+    assert costs.gradients[2] == 32, "two distinct tensors of four numbers"

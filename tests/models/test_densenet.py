@@ -1,0 +1,219 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from zoo.chain import outline, step_names
+from zoo.errors import ArgumentError, InputError
+from zoo.models import densenet
+from zoo.models.densenet import DenseLayer, DenseNet, Transition
+
+
+def torchvision_densenet(depths=(2, 3), growth_rate=4, **arguments):
+    """torchvision's model of these depths; skips where torchvision cannot be imported."""
+    models = pytest.importorskip("torchvision.models", exc_type=(ImportError, RuntimeError))
+    return models.DenseNet(growth_rate, depths, 2 * growth_rate, num_classes=7, **arguments)
+
+
+def shake(model):
+    """Moves statistics and affine weights off 0 and 1, so that a norm left out or swapped shows."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor in (module.weight.data, module.running_mean, module.running_var):
+                tensor.copy_(torch.rand_like(tensor) + 0.5)
+    return model
+
+
+def run(model, training=True, size=37):
+    """Logits, buffers and gradients by name, and bytes kept for the backward, of a seeded run."""
+    torch.manual_seed(1)
+    images = torch.randn(2, 3, size, size, requires_grad=True)
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logits = model.train(training)(images)
+    inputs = {"images": images, **dict(model.named_parameters())}
+    gradients = torch.autograd.grad(logits.pow(2).sum(), inputs.values())
+    named = dict(zip(inputs, gradients, strict=True))
+    return {"logits": logits.detach(), **named, **dict(model.named_buffers())}, sum(kept.values())
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+def test_equals_torchvision_bit_for_bit_and_keeps_no_more(drop_rate, training):
+    theirs = shake(torchvision_densenet(drop_rate=drop_rate))
+    ours = DenseNet(4, (2, 3), classes=7, drop_rate=drop_rate)
+    ours.load_state_dict(theirs.state_dict())
+    results, kept = run(ours, training)
+    expected, kept_by_torchvision = run(theirs, training)
+    assert_same(results, expected)
+    assert kept <= kept_by_torchvision
+
+
+def test_small_images_take_torchvision_s_network_with_another_stem():
+    theirs = shake(torchvision_densenet((2, 2, 2)))
+    theirs.features.conv0 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+    for name in ("norm0", "relu0", "pool0"):
+        delattr(theirs.features, name)
+    ours = DenseNet(4, (2, 2, 2), classes=7, small_images=True)
+    ours.load_state_dict(theirs.state_dict())
+    results, kept = run(ours, size=10)
+    expected, kept_by_torchvision = run(theirs, size=10)
+    assert_same(results, expected)
+    assert kept <= kept_by_torchvision
+
+
+@pytest.mark.parametrize("name", [f"densenet{depth}" for depth in (121, 161, 169, 201)])
+def test_has_torchvision_s_parameters_in_its_order(name):
+    models = pytest.importorskip("torchvision.models", exc_type=(ImportError, RuntimeError))
+    with torch.device("meta"):
+        theirs, ours = getattr(models, name)(), getattr(densenet, name)()
+    shapes = {key: value.shape for key, value in theirs.state_dict().items()}
+    assert [(key, value.shape) for key, value in ours.state_dict().items()] == [*shapes.items()]
+    millions = sum(parameter.numel() for parameter in ours.parameters()) / 1e6
+    assert f"{millions:.1f} million parameters" in getattr(densenet, name).__doc__
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "layers"),
+    # the paper has 0.8 and 25.6 million for the first two, and calls the table's 265 layers 264
+    [("densenet100", 769162, 100), ("densenet190", 25624430, 190), ("densenet264", 33337704, 265)],
+)
+def test_is_as_deep_as_its_name_says_and_as_large_as_the_paper_says(name, parameters, layers):
+    with torch.device("meta"):
+        model = getattr(densenet, name)()
+    weights = [value for value in model.parameters() if value.ndim > 1]
+    assert len(weights) == layers
+    assert sum(value.numel() for value in model.parameters()) == parameters
+    assert f"{parameters / 1e6:.1f} million" in getattr(densenet, name).__doc__
+
+
+def test_draws_the_weights_that_torchvision_draws():
+    models = pytest.importorskip("torchvision.models", exc_type=(ImportError, RuntimeError))
+    torch.manual_seed(3)
+    theirs = models.densenet121()
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert_same(densenet.densenet121().state_dict(), theirs.state_dict())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_weights_go_back_to_torchvision():
+    ours, theirs = DenseNet(4, (2, 3), classes=7), torchvision_densenet()
+    theirs.load_state_dict(ours.state_dict())
+    assert_same(theirs.state_dict(), ours.state_dict())
+
+
+def test_loads_the_keys_of_torchvision_s_published_files():
+    model, other = DenseNet(4, (2, 3), classes=7), DenseNet(4, (2, 3), classes=7)
+    dotted = {
+        key.replace("norm1.", "norm.1.").replace("conv2.", "conv.2."): value
+        for key, value in other.state_dict().items()
+    }
+    assert "features.denseblock1.denselayer1.norm.1.weight" in dotted
+    model.load_state_dict(dotted)
+    assert_same(model.state_dict(), other.state_dict())
+
+
+def test_offers_the_parts_of_layers_and_transitions_as_steps():
+    layer, transition = DenseLayer(8, 4), Transition(8, 4)
+    names = step_names(layer, outline(layer.steps()).steps)
+    assert names == ["concatenate", "reduce", "normalize", "grow"]
+    assert step_names(transition, outline(transition.steps()).steps) == [
+        "concatenate",
+        "conv",
+        "pool",
+    ]
+
+
+def test_groups_the_steps_by_layers():
+    with torch.device("meta"):
+        found = outline(densenet.densenet121().steps())
+    assert len(found.steps) == 3 + 58 * 4 + 3 * 3 + 2
+    assert found.blocks[-1] + 1 == 1 + 58 + 3 + 1
+
+
+def test_a_layer_hands_on_its_inputs_and_only_its_own_features():
+    layer = DenseLayer(8, 4)
+    inputs = (torch.randn(2, 5, 4, 4), torch.randn(2, 3, 4, 4))
+    *passed_on, added = layer(*inputs)
+    assert all(left is right for left, right in zip(passed_on, inputs, strict=True))
+    assert added.shape == (2, 4, 4, 4)
+    assert added.untyped_storage().nbytes() == added.numel() * added.element_size()
+
+
+def test_no_step_writes_its_inputs():
+    model = DenseNet(4, (2, 2), classes=7, drop_rate=0.3)
+    state = (torch.randn(2, 3, 33, 47),)
+    for step in outline(model.steps()).steps:
+        before = [(tensor.clone(), tensor._version) for tensor in state]
+        after = step(*state)
+        for tensor, (value, version) in zip(state, before, strict=True):
+            assert tensor._version == version
+            assert torch.equal(tensor, value)
+        state = after if isinstance(after, tuple) else (after,)
+    assert state[0].shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("images", "match"),
+    [
+        (torch.zeros(2, 4, 64, 64), "built for 3 channels; got 4"),
+        (torch.zeros(3, 64, 64), "takes .N, C, H, W., 4 axes"),
+        (torch.zeros(2, 3, 64, 64, dtype=torch.uint8), "floating numbers; got torch.uint8"),
+        (torch.zeros(2, 3, 28, 64), "at least 29x29; got 28x64"),
+        (torch.zeros(1, 3, 60, 29), r"at least 2 values per channel.*\(1, 3, 60, 29\) leaves 1"),
+    ],
+)
+def test_refuses_bad_images_before_anything_ran(images, match):
+    model = DenseNet(4, (1, 1, 1, 1), classes=7)
+    with pytest.raises(InputError, match=match):
+        model(images)
+    assert int(model.features["norm0"].num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("small_images", [True, False])
+def test_takes_the_smallest_images_that_it_does_not_refuse(small_images):
+    model = DenseNet(4, (1, 1, 1, 1), classes=7, small_images=small_images)
+    smallest = 8 if small_images else 29
+    assert model(torch.randn(2, 3, smallest, smallest)).shape == (2, 7)
+    assert model.eval()(torch.randn(1, 3, smallest, smallest)).shape == (1, 7)
+    with pytest.raises(InputError, match=f"at least {smallest}x{smallest}"):
+        model(torch.randn(2, 3, smallest - 1, smallest))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"classes": 0}, {"in_channels": 0}, {"growth_rate": 0}, {"drop_rate": 1.0}]
+)
+def test_refuses_arguments_out_of_range(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ArgumentError, match=rf"DenseNet needs {name} .*; got {value}"):
+        densenet.densenet100(**wrong)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_run_on_their_own(clone):
+    model = DenseNet(4, (2, 2), classes=7)
+    twin = clone(model)
+    assert_same(run(twin)[0], run(model)[0])
+    with torch.no_grad():
+        model.features["conv0"].weight.zero_()
+    assert not torch.equal(run(twin)[0]["logits"], run(model)[0]["logits"])
+
+
+def test_runs_on_meta_tensors():
+    with torch.device("meta"):
+        model = densenet.densenet264(in_channels=1, growth_rate=8)
+        assert model(torch.empty(2, 1, 224, 224)).shape == (2, 1000)

@@ -1,0 +1,74 @@
+"""Random chains as numbers: storages live on intervals of states, and steps save some of them."""
+
+import itertools
+from collections.abc import Iterator
+
+from hypothesis import strategies as st
+
+from zoo.plan import Item, Plan
+from zoo.planner.costs import StepCosts
+
+
+@st.composite
+def chains(draw: st.DrawFn, most: int = 6) -> StepCosts:
+    """Draws the costs of a chain of up to `most` steps."""
+    steps = draw(st.integers(1, most))
+    small = st.integers(0, 9)
+    sizes: list[int] = []
+    live: list[set[int]] = [set() for _ in range(steps + 1)]
+    for state in range(1, steps + 1):
+        for _ in range(draw(st.integers(1, 2))):
+            last = draw(st.integers(state, steps)) if draw(st.booleans()) else state
+            for boundary in range(state, last + 1):
+                live[boundary].add(len(sizes))
+            sizes.append(draw(small))
+    saved: list[frozenset[int]] = []
+    for step in range(steps):
+        near = sorted(live[step] | live[step + 1])
+        chosen = set(draw(st.lists(st.sampled_from(near), max_size=3)) if near else [])
+        for _ in range(draw(st.integers(0, 2))):
+            chosen.add(len(sizes))
+            sizes.append(draw(small))
+        saved.append(frozenset(chosen))
+
+    def numbers(count: int) -> tuple[int, ...]:
+        return tuple(draw(small) for _ in range(count))
+
+    made = [
+        sum(sizes[s] for s in (live[i + 1] | saved[i]) - live[i]) for i in range(steps)
+    ]  # a step allocates at least what it returns and saves
+    forward = tuple(least + extra for least, extra in zip(made, numbers(steps), strict=True))
+    flops = numbers(steps)
+    return StepCosts(
+        sizes=tuple(sizes),
+        live=tuple(map(frozenset, live)),
+        saved=tuple(saved),
+        forward=forward,
+        forward_until_saved=tuple(draw(st.integers(0, peak)) for peak in forward),
+        backward=numbers(steps),
+        gradients=numbers(steps + 1),
+        flops=flops,
+        flops_until_saved=tuple(draw(st.integers(0, count)) for count in flops),
+        blocks=tuple(range(steps)),
+    )
+
+
+def flat_plans(steps: int) -> Iterator[Plan]:
+    """Yields every plan without nesting: each run of steps kept or a segment."""
+    for cuts in itertools.product((False, True), repeat=steps - 1):
+        groups: list[list[int]] = [[0]]
+        for step, cut in enumerate(cuts, start=1):
+            if cut:
+                groups.append([])
+            groups[-1].append(step)
+        for choice in itertools.product((False, True), repeat=len(groups)):
+            items: list[Item] = []
+            for group, again in zip(groups, choice, strict=True):
+                if again:
+                    items.append(tuple(group))
+                elif len(group) == 1:
+                    items += group
+                else:
+                    break
+            else:
+                yield Plan(items)

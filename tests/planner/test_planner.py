@@ -1,0 +1,105 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner.chains import chains, flat_plans
+from tests.test_plan import plans
+from zoo.errors import ArgumentError, PlanError
+from zoo.plan import Plan
+from zoo.planner import schemes
+from zoo.planner.costs import StepCosts
+from zoo.planner.least_memory import least_memory
+from zoo.planner.simulate import simulate
+
+
+def uniform(steps: int, size: int = 10, flops: int = 1) -> StepCosts:
+    """Costs of equal steps: each returns one new tensor of `size` bytes and saves its input."""
+    return StepCosts(
+        sizes=(size,) * steps,
+        live=(frozenset(), *(frozenset([step]) for step in range(steps))),
+        saved=(frozenset(), *(frozenset([step]) for step in range(steps - 1))),
+        forward=(size,) * steps,
+        forward_until_saved=(0,) * steps,
+        backward=(size,) * steps,
+        gradients=(0, *(size,) * steps),
+        flops=(flops,) * steps,
+        flops_until_saved=(0,) * steps,
+        blocks=tuple(step // 2 for step in range(steps)),
+    )
+
+
+def test_keeping_everything_holds_each_storage_once() -> None:
+    # saved by steps 1..3: storages 0, 1, 2; then the gradients before and after step 3
+    assert simulate(Plan.keep_all(4), uniform(4)).peak == 30 + 10 + 10
+    assert simulate(Plan.keep_all(4), uniform(4)).recomputed_flops == 0
+
+
+def test_a_segment_holds_its_inputs_and_runs_again() -> None:
+    result = simulate(Plan(((0, 1), (2, 3))), uniform(4, flops=7))
+    # at the second run's end: input 1 and what step 3 saves (2), two gradients
+    assert result.peak == 10 + 10 + 20
+    assert result.recomputed_flops == 14, "the last step of each segment stops before its kernel"
+
+
+def test_inner_segments_run_three_times_but_the_last() -> None:
+    flat = simulate(Plan(((0, 1, 2, 3),)), uniform(4)).recomputed_flops
+    nested = simulate(Plan((((0, 1), 2, 3),)), uniform(4)).recomputed_flops
+    handed_over = simulate(Plan(((0, 1, (2, 3)),)), uniform(4)).recomputed_flops
+    assert (flat, nested, handed_over) == (3, 4, 3)
+
+
+@settings(deadline=None, max_examples=300)
+@given(chains())
+def test_least_memory_is_the_least_of_all_plans_without_nesting(costs: StepCosts) -> None:
+    plan = least_memory(costs)
+    assert max(plan.runs()) <= 2
+    assert simulate(plan, costs).peak == min(
+        simulate(other, costs).peak for other in flat_plans(len(costs))
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(costs=chains(6), plan=plans(6))
+def test_simulation_releases_what_it_holds(costs: StepCosts, plan: Plan) -> None:
+    steps = len(plan.flatten())
+    if steps != len(costs):
+        with pytest.raises(PlanError, match="covers"):
+            simulate(plan, costs)
+        return
+    keep_all = simulate(Plan.keep_all(steps), costs)
+    assert simulate(plan, costs).peak >= max(costs.backward) >= 0
+    assert simulate(plan, costs).recomputed_flops >= keep_all.recomputed_flops == 0
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_segments_are_of_equal_numbers_of_blocks(total: int, count: int) -> None:
+    if count > total:
+        with pytest.raises(ArgumentError, match=f"{count} segments; this chain has {total} blocks"):
+            schemes.segments(range(total), count)
+        return
+    plan = schemes.segments(range(total), count)
+    sizes = [len(item) for item in plan if isinstance(item, tuple)]
+    kept = total - sum(sizes)
+    assert len(sizes) == count - 1
+    assert max([*sizes, kept]) - min([*sizes, kept]) <= 1
+
+
+def test_blocks_make_one_segment_each() -> None:
+    assert schemes.blocks(uniform(5)) == ((0, 1), (2, 3), 4)
+
+
+def test_sqrt_makes_as_many_segments_as_the_root_of_the_blocks() -> None:
+    plan = schemes.sqrt(uniform(18))  # nine blocks
+    assert plan == (tuple(range(6)), tuple(range(6, 12)), *range(12, 18))
+
+
+def test_cheap_never_repeats_arithmetic() -> None:
+    costs = uniform(5)
+    mixed = StepCosts(**{**vars(costs), "flops": (5, 0, 0, 5, 0)})
+    assert schemes.cheap(mixed) == (0, (1, 2, 3), 4)
+    assert simulate(schemes.cheap(mixed), mixed).recomputed_flops == 0
+
+
+def test_an_unknown_scheme_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match=r"'sqr' is no scheme.*Did you mean sqrt"):
+        schemes.scheme("sqr")
