@@ -17,7 +17,9 @@ class Residuals(Chain):
 
     def __init__(self, blocks: int = 3, channels: int = 4, rate: float = 0.3) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(blocks))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(channels, channels, 3, padding=1) for _ in range(blocks)
+        )
         self.norms = nn.ModuleList(
             nn.BatchNorm2d(channels, momentum=None if block % 2 else 0.1) for block in range(blocks)
         )

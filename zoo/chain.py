@@ -29,7 +29,9 @@ class Runner(Protocol):
 
     plan: Plan | None
 
-    def __call__(self, chain: "Chain", outline: "Outline", inputs: State) -> Any: ...
+    def __call__(self, chain: "Chain", outline: "Outline", inputs: State) -> Any:
+        """Runs the outlined steps over the inputs; returns what the last one returned."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Chain(nn.Module):
     A step takes the state as arguments and returns a tensor or a tuple of tensors (None allowed in
     a tuple). It never writes its inputs in place.
 
-    A chain or Sequential that has forward or backward hooks of its own is run as one step by calling
-    it, so that its hooks fire as in any module.
+    A chain or Sequential that has forward or backward hooks of its own is run as one step, by
+    calling it, so that its hooks fire as in any module.
     """
 
     runner: Runner | None

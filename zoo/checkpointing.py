@@ -1,4 +1,4 @@
-"""From the option that a user writes to a plan in force: `checkpoint=True`, a number, a name, a Plan.
+"""From what a user writes to a plan in force: `checkpoint=True`, a number, a name or a Plan.
 
 The decision is made at the first forward in training, when the inputs are known, once for each kind
 of inputs, and kept in the runner that this file attaches to a chain.

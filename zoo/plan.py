@@ -39,6 +39,7 @@ class Plan(tuple[Item, ...]):
     __slots__ = ()
 
     def __new__(cls, items: Sequence[Any] = ()) -> "Plan":
+        """Checks the nested sequences and makes tuples of them."""
         plan = super().__new__(cls, (_item(entry) for entry in items))
         indices = plan.flatten()
         for position, index in enumerate(indices):

@@ -5,16 +5,11 @@ BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def format_bytes(count: int) -> str:
     """Writes bytes with a binary unit and four digits at most: 1536 -> '1.50 KiB'."""
-    size = float(count)
-    for unit in BINARY[:-1]:
-        if abs(size) < 1024:
-            break
-        size /= 1024
-    else:
-        unit = BINARY[-1]
-    if unit == "B":
+    power = min(max(abs(count).bit_length() - 1, 0) // 10, len(BINARY) - 1)
+    if not power:
         return f"{count} B"
-    return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
+    size = count / 1024**power
+    return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {BINARY[power]}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -158,7 +158,11 @@ def test_a_parameter_changed_before_the_backward_is_refused() -> None:
 def test_other_work_the_second_time_is_refused(second: Any, message: str) -> None:
     runs = [lambda x: x.exp().sin().sin(), second]
     x = torch.rand(3).requires_grad_()
-    loss = recompute(lambda x: runs.pop(0)(x), x).sum()
+
+    def function(x: Tensor) -> Tensor:
+        return runs.pop(0)(x)
+
+    loss = recompute(function, x).sum()
     with pytest.raises(RecomputeError, match=message):
         loss.backward()
 

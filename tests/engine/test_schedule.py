@@ -126,7 +126,9 @@ def volumes() -> list[Tensor]:
     return [torch.randn(3, 2, 4, 2, 4) * torch.tensor([1.0, 50.0]).view(1, 2, 1, 1, 1)]
 
 
-@pytest.mark.parametrize("plan", ["(0-15)", "(0-3) (4-9) (10-15)", "(0 (1-5) 6 (7-8)) ((9-12) 13-15)"])
+@pytest.mark.parametrize(
+    "plan", ["(0-15)", "(0-3) (4-9) (10-15)", "(0 (1-5) 6 (7-8)) ((9-12) 13-15)"]
+)
 def test_every_norm_and_dropout_is_exact(plan: str) -> None:
     torch.manual_seed(2)
     model = Varied()

@@ -1,0 +1,1 @@
+"""Runs a chain by a plan, bit for bit."""

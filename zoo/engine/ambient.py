@@ -43,9 +43,7 @@ class Ambient:
         """Reads what surrounds this thread now, for the CPU and the devices of these tensors."""
         types = {value.device.type for value in tensors if isinstance(value, Tensor)}
         known = sorted(kind for kind in types | {"cpu"} if torch.amp.is_autocast_available(kind))
-        return cls(
-            tuple(Autocast.read(kind) for kind in known), torch.is_autocast_cache_enabled()
-        )
+        return cls(tuple(Autocast.read(kind) for kind in known), torch.is_autocast_cache_enabled())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

@@ -47,7 +47,7 @@ def replayed_streams(streams: Sequence[Stream]) -> Iterator[None]:
 
 def drawing_devices(tensors: Sequence[object]) -> list[torch.device]:
     """Lists the CUDA devices whose generator a function of these tensors may use."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     found = {value.device for value in tensors if isinstance(value, Tensor) and value.is_cuda}
     found.add(torch.device("cuda", torch.cuda.current_device()))

@@ -318,9 +318,9 @@ class _Inputs:
         for number, (value, version) in enumerate(zip(self.values, self.versions, strict=True)):
             if isinstance(value, Tensor) and value._version != version:
                 raise RecomputeError(
-                    f"input {number} of a segment, {tuple(value.shape)}, was changed in place after "
-                    f"the forward (version {version}, now {value._version}), so the second run "
-                    "cannot repeat the first. Change a copy instead."
+                    f"input {number} of a segment, {tuple(value.shape)}, was changed in place "
+                    f"after the forward (version {version}, now {value._version}), so the second "
+                    "run cannot repeat the first. Change a copy instead."
                 )
         return [
             value.detach().requires_grad_() if flag else value

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from zoo.errors import ArgumentError, InputError
@@ -42,8 +43,8 @@ def check_tokens(model: str, tokens: Tensor, axes: str, longest: int | None = No
     shape = tuple(tensor_size for tensor_size in tokens.shape)
     if len(shape) != len(names):
         raise InputError(f"{model} takes tokens ({', '.join(names)}); got {shape}")
-    if tokens.is_floating_point() or tokens.is_complex():
-        raise InputError(f"{model} takes token numbers (int64); got {tokens.dtype}")
+    if tokens.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"{model} takes token numbers, int64 or int32; got {tokens.dtype}")
     if 0 in shape:
         raise InputError(f"{model} needs at least one token; got {shape}")
     length = shape[names.index("T")]

@@ -5,8 +5,9 @@ so a model is measured that would not fit, and the kernels chosen are those of t
 (plain meta tensors choose others for attention and LSTMs). Between steps not even fake tensors are
 kept, only their kinds; so steps that do the same to the same kinds are run once.
 
-What kernels allocate inside themselves (oneDNN's reordered weights, cuDNN's workspaces) is not seen.
-The model is left as it was: buffers, hooks and attributes are put back, no random number is drawn.
+What kernels allocate inside themselves (oneDNN's reordered tensors, cuDNN's workspaces) is not
+seen. The model is left as it was: buffers, hooks and attributes are put back, no random number is
+drawn.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """One step on fake tensors: what its forward and its backward allocate, save and compute.
 
-A dispatch mode sees every storage that an operation makes, and a weak reference sees it go. torch's
-profilers see only real memory; `torch.utils.flop_counter` has the formulas used here for operations.
+A dispatch mode sees every storage that an operation makes, and a weak reference sees it go.
+torch's profilers see only real memory; the formulas for operations are those of
+`torch.utils.flop_counter`.
 """
 
 import math
@@ -104,9 +105,7 @@ def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[in
 def gradient_bytes(kinds: Kinds) -> int:
     """Returns the bytes of the gradients of a state: one for each distinct tensor."""
     distinct = {kind.tensor: kind for kind in kinds if kind is not None and kind.requires_grad}
-    return sum(
-        math.prod(kind.size) * kind.dtype.itemsize for kind in distinct.values()
-    )
+    return sum(math.prod(kind.size) * kind.dtype.itemsize for kind in distinct.values())
 
 
 def _backward_peak(
@@ -131,7 +130,7 @@ def _backward_peak(
         found = torch.autograd.grad(root, wanted, allow_unused=True)
         del found
     released.watch = None
-    return max(watch.peak - given, 0)
+    return int(max(watch.peak - given, 0))
 
 
 class _Root(torch.autograd.Function):
@@ -185,9 +184,7 @@ class _Storages:
         numbers = bases[kind.storage][:whole].view(kind.dtype)
         return numbers.as_strided(kind.size, kind.stride, kind.offset).detach()
 
-    def kinds(
-        self, outputs: Sequence[Tensor | None], leaves: Sequence[Tensor | None]
-    ) -> Kinds:
+    def kinds(self, outputs: Sequence[Tensor | None], leaves: Sequence[Tensor | None]) -> Kinds:
         """Describes a returned state; a tensor that was only handed on keeps its number."""
         names: dict[int, int] = {}
         for leaf in leaves:
@@ -270,11 +267,11 @@ class _Released:
             self.watch.bytes -= self.storages.sizes[number]
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the bytes of the storages that operations make, and counts operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.peak = 0
         self.flops = 0

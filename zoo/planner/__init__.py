@@ -1,0 +1,1 @@
+"""From costs to plans: numbers in, plans out, no torch."""

@@ -1,9 +1,9 @@
 """The plan of least peak memory in which no step runs more than twice: `checkpoint=True`.
 
-Such a plan is a row of segments and kept steps. For a given peak, paths through the n + 1 states are
-searched: a path to state i is a label, the bytes that its items hold and which of the storages in
-state i are among them. Only those can matter later, since a storage in two states is in all states
-between them. A label is dropped when another could hold what it holds for fewer bytes.
+Such a plan is a row of segments and kept steps. For a given peak, paths through the n + 1 states
+are searched: a path to state i is a label, the bytes that its items hold and which of the storages
+in state i are among them. Only those can matter later, since a storage in two states is in all
+states between them. A label is dropped when another could hold what it holds for fewer bytes.
 
     segment [i, j)   holds live(i); its turn needs  need(i, j)  beside what is held
     kept step i      holds saved(i); its turn needs its forward, and later its backward
@@ -18,7 +18,7 @@ Source: the dynamic programs of Feng and Huang 2018 (arXiv:1808.00079) and Kusum
 from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
-from zoo.plan import Item, Plan
+from zoo.plan import Item, Plan, indices
 from zoo.planner.costs import StepCosts
 from zoo.planner.simulate import simulate
 
@@ -140,9 +140,9 @@ def _items(label: Label, stop: int) -> list[Item]:
 def _keep_what_is_free(items: list[Item], costs: StepCosts) -> Plan:
     peak = simulate(Plan(items), costs).peak
     weights = {
-        number: sum(costs.flops[step] for step in item)
+        number: sum(costs.flops[step] for step in indices(item))
         for number, item in enumerate(items)
-        if isinstance(item, tuple) and all(isinstance(step, int) for step in item)
+        if isinstance(item, tuple)
     }
     kept: set[int] = set()
     for number in sorted(weights, key=lambda number: (-weights[number], -number)):
