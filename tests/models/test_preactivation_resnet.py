@@ -153,6 +153,7 @@ def test_refuses_bad_images_before_anything_ran(images, match):
 def test_takes_one_small_image_where_statistics_can_be_computed():
     model = PreactivationResNet(BasicUnit, 1)
     assert model(torch.randn(1, 3, 4, 5)).shape == (1, 10)
+    assert model(torch.randn(1, 3, 5, 4)).shape == (1, 10)
     assert model.eval()(torch.randn(1, 3, 1, 1)).shape == (1, 10)
 
 

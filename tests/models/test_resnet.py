@@ -7,6 +7,7 @@ from torch import nn
 
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
+from zoo.measure.memory import trace
 from zoo.models import resnet
 from zoo.models.resnet import BasicBlock, Bottleneck, ResNet
 
@@ -47,6 +48,15 @@ def run(model, training=True, size=40):
     return {"logits": logits.detach(), **named, **dict(model.named_buffers())}, sum(kept.values())
 
 
+def peaks(model):
+    """The most bytes at once in a training step and in inference, above what was there before."""
+    images = torch.randn(4, 3, 64, 64)
+    model(images).sum().backward()  # gradients of parameters exist from here on
+    step = trace(lambda: model.train()(images).sum().backward())
+    with torch.no_grad():
+        return step.peak, trace(lambda: model.eval()(images)).peak
+
+
 def assert_same(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -84,6 +94,13 @@ def test_draws_the_weights_that_torchvision_draws(name):
     ours = getattr(resnet, name)(classes=7)
     assert_same(ours.state_dict(), theirs.state_dict())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_peaks_are_no_higher_than_torchvision_s():
+    step, inference = peaks(resnet.resnet18())
+    step_of_torchvision, inference_of_torchvision = peaks(torchvision_resnet("resnet18"))
+    assert step <= 1.02 * step_of_torchvision
+    assert inference <= 1.02 * inference_of_torchvision
 
 
 def test_weights_go_back_to_torchvision():
