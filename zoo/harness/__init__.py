@@ -1,0 +1,1 @@
+"""Runs the comparison: a config becomes cells, each cell runs in a process of its own."""

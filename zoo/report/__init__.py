@@ -1,0 +1,1 @@
+"""Turns results into tables and plots; knows no torch."""

@@ -1,0 +1,29 @@
+# `make test`, `make compare` and `make lint` each do their own set-up on a fresh machine.
+# It needs python3 (3.11 or later) and is repeated only when what is installed changes.
+
+python := .venv/bin/python
+
+.PHONY: compare test lint clean
+
+compare: .venv/.installed
+	$(python) test_memory_optimized.py
+
+test: .venv/.installed
+	$(python) -m pytest
+
+lint: .venv/.installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+clean:
+	rm -rf .venv results
+
+.venv/.installed: setup.cfg pyproject.toml constraints.txt
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		f"this needs Python 3.11 or later; python3 is {sys.version.split()[0]}")'
+	python3 -m venv .venv
+	$(python) -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[compare,test,lint]'
+	touch $@

@@ -1,0 +1,73 @@
+"""Compares training with and without checkpointing here: memory, time, and whether all is exact.
+
+    python test_memory_optimized.py
+    python test_memory_optimized.py configs/lstm_wikitext_shape.yaml
+    python test_memory_optimized.py --model resnet50 densenet121 --batch-size 16 --checkpoint sqrt
+
+Exit code 0: exact, and saved what the config says; 1: not so, or a cell failed; 2: no such config,
+key or value; 130: interrupted, and the same command goes on. Under pytest this file asserts the
+same on small inputs.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+try:
+    from rich.console import Console
+
+    from zoo.errors import ZooError
+    from zoo.harness.cells import expand
+    from zoo.harness.config import config_folder, load, read
+    from zoo.harness.run import results_of, run
+    from zoo.harness.worker import work
+    from zoo.report.heading import heading
+    from zoo.report.report import write_report
+    from zoo.report.rows import rows
+    from zoo.report.terminal import show
+except ModuleNotFoundError as missing:
+    print(f"this needs {missing.name}: pip install 'zoo-checkpoint[compare]'", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the comparison that a command line asks for and returns the exit code."""
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    try:
+        config = load(arguments)
+        comparisons = run(config, console)
+    except ZooError as error:
+        print(f"test_memory_optimized.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; what was measured is kept, and the same command goes on from there")
+        return 130
+    command = shlex.join(["python", "test_memory_optimized.py", *arguments])
+    found = rows(comparisons)
+    above = heading(comparisons, config.name, command)
+    show(found, above.title, console)
+    page = write_report(found, above, Path(config.output) / config.name)
+    console.print(f"results: {results_of(config).path}\nreport:  {page}", soft_wrap=True)
+    return int(any(row.faults for row in found))
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    """Gives each family of configs/quick.yaml a test; pytest itself need not be there otherwise."""
+    config = read(config_folder() / "quick.yaml", (), {})
+    pairs = list(zip(config.models, expand(config), strict=True))
+    metafunc.parametrize(("model", "cells"), pairs, ids=[model.name for model in config.models])
+
+
+def test_checkpointing_changes_no_bit_and_saves_memory(model: Any, cells: Any) -> None:
+    """Runs a family's baseline and checkpointed cell here, as the comparison does elsewhere."""
+    records = {kind: {"status": "done", **work(cells[kind])} for kind in cells if kind != "timing"}
+    (row,) = rows([{"model": asdict(model), **records, "timing": {"status": "done"}}])
+    assert row.exact
+    assert not row.faults
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

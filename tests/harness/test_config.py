@@ -1,0 +1,143 @@
+"""A config says exactly what is compared; what it does not say rightly, it says in an error."""
+
+import configparser
+
+import pytest
+
+from zoo.errors import ConfigError
+from zoo.harness.config import config_folder, load
+
+SHIPPED = sorted(config_folder().glob("*.yaml"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_configs_load_and_open_with_their_command(path):
+    assert load([str(path)]).models
+    default = "python test_memory_optimized.py" if path.stem == "default" else str(path.name)
+    assert default in path.read_text().splitlines()[0]
+
+
+def test_the_default_compares_all_families_and_judges_each():
+    models = load([]).models
+    assert {model.data for model in models} == {"photographs", "digits", "volume", "text", "stream"}
+    assert all(model.largest_ratio < 1 for model in models)
+
+
+def test_the_command_line_of_the_readme():
+    line = "--model resnet50 densenet121 --batch-size 16 --checkpoint sqrt --device cuda"
+    config = load(line.split())
+    assert [model.name for model in config.models] == ["resnet50", "densenet121"]
+    assert {(model.batch_size, model.checkpoint) for model in config.models} == {(16, "sqrt")}
+    assert config.device == "cuda"
+
+
+def test_a_config_is_found_by_its_name_from_anywhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    named = ["quick", "quick.yaml", "configs/quick.yaml"]
+    assert [load([name]).name for name in named] == ["quick"] * 3
+
+
+def test_later_sources_win(write):
+    path = write("steps: 7\nrepeats: 2\nmodels: [{name: resnet18, batch_size: 3}, resnet34]")
+    config = load([path, "--steps", "9", "--size", "64"])
+    assert (config.steps, config.repeats) == (9, 2)
+    assert [model.batch_size for model in config.models] == [3, 4]
+    assert [model.size for model in config.models] == [64, 64]
+
+
+def test_arguments_of_the_command_line_join_those_of_the_file(write):
+    path = write("models: [{name: lstm, arguments: {hidden: 8, drop_rate: 0.1}}]")
+    (model,) = load([path, "--arguments", "{drop_rate: 0.5}"]).models
+    assert model.arguments == {"hidden": 8, "drop_rate": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("4", 4), ("sqrt", "sqrt"), ("(0-1) 2", "(0-1) 2")]
+)
+def test_checkpoint_takes_what_the_models_take(text, value):
+    (model,) = load(["--model", "resnet18", "--checkpoint", text]).models
+    assert model.checkpoint is value or model.checkpoint == value
+
+
+def test_every_package_and_the_configs_are_installed():
+    root = config_folder().parent
+    setup = configparser.ConfigParser()
+    setup.read(root / "setup.cfg")
+    folders = {path.parent.relative_to(root) for path in root.glob("zoo/**/__init__.py")}
+    packages = {".".join(folder.parts) for folder in folders} | {"zoo.configs"}
+    assert set(setup["options"]["packages"].split()) == packages
+
+
+def test_a_floor_holds_for_the_experiment_that_it_was_written_for(write):
+    path = write("models: [{name: resnet18, largest_ratio: 0.3}]")
+    floors = [
+        load([path, *more]).models[0].largest_ratio
+        for more in ([], ["--repeats", "9"], ["--checkpoint", "2"], ["--largest-ratio", "0.4"])
+    ]
+    assert floors == [0.3, 0.3, 1.0, 0.4]
+
+
+def test_cuda_takes_its_own_batch_size_unless_told():
+    sizes = [
+        load(["--model", "resnet18", "--device", *more]).models[0].batch_size
+        for more in (["cpu"], ["cuda"], ["cuda", "--batch-size", "5"])
+    ]
+    assert sizes == [4, 64, 5]
+
+
+def test_a_vision_transformer_is_built_for_the_size_it_is_given():
+    (model,) = load(["--model", "vit_tiny_patch16", "--size", "96"]).models
+    assert model.arguments == {"image_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step: 2\nmodels: [resnet18]", "no key 'step'. Did you mean steps"),
+        ("models: [{name: resnet18, batchsize: 2}]", "no key 'batchsize'. Did you mean batch_size"),
+        ("models: [resnet5O]", "no model has this name. Did you mean resnet50"),
+        ("models: [{name: vnet, arguments: {clases: 2}}]", "'clases'. Did you mean classes"),
+        ("models: [{name: resnet18, optimizer: adam}]", "sgd or adamw; got 'adam'.*mean adamw"),
+        ("models: [{name: resnet18, batch_size: few}]", "batch_size takes a whole number; got 'f"),
+        ("models: [{name: resnet18, batch_size: 0}]", "batch_size is at least 1; got 0"),
+        ("models: [{name: resnet18, size: [1, 0]}]", "size takes one to three numbers"),
+        ("models: [{name: resnet18, checkpoint: sqtr}]", "got 'sqtr'. Did you mean sqrt"),
+        ("models: [{name: resnet18, checkpoint: 0}]", "at least 1 segment; got 0"),
+        ("models: [{name: resnet18, arguments: [1]}]", "arguments takes a mapping; got"),
+        ("models: [resnet18]\nthreads: -1", "threads is at least 0; got -1"),
+        ("models: [resnet18]\ndevice: cdua", "cpu or cuda; got 'cdua'. Did you mean cuda"),
+        ("models: []", "lists no models"),
+        ("models: [{batch_size: 2}]", "a model is a name or a mapping with one"),
+        ("- resnet18", "holds no keys"),
+        ("models: [", "is no YAML"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_nearest_right_one(write, text, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        load([write(text)])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batchsize", "2"], "no option --batchsize. Did you mean --batch-size"),
+        (["--dtype", "float16"], "float32 or bfloat16; got 'float16'"),
+        (["--model", "resnet18", "--steps", "many"], "steps takes a whole number; got 'many'"),
+        (["quik"], "no config 'quik'. Did you mean quick"),
+        (["--model"], "expected at least one argument"),
+    ],
+)
+def test_the_command_line_is_as_strict(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load(arguments)

@@ -1,0 +1,58 @@
+"""`python test_memory_optimized.py` ends with the exit code that says how it went."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def front():
+    spec = importlib.util.spec_from_file_location("front", ROOT / "test_memory_optimized.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def comparison(ratio, loss):
+    def record(peak, loss):
+        return {
+            "status": "done",
+            "memory": {"peak": peak, "activation_peak": peak},
+            "digests": [{"loss": loss}],
+        }
+
+    model = {"name": "vnet", "checkpoint": True, "data": "volume", "batch_size": 1, "size": 16}
+    return {
+        "model": model | {"largest_ratio": 0.5},
+        "baseline": record(1000, "a"),
+        "checkpointed": record(int(1000 * ratio), loss),
+        "timing": {"status": "done"},
+    }
+
+
+@pytest.mark.parametrize(("ratio", "loss", "code"), [(0.4, "a", 0), (0.6, "a", 1), (0.4, "b", 1)])
+def test_exit_code_says_whether_it_was_exact_and_saved_enough(
+    front, monkeypatch, tmp_path, capsys, ratio, loss, code
+):
+    monkeypatch.setattr(front, "run", lambda config, console: [comparison(ratio, loss)])
+    assert front.main(["quick", "--output", str(tmp_path)]) == code
+    assert f"report:  {tmp_path / 'quick' / 'report.md'}" in capsys.readouterr().out
+
+
+def test_a_misspelt_option_is_one_sentence_and_2(front, capsys):
+    assert front.main(["--batchsize", "3"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert "Did you mean --batch-size" in printed.err
+
+
+def test_an_interruption_is_130(front, monkeypatch, capsys):
+    def interrupted(config, console):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(front, "run", interrupted)
+    assert front.main(["quick"]) == 130
+    assert "the same command goes on" in capsys.readouterr().out

@@ -1,0 +1,82 @@
+"""A worker measures what it is told, and turns what goes wrong into a result."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from zoo.harness import worker
+from zoo.harness.cells import expand
+from zoo.harness.config import Config, ModelConfig
+from zoo.harness.run import run_cell
+from zoo.harness.worker import work
+from zoo.report.rows import differences
+
+SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}
+MODEL = ModelConfig("lstm", "stream", 4, 20, SMALL)
+(CELLS,) = expand(Config("mine", (MODEL,), steps=2, repeats=3))
+
+
+def test_checkpointed_digests_equal_the_baselines():
+    baseline, checkpointed = work(CELLS["baseline"]), work(CELLS["checkpointed"])
+    assert len(baseline["digests"]) == 2
+    assert differences(baseline["digests"], checkpointed["digests"]) == []
+    assert baseline["plan"] is None
+    assert "run again" in checkpointed["plan"]
+
+
+def test_each_step_moves_every_kind_that_a_language_model_has():
+    first, second = work(CELLS["baseline"])["digests"]
+    assert {kind for kind in first if first[kind] != second[kind]} == {
+        "loss",
+        "gradients",
+        "parameters",
+        "rng",
+    }
+
+
+def test_another_seed_is_another_training():
+    other = work(replace(CELLS["baseline"], seed=1))
+    assert len(differences(work(CELLS["baseline"])["digests"], other["digests"])) >= 4
+
+
+def test_memory_counts_what_the_optimizer_and_the_gradients_hold():
+    result = work(CELLS["baseline"])
+    resident = result["memory"]["resident"]
+    assert resident["parameters"] == 4 * result["parameters"]
+    assert resident["gradients"] == resident["optimizer"] == resident["parameters"]
+    # tokens and targets are two views of the same 21 rows
+    assert resident["inputs"] == 21 * 4 * 8
+
+
+def test_timing_takes_as_many_pairs_as_asked():
+    seconds = work(CELLS["timing"])["step_seconds"]
+    assert [len(values) for values in seconds.values()] == [3, 3]
+    assert min(map(min, seconds.values())) > 0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_optimizers_and_types(optimizer, dtype):
+    cells = [
+        replace(CELLS[kind], dtype=dtype, model=replace(CELLS[kind].model, optimizer=optimizer))
+        for kind in ("baseline", "checkpointed")
+    ]
+    baseline, checkpointed = (work(cell)["digests"] for cell in cells)
+    assert differences(baseline, checkpointed) == []
+
+
+def test_an_error_is_a_result(monkeypatch, capsys):
+    wrong = replace(CELLS["baseline"], model=replace(MODEL, arguments={"vocabulary": -1}))
+    monkeypatch.setattr("sys.stdin", io.StringIO(wrong.to_json() + "\n"))
+    assert worker.main() == 1
+    assert "ArgumentError" in json.loads(capsys.readouterr().out)["reason"]
+
+
+def test_a_fresh_process_measures_the_same():
+    record = run_cell(CELLS["baseline"], timeout=120)
+    here = work(CELLS["baseline"])
+    assert record["status"] == "done"
+    assert record["memory"] == here["memory"]
+    assert record["digests"] == here["digests"]

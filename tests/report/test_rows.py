@@ -1,0 +1,124 @@
+"""The report's numbers are those of the records, and it fails when one of them is not good."""
+
+import csv
+import io
+import statistics
+
+import pytest
+from rich.console import Console
+
+from zoo.report.heading import heading
+from zoo.report.report import write_report
+from zoo.report.rows import rows, spread
+from zoo.report.terminal import show
+
+MODEL = {
+    "name": "resnet50",
+    "checkpoint": True,
+    "data": "photographs",
+    "batch_size": 4,
+    "size": 224,
+    "largest_ratio": 0.3,
+}
+SECONDS = {"baseline": [1.0, 2.0, 4.0], "checkpointed": [1.5, 2.2, 5.2]}
+WHERE = {"device": "A processor", "threads": 2, "torch": "2", "python": "3", "zoo": "1"}
+
+
+def record(activation_peak, loss="a", **more):
+    return {
+        "status": "done",
+        "parameters": 25_557_032,
+        "memory": {"peak": activation_peak + 10**9, "activation_peak": activation_peak},
+        "digests": [{"loss": "a"}, {"loss": loss}],
+        "environment": WHERE,
+        "cell": {"device": "cpu", "dtype": "float32"},
+        **more,
+    }
+
+
+def comparison(activation_peak=250, loss="a", **cells):
+    return {
+        "model": MODEL,
+        "baseline": record(1000),
+        "checkpointed": record(activation_peak, loss),
+        "timing": {"status": "done", "step_seconds": SECONDS},
+        **cells,
+    }
+
+
+def table(page, name):
+    return list(csv.DictReader(page.with_name(name).read_text().splitlines()))
+
+
+def test_numbers_are_those_of_the_records():
+    (row,) = rows([comparison()])
+    assert (row.model, row.batch, row.parameters) == ("resnet50", "4×224×224", 25_557_032)
+    assert (row.peak.baseline, row.peak.checkpointed) == (10**9 + 1000, 10**9 + 250)
+    assert (row.ratio, row.exact, row.faults) == (0.25, True, ())
+    assert row.time_ratios == [1.5, 2.2 / 2.0, 5.2 / 4.0]
+    assert row.time.median == statistics.median(row.time_ratios)
+    assert row.time.lower == pytest.approx(1.2)
+    assert row.time.upper == pytest.approx(1.4)
+
+
+def test_one_value_is_its_own_spread():
+    assert (spread([1.5]).lower, spread([1.5]).upper) == (1.5, 1.5)
+
+
+def test_a_difference_is_a_fault_that_names_kind_and_step():
+    (row,) = rows([comparison(loss="b")])
+    assert row.exact is False
+    assert row.faults == ("resnet50 is not exact: it differs in loss from step 2 on",)
+
+
+def test_saving_less_than_the_floor_is_a_fault():
+    assert rows([comparison(300)])[0].faults == ()
+    (fault,) = rows([comparison(301)])[0].faults
+    assert fault == "resnet50 keeps 0.301 of the baseline's activation peak; largest_ratio is 0.3"
+
+
+@pytest.mark.parametrize("kind", ["baseline", "checkpointed", "timing"])
+def test_a_failed_cell_is_a_fault_and_the_rest_is_shown(kind):
+    (row,) = rows([comparison(**{kind: {"status": "failed", "reason": "killed by SIGKILL"}})])
+    assert row.faults == (f"resnet50 {kind} failed: killed by SIGKILL",)
+    assert (row.time is None) == (kind == "timing")
+    assert row.parameters == 25_557_032
+
+
+def test_the_table_says_what_the_rows_say():
+    console = Console(file=io.StringIO(), width=140)
+    show(rows([comparison(loss="b")]), "Title", console)
+    shown = console.file.getvalue()
+    for words in ("25.56 M", "1000 B → 250 B", "0.250", "×1.30 [1.20, 1.40]", "NO", "from step 2"):
+        assert words in shown
+
+
+def test_the_files_hold_the_same_numbers(tmp_path):
+    found = rows([comparison()])
+    above = heading([comparison()], "mine", "python test_memory_optimized.py mine.yaml")
+    page = write_report(found, above, tmp_path / "mine")
+    (model,) = table(page, "models.csv")
+    assert int(model["activation_peak_bytes_baseline"]) == 1000
+    assert float(model["activation_peak_ratio"]) == 0.25
+    timings = table(page, "timings.csv")
+    assert [float(entry["seconds_baseline"]) for entry in timings] == SECONDS["baseline"]
+    text = page.read_text()
+    assert "| resnet50 | 4×224×224 | 25.56 M |" in text
+    assert "A processor, 2 threads, float32" in text
+    assert "`python test_memory_optimized.py mine.yaml`" in text
+
+
+def test_the_picture_is_drawn_and_the_same_each_time(tmp_path):
+    found, above = rows([comparison()]), heading([comparison()], "mine", "command")
+    pages = [write_report(found, above, tmp_path / name) for name in ("one", "other")]
+    first, second = (page.with_name("comparison.svg").read_bytes() for page in pages)
+    assert first == second
+    assert pages[0].with_name("comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_without_a_number_is_still_written(tmp_path):
+    failed = {"status": "failed", "reason": "out of memory"}
+    broken = [comparison(baseline=failed, checkpointed=failed, timing=failed)]
+    page = write_report(rows(broken), heading(broken, "mine", "command"), tmp_path)
+    assert "out of memory" in page.read_text()
+    assert "nothing could be measured" in page.read_text()

@@ -1,0 +1,86 @@
+"""Cells: the parts of a comparison that each run in a process of their own.
+
+Each model of a config becomes three. One that ran before, with the same key, need not run again.
+
+    baseline       steps with digests, then one with its memory traced, nothing checkpointed
+    checkpointed   the same with the plan
+    timing         both in one process on the same batches, step by step in turn
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from zoo.harness.config import Config, ModelConfig
+
+Kind = Literal["baseline", "checkpointed", "timing"]
+KINDS: Sequence[Kind] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One process's work."""
+
+    kind: Kind
+    model: ModelConfig
+    steps: int
+    repeats: int
+    device: str
+    dtype: str
+    seed: int
+    threads: int
+
+    def to_json(self) -> str:
+        """Writes the cell as one line of JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Cell":
+        """Reads what `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**fields | {"model": ModelConfig(**fields["model"])})
+
+    def key(self) -> str:
+        """Names the measurement: results of the same key, from the same code, are the same."""
+        content = f"{self.to_json()} torch {torch.__version__} zoo {_source_digest()}"
+        return f"{self.model.name}/{self.kind}/{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+def expand(config: Config) -> list[dict[Kind, Cell]]:
+    """Returns the cells of each model of a config."""
+    return [{kind: _cell(kind, model, config) for kind in KINDS} for model in config.models]
+
+
+def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
+    # what a kind does not use is left out of its key: one baseline serves every plan, and a floor
+    # is judged after measuring
+    model = replace(model, largest_ratio=1.0, cuda_batch_size=None)
+    if kind == "baseline":
+        model = replace(model, checkpoint=False)
+    return Cell(
+        kind=kind,
+        model=model,
+        steps=0 if kind == "timing" else config.steps,
+        repeats=config.repeats if kind == "timing" else 0,
+        device=config.device,
+        dtype=config.dtype,
+        seed=config.seed,
+        threads=config.threads,
+    )
+
+
+@cache
+def _source_digest() -> str:
+    """Digests what a result depends on: the package's code without the report."""
+    package = Path(__file__).parents[1]
+    total = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        if "report" not in path.relative_to(package).parts:
+            total.update(path.read_bytes())
+    return total.hexdigest()[:12]

@@ -1,0 +1,224 @@
+"""Reads what to compare from a YAML file and the command line, strictly.
+
+A misspelt key or value is a `ConfigError` that offers the nearest right one: a comparison that
+silently ran with a default instead would still print a table.
+
+    recipes.py        the file             the command line
+    data, size, ...   models: [{name:..}]  --model resnet50 --batch-size 16
+           └─────────────────┴──────────────────────┘  the later wins
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jsonargparse
+import yaml
+
+from zoo.catalog import list_models, model_arguments
+from zoo.errors import ConfigError, nearest
+from zoo.harness.recipes import recipe
+from zoo.harness.values import (
+    Declared,
+    Key,
+    check_checkpoint,
+    check_keys,
+    check_size,
+    declared,
+    typed,
+)
+
+Data = Literal["photographs", "digits", "volume", "text", "stream"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model to compare, and on what."""
+
+    name: str
+    data: Annotated[Data, Key("photographs, digits, volume, text (N, T) or stream (T, N)")]
+    batch_size: Annotated[int, Key("samples in a batch", least=1)]
+    size: Annotated[int | list[int], Key("pixels, voxels or tokens per axis: 224, [64, 64, 32]")]
+    arguments: Annotated[dict[str, Any], Key("arguments of the model: {drop_rate: 0.1}")]
+    cuda_batch_size: Annotated[int | None, Key("samples in a batch on CUDA", least=1)] = None
+    optimizer: Annotated[Literal["sgd", "adamw"], Key("sgd (momentum 0.9) or adamw")] = "sgd"
+    checkpoint: Annotated[
+        bool | int | str, Key("true, a number of segments, sqrt, blocks, cheap or a plan's text")
+    ] = True
+    largest_ratio: Annotated[
+        float, Key("the worst activation peak to accept, relative to the baseline's", least=0)
+    ] = 1.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to compare and how."""
+
+    name: str
+    models: tuple[ModelConfig, ...]
+    steps: Annotated[int, Key("optimizer steps whose digests are compared", least=1)] = 3
+    repeats: Annotated[int, Key("timed pairs of steps, baseline and checkpointed", least=1)] = 5
+    device: Annotated[Literal["cpu", "cuda"], Key("cpu or cuda")] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16"], Key("float32, or bfloat16 by autocast")] = (
+        "float32"
+    )
+    output: Annotated[str, Key("the folder for results and reports")] = "results"
+    seed: Annotated[int, Key("of weights, batches and dropout", least=0)] = 0
+    threads: Annotated[int, Key("CPU threads, 0 for as many as there are cores", least=0)] = 0
+    timeout: Annotated[int, Key("seconds after which a cell has failed", least=1)] = 1800
+    fresh: Annotated[bool, Key("measure again what was measured before")] = False
+
+
+MODEL_KEYS = declared(ModelConfig)
+RUN_KEYS = declared(Config)
+
+OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "optimizer", "checkpoint"}
+"""Keys which, changed on the command line, make a config's `largest_ratio` say nothing."""
+
+
+def load(arguments: Sequence[str] | None = None) -> Config:
+    """Reads the config that a command line asks for.
+
+    Raises:
+        ConfigError: a file, key or value that does not exist or is out of range.
+    """
+    given = _command_line(sys.argv[1:] if arguments is None else arguments)
+    path = find_config(str(given.pop("config")))
+    return read(path, given.pop("model", ()), given)
+
+
+def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Config:
+    """Reads a file. `names` chooses models; `override` holds keys of every model or of the run."""
+    raw = _yaml(path)
+    check_keys(raw, ["models", *_names(RUN_KEYS)], path.name)
+    entries = _entries(raw.pop("models", None), path.name)
+    if names:
+        entries = [entry for name in names for entry in _entries_of(name, entries)]
+    run = {**raw, **{name: override[name] for name in _names(RUN_KEYS) if name in override}}
+    changes = {name: override[name] for name in _names(MODEL_KEYS) if name in override}
+    on_cuda = run.get("device") == "cuda"
+    models = tuple(_model(entry, changes, on_cuda, path.name) for entry in entries)
+    return Config(path.stem, models, **typed(run, RUN_KEYS, path.name))
+
+
+def find_config(name: str) -> Path:
+    """Finds a config: a path, or the name of one that comes with the package.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = {entry.stem: entry for entry in sorted(config_folder().glob("*.yaml"))}
+    if path.stem in shipped and str(path.parent) in (".", "configs"):
+        return shipped[path.stem]
+    raise ConfigError(
+        f"there is no config {name!r}.{nearest(path.stem, shipped)} "
+        f"Give the path of a YAML file or one of {', '.join(shipped)}"
+    )
+
+
+def config_folder() -> Path:
+    """Returns where the package's configs are: inside it, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def _command_line(arguments: Sequence[str]) -> dict[str, Any]:
+    options = [_option(name) for name in ("model", *_names(MODEL_KEYS), *_names(RUN_KEYS))]
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and name not in (*options, "--help"):
+            raise ConfigError(f"there is no option {name}.{nearest(name, options)} Try --help")
+    try:
+        found = _parser().parse_args(list(arguments)).as_dict()
+    except jsonargparse.ArgumentError as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@cache
+def _parser() -> jsonargparse.ArgumentParser:
+    parser = jsonargparse.ArgumentParser(
+        prog="test_memory_optimized.py",
+        description="Compares training with and without checkpointing: memory, time, exactness.",
+        exit_on_error=False,
+    )
+    parser.add_argument("config", nargs="?", default="default", help="a YAML file")
+    parser.add_argument("--model", nargs="+", type=str, metavar="NAME", help="only these models")
+    for entry in (*MODEL_KEYS, *RUN_KEYS):
+        option, text = _option(entry.name), entry.key.text
+        if entry.hint is bool:
+            parser.add_argument(option, action="store_true", default=None, help=text)
+        else:
+            parser.add_argument(option, type=Any, metavar="VALUE", help=text)
+    return parser
+
+
+def _model(
+    entry: Mapping[str, Any], changes: Mapping[str, Any], on_cuda: bool, where: str
+) -> ModelConfig:
+    name = entry["name"]
+    where = f"{where}, {name}"
+    if name not in list_models():
+        raise ConfigError(f"{where}: no model has this name.{nearest(name, list_models())}")
+    check_keys(entry, ["name", *_names(MODEL_KEYS)], where)
+    values = _merge(recipe(name), entry, changes)
+    if on_cuda and "batch_size" not in changes:
+        values["batch_size"] = values.get("cuda_batch_size") or values["batch_size"]
+    model = ModelConfig(name, **typed(values, MODEL_KEYS, where))
+    known = model_arguments(name)
+    check_keys(model.arguments, list(known), f"{where}, arguments")
+    check_checkpoint(model.checkpoint, where)
+    check_size(model.size, where)
+    if "image_size" in known and "image_size" not in model.arguments:
+        return replace(model, arguments={"image_size": model.size, **model.arguments})
+    return model
+
+
+def _merge(
+    usual: Mapping[str, Any], entry: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    values = {"arguments": {}, **usual, **entry, **changes}
+    if isinstance(entry.get("arguments"), dict) and isinstance(values["arguments"], dict):
+        values["arguments"] = {**entry["arguments"], **values["arguments"]}
+    if changes.keys() & OTHER_EXPERIMENT:
+        values["largest_ratio"] = changes.get("largest_ratio", 1.0)
+    return values
+
+
+def _entries(entries: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{where} lists no models; write 'models:' and below it '- name: ...'")
+    found = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
+    for entry in found:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise ConfigError(f"{where}: a model is a name or a mapping with one; got {entry!r}")
+    return found
+
+
+def _entries_of(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in entries if entry["name"] == name] or [{"name": name}]
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds no keys; write 'models:' and below it '- name: ...'")
+    return raw
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _names(keys: Iterable[Declared]) -> list[str]:
+    return [entry.name for entry in keys]

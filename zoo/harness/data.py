@@ -1,0 +1,218 @@
+"""Real batches without a download, from data that ships inside installed packages.
+
+    data          inputs, targets
+    photographs   (N, 3, S, S), (N,)             crops of scikit-learn's two photographs; the class
+                                                 is the photograph and its quarter
+    digits        (N, 3, S, S), (N,)             scikit-learn's 1797 handwritten digits, enlarged
+    volume        (N, 1, D, H, W), (N, D, H, W)  boxes of nibabel's test scan, resampled; the class
+                                                 is the intensity, from dark to bright
+    text          (N, T), (N, T)                 Python's own reference (`pydoc_data`); the target
+                                                 is the next word
+    stream        (T, N), (T, N)                 the same text in N columns; each batch goes on
+                                                 where the last one ended
+
+The same seed gives the same batches. They are made on the CPU; the caller moves them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoo.errors import ConfigError
+from zoo.harness.config import ModelConfig
+
+PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+QUARTERS = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model gets and what it should say."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Returns the batch on a device."""
+        return Batch(self.inputs.to(device), self.targets.to(device))
+
+
+def batches(model: ModelConfig, count: int, seed: int) -> list[Batch]:
+    """Returns `count` batches of a model's data, the same ones for the same seed.
+
+    Raises:
+        ConfigError: a package that holds the data is missing, or a size does not fit the data.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return list(islice(SOURCES[model.data](model, generator), count))
+
+
+def photographs(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+    """Yields normalized crops (N, 3, S, S) and the photograph's quarter (N,) that they show."""
+    images = _photographs()
+    (side,) = _axes(model, 1)
+    while True:
+        crops, labels = [], []
+        for _ in range(model.batch_size):
+            which = _draw(len(images), generator)
+            crop, quarter = _crop(images[which], generator)
+            crops.append(F.interpolate(crop[None], (side, side), mode="bilinear", antialias=True))
+            labels.append(which * QUARTERS + quarter)
+        yield Batch(torch.cat(crops), torch.tensor(labels) % _classes(model, 1000))
+
+
+def digits(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+    """Yields enlarged digits (N, 3, S, S), zero mean and unit variance, and which they are (N,)."""
+    source = _need("sklearn.datasets").load_digits()
+    images = torch.from_numpy(source.images).float()[:, None]
+    images = (images - images.mean()) / images.std()
+    labels = torch.from_numpy(source.target).long() % _classes(model, 10)
+    (side,) = _axes(model, 1)
+    while True:
+        chosen = torch.randint(len(images), (model.batch_size,), generator=generator)
+        enlarged = F.interpolate(images[chosen], (side, side), mode="bilinear")
+        yield Batch(enlarged.expand(-1, 3, -1, -1).contiguous(), labels[chosen])
+
+
+def volume(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+    """Yields boxes of a scan (N, 1, D, H, W) and each voxel's class of intensity (N, D, H, W).
+
+    A box covers three quarters of the scan on each axis and is resampled to the size, since the
+    scan has only 24 slices.
+    """
+    scan = _scan()
+    classes = _classes(model, 2)
+    # class 0 is the dark background; the rest has as many voxels in each further class
+    bounds = torch.quantile(scan[scan > 0.25 * scan.std()], torch.linspace(0, 1, classes)[:-1])
+    size = tuple(_axes(model, 3))
+    while True:
+        boxes = [_box(scan, generator) for _ in range(model.batch_size)]
+        inputs = torch.cat([F.interpolate(box, size, mode="trilinear") for box in boxes])
+        targets = torch.bucketize(inputs[:, 0].contiguous(), bounds)
+        yield Batch((inputs - scan.mean()) / scan.std(), targets)
+
+
+def text(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+    """Yields words (N, T) from anywhere in the text, and the words that follow them (N, T)."""
+    words = _words(model)
+    (length,) = _axes(model, 1)
+    _check_length(len(words), length + 1, model)
+    while True:
+        starts = torch.randint(len(words) - length, (model.batch_size, 1), generator=generator)
+        windows = words[starts + torch.arange(length + 1)]
+        yield Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+
+
+def stream(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+    """Yields words (T, N) and the words that follow (T, N), going on from batch to batch.
+
+    The text lies in N columns read downward; at their end they start again.
+    """
+    words = _words(model)
+    (length,) = _axes(model, 1)
+    _check_length(len(words), (length + 1) * model.batch_size, model)
+    rows = len(words) // model.batch_size
+    columns = words[: rows * model.batch_size].view(model.batch_size, rows).t()
+    start = 0
+    while True:
+        following = columns[torch.arange(start, start + length + 1) % rows]
+        yield Batch(following[:-1].contiguous(), following[1:].contiguous())
+        start += length
+
+
+SOURCES: dict[str, Callable[[ModelConfig, torch.Generator], Iterator[Batch]]] = {
+    "photographs": photographs,
+    "digits": digits,
+    "volume": volume,
+    "text": text,
+    "stream": stream,
+}
+
+
+def _photographs() -> list[Tensor]:
+    mean = torch.tensor(PIXEL_MEAN).view(3, 1, 1)
+    deviation = torch.tensor(PIXEL_DEVIATION).view(3, 1, 1)
+    images = _need("sklearn.datasets").load_sample_images().images
+    pixels = [torch.tensor(image).permute(2, 0, 1).float() / 255 for image in images]
+    return [(image - mean) / deviation for image in pixels]
+
+
+def _crop(image: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
+    height, width = image.shape[1:]
+    side = height // 4 + _draw(height // 4, generator)
+    top, left = _draw(height - side, generator), _draw(width - side, generator)
+    below, right = 2 * top + side > height, 2 * left + side > width
+    return image[:, top : top + side, left : left + side], 2 * below + right
+
+
+def _scan() -> Tensor:
+    package = _need("nibabel")
+    path = Path(package.__file__).parent / "tests" / "data" / "example4d.nii.gz"
+    voxels = torch.from_numpy(package.load(path).get_fdata()[..., 0])
+    return voxels.float().permute(2, 1, 0).contiguous()
+
+
+def _box(scan: Tensor, generator: torch.Generator) -> Tensor:
+    sides = [3 * size // 4 for size in scan.shape]
+    for axis, side in enumerate(sides):
+        scan = scan.narrow(axis, _draw(scan.shape[axis] - side, generator), side)
+    return scan[None, None]
+
+
+def _words(model: ModelConfig) -> Tensor:
+    numbers = _numbers()
+    vocabulary = model.arguments.get("vocabulary")
+    # words are numbered by how often they come; a small vocabulary ends in "any rarer word"
+    return numbers if vocabulary is None else numbers.clamp(max=vocabulary - 1)
+
+
+@cache
+def _numbers() -> Tensor:
+    topics = import_module("pydoc_data.topics").topics
+    words = re.findall(r"\w+|[^\w\s]", "\n".join(topics.values()).lower())
+    ranks = {word: rank for rank, (word, _) in enumerate(Counter(words).most_common())}
+    return torch.tensor([ranks[word] for word in words])
+
+
+def _classes(model: ModelConfig, usual: int) -> int:
+    return int(model.arguments.get("classes", usual))
+
+
+def _axes(model: ModelConfig, count: int) -> list[int]:
+    sizes = [model.size] * count if isinstance(model.size, int) else model.size
+    if len(sizes) != count:
+        raise ConfigError(
+            f"{model.name}: the data {model.data} takes {count} size(s); got {model.size!r}"
+        )
+    return sizes
+
+
+def _check_length(words: int, needed: int, model: ModelConfig) -> None:
+    if needed > words:
+        raise ConfigError(
+            f"{model.name}: size {model.size} with batch size {model.batch_size} needs {needed} "
+            f"words; the text has {words}. Make either smaller"
+        )
+
+
+def _draw(limit: int, generator: torch.Generator) -> int:
+    return int(torch.randint(max(limit, 1), (), generator=generator))
+
+
+def _need(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"the comparison's data needs {error.name}: pip install zoo-checkpoint[compare]"
+        ) from error

@@ -1,0 +1,32 @@
+"""What to train a model on when a config does not say: real data of the model's kind, small sizes.
+
+A config that names only `resnet18`, or `--model vit_tiny_patch16`, gets its keys from here; the
+first pattern that fits the name counts.
+"""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+_CIFAR = {"data": "digits", "size": 32, "batch_size": 8, "cuda_batch_size": 128}
+_IMAGENET = {"data": "photographs", "size": 224, "batch_size": 4, "cuda_batch_size": 64}
+_WORDS = {"data": "stream", "size": 200, "batch_size": 10, "cuda_batch_size": 80}
+
+RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("resnet110", _CIFAR),
+    ("resnet164", _CIFAR),
+    ("resnet1001", _CIFAR),
+    ("resnet1202", _CIFAR),
+    ("densenet100", _CIFAR),
+    ("densenet190", _CIFAR),
+    ("vit_*", _IMAGENET | {"optimizer": "adamw"}),
+    ("gpt2*", {"data": "text", "size": 512, "batch_size": 1, "cuda_batch_size": 8}),
+    ("lstm*", _WORDS),
+    ("gru*", _WORDS),
+    ("vnet*", {"data": "volume", "size": 64, "batch_size": 1, "cuda_batch_size": 4}),
+    ("*", _IMAGENET),
+)
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """Returns the keys of a model of the catalog that a config need not give."""
+    return dict(next(keys for pattern, keys in RECIPES if fnmatchcase(name, pattern)))

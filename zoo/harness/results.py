@@ -1,0 +1,49 @@
+"""Results on disk: one line of JSON for each cell that ran, appended as soon as it is there.
+
+A crash, an interruption or a full disk costs at most the line being written. The last line of a key
+counts; a line that is not whole is passed over.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class Results:
+    """The results in one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> dict[str, Record]:
+        """Returns the last whole record of each key."""
+        if not self.path.is_file():
+            return {}
+        records = {}
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+                records[record["key"]] = record
+            except (ValueError, TypeError, KeyError):
+                continue
+        return records
+
+    def append(self, record: Record) -> None:
+        """Adds a record, on a line of its own even where the last one broke off."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as file:
+            if file.tell() and not self._ends_in_newline():
+                file.write(b"\n")
+            file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def clear(self) -> None:
+        """Forgets every record."""
+        self.path.unlink(missing_ok=True)
+
+    def _ends_in_newline(self) -> bool:
+        return self.path.read_bytes()[-1:] == b"\n"

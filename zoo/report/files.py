@@ -1,0 +1,100 @@
+"""Writes a comparison as Markdown and CSV."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zoo.report.heading import Heading
+from zoo.report.rows import Row
+from zoo.report.words import COLUMNS, words
+
+NOTES = """\
+Each *peak* is the baseline's → the checkpointed model's. *Step peak*: the most bytes allocated at
+once in a training step, parameters, optimizer state and inputs included. *Activation peak*: the
+same less parameters, buffers, optimizer state, inputs and the gradients that exist at that moment;
+*ratio* compares the two. *Step time*: checkpointed over baseline, taken in turn on the same
+batches, median and quartiles. *Exact*: loss, every gradient, buffer and parameter and the random
+state are equal bit for bit after each optimizer step.
+"""
+
+
+def write_markdown(rows: Sequence[Row], heading: Heading, picture: str, path: Path) -> None:
+    """Writes the table, the picture, the command that makes them, and what failed."""
+    faults = [f"- {fault}" for row in rows for fault in row.faults]
+    lines = [
+        f"# {heading.title}",
+        "",
+        f"`{heading.command}`",
+        "",
+        heading.setting,
+        "",
+        _line(COLUMNS),
+        _line("---" if name in ("model", "batch") else "---:" for name in COLUMNS),
+        *(_line(words(row)) for row in rows),
+        "",
+        *([*faults, ""] if faults else []),
+        NOTES,
+        f"![Activation peak and time]({picture})",
+        "",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_models(rows: Sequence[Row], path: Path) -> None:
+    """Writes one line per model, bytes and ratios unrounded."""
+    _write(
+        path,
+        (
+            {
+                "model": row.model,
+                "checkpoint": row.checkpoint,
+                "batch": row.batch,
+                "parameters": row.parameters,
+                "peak_bytes_baseline": row.peak.baseline,
+                "peak_bytes_checkpointed": row.peak.checkpointed,
+                "activation_peak_bytes_baseline": row.activation_peak.baseline,
+                "activation_peak_bytes_checkpointed": row.activation_peak.checkpointed,
+                "activation_peak_ratio": row.ratio,
+                "largest_ratio": row.largest_ratio,
+                "time_ratio_median": row.time and row.time.median,
+                "time_ratio_lower_quartile": row.time and row.time.lower,
+                "time_ratio_upper_quartile": row.time and row.time.upper,
+                "exact": row.exact,
+                "faults": "; ".join(row.faults),
+            }
+            for row in rows
+        ),
+    )
+
+
+def write_timings(rows: Sequence[Row], path: Path) -> None:
+    """Writes one line per timed pair of steps, in seconds."""
+    _write(
+        path,
+        (
+            {
+                "model": row.model,
+                "pair": pair,
+                "seconds_baseline": baseline,
+                "seconds_checkpointed": checkpointed,
+                "time_ratio": checkpointed / baseline,
+            }
+            for row in rows
+            for pair, (baseline, checkpointed) in enumerate(
+                zip(row.step_seconds.baseline, row.step_seconds.checkpointed, strict=True), start=1
+            )
+        ),
+    )
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _write(path: Path, entries: Iterable[dict[str, Any]]) -> None:
+    entries = list(entries)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(entries[0]) if entries else ["model"])
+        writer.writeheader()
+        writer.writerows(entries)

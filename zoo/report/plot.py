@@ -1,0 +1,106 @@
+"""Draws a comparison: for each model its two activation peaks, and what the second one costs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+from zoo.report.heading import Heading
+from zoo.report.rows import Row
+from zoo.units import BINARY, format_bytes
+
+BASELINE, CHECKPOINTED, INK, FAINT_INK = "#b8bec8", "#1f6feb", "#24292f", "#57606a"
+STYLE: Any = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    # the same numbers make the same file
+    "svg.hashsalt": "zoo",
+}
+HEIGHT = 0.36
+
+
+def draw(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
+    """Draws the rows that have numbers and saves the figure under each path, by its suffix."""
+    drawn = [row for row in rows if row.ratio is not None]
+    if not drawn:
+        return
+    with pyplot.rc_context(STYLE):
+        figure, (memory, time) = pyplot.subplots(
+            ncols=2,
+            sharey=True,
+            figsize=(10, 1.8 + 0.62 * len(drawn)),
+            width_ratios=(2.4, 1),
+            layout="constrained",
+        )
+        figure.suptitle(heading.title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.supxlabel(heading.setting, x=0.01, ha="left", fontsize=8, color=FAINT_INK)
+        _draw_memory(memory, drawn)
+        _draw_time(time, drawn)
+        for path in paths:
+            figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else {})
+        pyplot.close(figure)
+
+
+def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
+    baseline = [row.activation_peak.baseline or 0 for row in rows]
+    checkpointed = [row.activation_peak.checkpointed or 0 for row in rows]
+    saved = [
+        f"{format_bytes(row)}  ({row / whole:.1%})"
+        for row, whole in zip(checkpointed, baseline, strict=True)
+    ]
+    unit = max(power for power in range(len(BINARY)) if max(baseline) >= 1024**power or not power)
+    places = range(len(rows))
+    for offset, sizes, labels, color, name in (
+        (-HEIGHT / 2, baseline, list(map(format_bytes, baseline)), BASELINE, "baseline"),
+        (HEIGHT / 2, checkpointed, saved, CHECKPOINTED, "checkpointed"),
+    ):
+        bars = axes.barh(
+            [place + offset for place in places],
+            [size / 1024**unit for size in sizes],
+            HEIGHT,
+            color=color,
+            label=name,
+        )
+        axes.bar_label(bars, labels, padding=4, fontsize=9)
+    axes.set_yticks(places, [f"{row.model}\n{row.batch}" for row in rows])
+    axes.margins(x=0.16)
+    axes.set_xlabel(f"activation peak of a training step ({BINARY[unit]})")
+    axes.invert_yaxis()
+    axes.figure.legend(frameon=False, loc="upper right", ncols=2)
+    _bare(axes)
+
+
+def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
+    for place, row in enumerate(rows):
+        if row.time is None:
+            continue
+        axes.plot([row.time.lower, row.time.upper], [place, place], color=CHECKPOINTED, lw=2)
+        axes.plot(row.time.median, place, "o", color=CHECKPOINTED, ms=7)
+        axes.annotate(
+            f"×{row.time.median:.2f}",
+            (row.time.median, place),
+            (0, 8),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
+    axes.axvline(1, color=BASELINE, lw=1.5, zorder=0)
+    axes.margins(x=0.15)
+    axes.set_xlabel("step time, baseline = 1\n(median and quartiles)")
+    _bare(axes)
+
+
+def _bare(axes: Axes) -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_axisbelow(True)
+    axes.grid(axis="x", color="#e6e8eb", lw=0.8)

@@ -1,0 +1,45 @@
+"""The words of a report's table, the same for terminal and Markdown."""
+
+from zoo.report.rows import Pair, Row
+from zoo.units import format_bytes
+
+MISSING = "—"
+
+COLUMNS = (
+    "model",
+    "batch",
+    "parameters",
+    "step peak",
+    "activation peak",
+    "ratio",
+    "step time [quartiles]",
+    "exact",
+)
+
+
+def words(row: Row) -> list[str]:
+    """Returns a row's cells in the order of `COLUMNS`."""
+    return [
+        row.model,
+        row.batch,
+        MISSING if row.parameters is None else f"{row.parameters / 1e6:.2f} M",
+        _change(row.peak),
+        _change(row.activation_peak),
+        MISSING if row.ratio is None else f"{row.ratio:.3f}",
+        _time(row),
+        MISSING if row.exact is None else "yes" if row.exact else "NO",
+    ]
+
+
+def _time(row: Row) -> str:
+    if row.time is None:
+        return MISSING
+    return f"×{row.time.median:.2f} [{row.time.lower:.2f}, {row.time.upper:.2f}]"
+
+
+def _change(pair: Pair[int | None]) -> str:
+    return f"{_bytes(pair.baseline)} → {_bytes(pair.checkpointed)}"
+
+
+def _bytes(count: int | None) -> str:
+    return MISSING if count is None else format_bytes(count)
