@@ -4,7 +4,8 @@ The decision is made at the first forward in training, when the inputs are known
 of inputs, and kept in the runner that this file attaches to a chain.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -61,14 +62,14 @@ class Given(Decision):
 
 
 @dataclass(frozen=True)
-class Segments(Decision):
-    """A number of equal segments."""
+class FromBlocks(Decision):
+    """A scheme that looks only at which step belongs to which block."""
 
-    count: int
+    scheme: Callable[[Sequence[int]], Plan]
 
     def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Cuts the blocks."""
-        return schemes.segments(outline.blocks, self.count)
+        return self.scheme(outline.blocks)
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,17 @@ def _decision(checkpoint: Any) -> Decision:
     if isinstance(checkpoint, tuple):
         return Given(Plan(checkpoint))
     if isinstance(checkpoint, str):
-        return FromCosts(schemes.scheme(checkpoint))
+        schemes.check_name(checkpoint)
+        if checkpoint in schemes.FROM_BLOCKS:
+            return FromBlocks(schemes.FROM_BLOCKS[checkpoint])
+        return FromCosts(schemes.FROM_COSTS[checkpoint])
     if isinstance(checkpoint, int):
         if checkpoint < 1:
             raise ArgumentError(f"checkpoint={checkpoint} segments; choose 1 or more, or False")
-        return Segments(checkpoint)
+        return FromBlocks(functools.partial(schemes.segments, count=checkpoint))
     raise ArgumentError(
         f"checkpoint={checkpoint!r} is none of True, False, a number of segments, a Plan, "
-        f"{', '.join(schemes.SCHEMES)}"
+        f"{', '.join(schemes.NAMES)}"
     )
 
 

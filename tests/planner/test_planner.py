@@ -85,11 +85,11 @@ def test_segments_are_of_equal_numbers_of_blocks(total: int, count: int) -> None
 
 
 def test_blocks_make_one_segment_each() -> None:
-    assert schemes.blocks(uniform(5)) == ((0, 1), (2, 3), 4)
+    assert schemes.each_block(uniform(5).blocks) == ((0, 1), (2, 3), 4)
 
 
 def test_sqrt_makes_as_many_segments_as_the_root_of_the_blocks() -> None:
-    plan = schemes.sqrt(uniform(18))  # nine blocks
+    plan = schemes.sqrt(uniform(18).blocks)  # nine blocks
     assert plan == (tuple(range(6)), tuple(range(6, 12)), *range(12, 18))
 
 
@@ -102,4 +102,4 @@ def test_cheap_never_repeats_arithmetic() -> None:
 
 def test_an_unknown_scheme_is_refused_with_the_nearest() -> None:
     with pytest.raises(ArgumentError, match=r"'sqr' is no scheme.*Did you mean sqrt"):
-        schemes.scheme("sqr")
+        schemes.check_name("sqr")

@@ -1,6 +1,6 @@
 """The field's classic plans, by name, for use and for comparison.
 
-They look at the number of blocks and at where the arithmetic is, never at bytes; `optimal` does.
+They look at which step belongs to which block, or at where the arithmetic is, never at bytes.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from zoo.planner.costs import StepCosts
 def segments(blocks: Sequence[int], count: int) -> Plan:
     """Cuts a chain into `count` segments of as equal numbers of blocks as possible.
 
-    Each step's block number is given by `blocks`. As in `torch.utils.checkpoint`'s
+    `blocks` gives each step's block number. As in `torch.utils.checkpoint`'s
     `checkpoint_sequential`, the last segment is kept: its backward comes at once.
 
     Raises:
@@ -32,14 +32,14 @@ def segments(blocks: Sequence[int], count: int) -> Plan:
     return Plan([*groups[:-1], *groups[-1]])
 
 
-def sqrt(costs: StepCosts) -> Plan:
+def sqrt(blocks: Sequence[int]) -> Plan:
     """Cuts n blocks into sqrt(n) segments (Chen et al. 2016, arXiv:1604.06174)."""
-    return segments(costs.blocks, max(1, round(math.sqrt(len(set(costs.blocks))))))
+    return segments(blocks, max(1, round(math.sqrt(len(set(blocks))))))
 
 
-def blocks(costs: StepCosts) -> Plan:
+def each_block(blocks: Sequence[int]) -> Plan:
     """Makes each block of several steps a segment: what timm and torchvision users get."""
-    return Plan([_segment(group) for group in _grouped(costs.blocks)])
+    return Plan([_segment(group) for group in _grouped(blocks)])
 
 
 def cheap(costs: StepCosts) -> Plan:
@@ -57,21 +57,18 @@ def cheap(costs: StepCosts) -> Plan:
     return Plan([*items, *run])
 
 
-SCHEMES: dict[str, Callable[[StepCosts], Plan]] = {"sqrt": sqrt, "blocks": blocks, "cheap": cheap}
+FROM_BLOCKS: dict[str, Callable[[Sequence[int]], Plan]] = {"sqrt": sqrt, "blocks": each_block}
+FROM_COSTS: dict[str, Callable[[StepCosts], Plan]] = {"cheap": cheap}
+NAMES = (*FROM_BLOCKS, *FROM_COSTS)
 
 
-def scheme(name: str) -> Callable[[StepCosts], Plan]:
-    """Returns the scheme of this name.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    if name not in SCHEMES:
+def check_name(name: str) -> None:
+    """Raises ArgumentError when there is no scheme of this name."""
+    if name not in NAMES:
         raise ArgumentError(
             f"checkpoint={name!r} is no scheme; choose True, False, a number of segments, a Plan, "
-            f"{', '.join(SCHEMES)}.{nearest(name, SCHEMES)}"
+            f"{', '.join(NAMES)}.{nearest(name, NAMES)}"
         )
-    return SCHEMES[name]
 
 
 def _grouped(keys: Sequence[int]) -> list[tuple[int, ...]]:

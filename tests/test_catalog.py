@@ -1,0 +1,52 @@
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import zoo
+from zoo.catalog import model_arguments
+from zoo.errors import ArgumentError, ModelNameError
+
+
+def test_names_are_listed_by_pattern() -> None:
+    assert zoo.list_models("resnet1*") == ["resnet1001", "resnet101", "resnet110", "resnet1202",
+                                           "resnet152", "resnet164", "resnet18"]  # fmt: skip
+    assert len(zoo.list_models()) == 31
+
+
+@pytest.mark.parametrize("name", zoo.list_models())
+def test_each_name_is_a_function_with_its_arguments(name: str) -> None:
+    factory = getattr(zoo, name)
+    assert factory.__name__ == name
+    assert factory.__doc__
+    assert list(inspect.signature(factory).parameters) == ["checkpoint", *model_arguments(name)]
+    assert "drop_rate" in model_arguments(name)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ModelNameError, match=r"no model 'resnet51'\. Did you mean .*resnet50"):
+        zoo.create("resnet51")
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match=r"no argument 'clases'\. Did you mean classes\?"):
+        zoo.create("resnet50", clases=3)
+
+
+def test_create_passes_arguments_on() -> None:
+    model = zoo.create("vnet", checkpoint="blocks", in_channels=1, classes=3)
+    assert model.plan is None
+    assert model.runner is not None
+
+
+def test_import_needs_torch_and_einops_and_what_torch_brings() -> None:
+    script = (
+        "import sys, torch; before = set(sys.modules); import zoo;"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
+        "known = {name.split('.')[0] for name in before} | set(sys.stdlib_module_names);"
+        "print(sorted(new - known))"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in ("['einops', 'zoo']", "['einops', 'triton', 'zoo']")

@@ -1,0 +1,108 @@
+"""Trains the same network in a fraction of the memory, bit for bit.
+
+    import zoo
+    model = zoo.resnet50(checkpoint=True)
+
+A model is a chain of steps, a plan says which are kept and which run again, the engine runs a chain
+by a plan and changes nothing else. See README.md.
+"""
+
+from zoo.catalog import (
+    create,
+    densenet100,
+    densenet121,
+    densenet161,
+    densenet169,
+    densenet190,
+    densenet201,
+    densenet264,
+    gpt2_large,
+    gpt2_medium,
+    gpt2_small,
+    gpt2_xl,
+    gru,
+    list_models,
+    lstm,
+    resnet18,
+    resnet34,
+    resnet50,
+    resnet101,
+    resnet110,
+    resnet152,
+    resnet164,
+    resnet1001,
+    resnet1202,
+    resnext50_32x4d,
+    resnext101_32x8d,
+    vit_base_patch16,
+    vit_large_patch16,
+    vit_small_patch16,
+    vit_tiny_patch16,
+    vnet,
+    wide_resnet50_2,
+    wide_resnet101_2,
+)
+from zoo.chain import Chain
+from zoo.engine.recompute import recompute
+from zoo.errors import (
+    ArgumentError,
+    ConfigError,
+    InputError,
+    ModelNameError,
+    PlanError,
+    RecomputeError,
+    WeightsError,
+    ZooError,
+)
+from zoo.layers.transformer import TransformerBlock
+from zoo.plan import Plan
+from zoo.version import __version__
+
+__all__ = [
+    "ArgumentError",
+    "Chain",
+    "ConfigError",
+    "InputError",
+    "ModelNameError",
+    "Plan",
+    "PlanError",
+    "RecomputeError",
+    "TransformerBlock",
+    "WeightsError",
+    "ZooError",
+    "__version__",
+    "create",
+    "densenet100",
+    "densenet121",
+    "densenet161",
+    "densenet169",
+    "densenet190",
+    "densenet201",
+    "densenet264",
+    "gpt2_large",
+    "gpt2_medium",
+    "gpt2_small",
+    "gpt2_xl",
+    "gru",
+    "list_models",
+    "lstm",
+    "recompute",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet110",
+    "resnet152",
+    "resnet164",
+    "resnet1001",
+    "resnet1202",
+    "resnext50_32x4d",
+    "resnext101_32x8d",
+    "vit_base_patch16",
+    "vit_large_patch16",
+    "vit_small_patch16",
+    "vit_tiny_patch16",
+    "vnet",
+    "wide_resnet50_2",
+    "wide_resnet101_2",
+]
