@@ -5,10 +5,11 @@ torch's profilers see only real memory; the formulas for operations are those of
 `torch.utils.flop_counter`.
 """
 
+import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from zoo.chain import Step
 
@@ -283,7 +283,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self._notice(tensor, given)
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
+        if (count := _flop_formulas().get(func._overloadpacket)) is not None:
             self.flops += int(count(*args, **kwargs, out_val=result))
         return result
 
@@ -300,6 +300,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gone(self, key: int, size: int) -> None:
         self.known.discard(key)
         self.bytes -= size
+
+
+@functools.cache
+def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
+    # imported late because it imports triton: 0.2 s that `import zoo` does not need
+    from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
+
+    return flop_registry
 
 
 def _tensors(nested: Any) -> list[Tensor]:
