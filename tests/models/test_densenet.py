@@ -1,4 +1,5 @@
 import copy
+import functools
 import pickle
 
 import pytest
@@ -153,6 +154,20 @@ def test_offers_the_parts_of_layers_and_transitions_as_steps():
         "conv",
         "pool",
     ]
+
+
+def test_norm_and_activation_take_the_memory_of_one_tensor_beside_the_concatenation():
+    model = DenseNet(4, (1,), classes=7)
+    steps = outline(model.steps()).steps
+    state = (torch.randn(2, 3, 64, 64),)
+    tensors = {"normalize0": 1, "concatenate": 2, "normalize": 1, "normalize5": 2}
+    for path, step in zip(step_names(model, steps), steps, strict=True):
+        before, after = state, step(*state)
+        state = after if isinstance(after, tuple) else (after,)
+        if (name := path.rpartition(".")[2]) in tensors:
+            peak = trace(functools.partial(step, *before)).peak
+            assert peak <= (tensors.pop(name) + 0.1) * state[-1].nbytes
+    assert not tensors
 
 
 def test_groups_the_steps_by_layers():

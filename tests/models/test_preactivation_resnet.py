@@ -1,4 +1,5 @@
 import copy
+import functools
 import pickle
 
 import pytest
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError
+from zoo.measure.memory import trace
 from zoo.models import preactivation_resnet
 from zoo.models.preactivation_resnet import BasicUnit, BottleneckUnit, PreactivationResNet
 
@@ -93,6 +95,18 @@ def test_projects_only_where_the_number_of_channels_changes():
 )
 def test_offers_the_parts_of_a_unit_as_steps(unit, names):
     assert step_names(unit, outline(unit.steps()).steps) == names.split()
+
+
+@pytest.mark.parametrize("unit", [BasicUnit, BottleneckUnit])
+def test_norm_and_activation_take_the_memory_of_one_tensor(unit):
+    chain = unit(8, 8, 1, False, 0.0)
+    steps = outline(chain.steps()).steps
+    state = (torch.randn(2, 8, 32, 32),)
+    for name, step in zip(step_names(chain, steps), steps, strict=True):
+        before, after = state, step(*state)
+        state = after if isinstance(after, tuple) else (after,)
+        if name.startswith("normalize"):
+            assert trace(functools.partial(step, *before)).peak <= 1.1 * state[0].nbytes
 
 
 def test_groups_the_steps_by_units():

@@ -1,4 +1,5 @@
 import copy
+import functools
 import pickle
 
 import pytest
@@ -128,6 +129,17 @@ def test_refuses_weights_of_another_size_and_stays_as_it_was():
 )
 def test_offers_the_parts_of_a_block_as_steps(block, names):
     assert step_names(block, outline(block.steps()).steps) == names.split()
+
+
+@pytest.mark.parametrize("chain", [BasicBlock(64, 64), Bottleneck(64, 16), resnet.resnet18()])
+def test_norm_activation_and_sum_take_the_memory_of_one_tensor(chain):
+    steps = outline(chain.steps()).steps[:7]
+    state = (torch.randn(2, 3 if isinstance(chain, ResNet) else 64, 32, 32),)
+    for name, step in zip(step_names(chain, steps), steps, strict=True):
+        before, after = state, step(*state)
+        state = after if isinstance(after, tuple) else (after,)
+        if name in ("normalize", "normalize1", "add"):
+            assert trace(functools.partial(step, *before)).peak <= 1.1 * state[0].nbytes
 
 
 def test_groups_the_steps_by_blocks():
