@@ -1,0 +1,277 @@
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zoo.chain import outline
+from zoo.errors import ArgumentError, InputError
+from zoo.models.lstm import gru, lstm
+
+BOTH = pytest.mark.parametrize("factory", [lstm, gru])
+V, E, H, T, N = 61, 12, 16, 23, 3
+
+
+def small(factory, **arguments):
+    """A model of 2 layers; chunks of 5 steps, and of 4 tokens where they are scored."""
+    torch.manual_seed(4)
+    sizes = {"vocabulary": V, "embedding": E, "hidden": H, "chunk_steps": 5, "chunk_tokens": 4}
+    return factory(**{**sizes, "drop_rate": 0.0, **arguments})
+
+
+def text(seed=1):
+    """Tokens (T, N) and their next tokens."""
+    words = torch.randint(V, (T + 1, N), generator=torch.Generator().manual_seed(seed))
+    return words[:-1], words[1:]
+
+
+def parts(state):
+    return [state] if isinstance(state, torch.Tensor) else list(state)
+
+
+class Plain(nn.Module):
+    """torch's word_language_model example: `nn.LSTM` over the whole text, then all scores."""
+
+    def __init__(self, ours, drop_rate):
+        super().__init__()
+        self.embedding, self.decoder = ours.embedding, ours.decoder
+        self.dropout = nn.Dropout(drop_rate)
+        self.stack = ours.recurrent(E, H, len(ours.layers), dropout=drop_rate)
+        values = {
+            name.replace("l0", f"l{number}"): value
+            for number, layer in enumerate(ours.layers)
+            for name, value in layer.state_dict().items()
+        }
+        self.stack.load_state_dict(values)
+
+    def forward(self, tokens):
+        x, state = self.stack(self.dropout(self.embedding(tokens)))
+        return self.decoder(self.dropout(x)), state
+
+    def gradients(self):
+        """Gradients by our names."""
+        names = {f"stack.{key}_l{n}": f"layers.{n}.{key}_l0" for n in (0, 1) for key in KEYS}
+        return {names.get(key, key): value.grad for key, value in self.named_parameters()}
+
+
+KEYS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+
+
+def gradients(model):
+    return {key: value.grad for key, value in model.named_parameters()}
+
+
+def kept(model, call):
+    """The bytes of each storage that autograd keeps for the backward of a call."""
+    found = {}
+
+    def note(tensor):
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = call()
+    for parameter in model.parameters():
+        found.pop(parameter.untyped_storage().data_ptr(), None)
+    assert result.requires_grad
+    return list(found.values())
+
+
+@BOTH
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+def test_one_chunk_is_the_plain_stack_bit_for_bit(factory, drop_rate):
+    tokens, _ = text()
+    ours = small(factory, drop_rate=drop_rate, chunk_steps=T)
+    plain = Plain(copy.deepcopy(ours), drop_rate)
+    torch.manual_seed(5)
+    scores, state = ours(tokens)
+    torch.manual_seed(5)
+    expected, expected_state = plain(tokens)
+    assert torch.equal(scores, expected)
+    for part, expected_part in zip(parts(state), parts(expected_state), strict=True):
+        assert torch.equal(part, expected_part)
+    for result in (scores, expected):
+        result.square().sum().backward()
+    torch.testing.assert_close(gradients(ours), plain.gradients(), rtol=0, atol=0)
+
+
+@BOTH
+def test_chunks_change_rounding_only(factory):
+    tokens, targets = text()
+    whole = small(factory, chunk_steps=T, chunk_tokens=T * N)
+    chunked = small(factory)
+    losses = [model(tokens, targets=targets)[0] for model in (whole, chunked)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(gradients(chunked), gradients(whole))
+    torch.testing.assert_close(chunked(tokens), whole(tokens))
+
+
+@BOTH
+def test_loss_is_cross_entropy_of_the_scores_dropout_and_ignored_targets_included(factory):
+    tokens, targets = text()
+    targets = targets.masked_fill(tokens < 9, -100)
+    model, plain = small(factory, drop_rate=0.3), small(factory, drop_rate=0.3)
+    torch.manual_seed(5)
+    loss, state = model(tokens, targets=targets)
+    torch.manual_seed(5)
+    scores, expected_state = plain(tokens)
+    expected = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(parts(state), parts(expected_state), rtol=0, atol=0)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+@BOTH
+def test_carried_state_joins_two_batches_into_one_text(factory):
+    tokens, _ = text()
+    model = small(factory)
+    expected, expected_state = model(tokens)
+    first, state = model(tokens[:9])
+    second, state = model(tokens[9:], state)
+    torch.testing.assert_close(torch.cat((first, second)), expected)
+    torch.testing.assert_close(parts(state), parts(expected_state))
+    assert [part.shape for part in parts(state)] == [(2, N, H)] * (2 if factory is lstm else 1)
+
+
+@BOTH
+def test_detached_state_ends_the_backward_at_the_batch(factory):
+    model, tokens = small(factory), torch.arange(2 * N).view(2, N)
+    for cut in (model.detach, lambda state: state):
+        _, state = model(tokens[:1])
+        embedding = torch.autograd.grad(
+            model(tokens[1:], cut(state))[0].sum(), model.embedding.weight
+        )
+        assert embedding[0][tokens[0]].any() == (cut != model.detach)
+        assert embedding[0][tokens[1]].all()
+    assert [part.shape for part in parts(model.detach(state))] == [p.shape for p in parts(state)]
+
+
+@BOTH
+def test_scores_of_one_chunk_are_the_largest_tensor_kept(factory):
+    tokens, targets = text()
+    model = small(factory, vocabulary=100 * V, drop_rate=0.3)
+    assert max(kept(model, lambda: model(tokens, targets=targets)[0])) == 4 * 4 * 100 * V
+
+
+@BOTH
+def test_keeps_no_more_than_the_plain_stack(factory):
+    tokens, targets = text()
+    ours = small(factory, drop_rate=0.3, chunk_steps=T)
+    plain = Plain(ours, 0.3)
+    expected = kept(
+        plain, lambda: F.cross_entropy(plain(tokens)[0].flatten(0, 1), targets.flatten())
+    )
+    assert sum(kept(ours, lambda: ours(tokens, targets=targets)[0])) <= 1.02 * sum(expected)
+
+
+@BOTH
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_tied_weights_stay_one_parameter_in_copies_too(factory, copied):
+    model = copied(small(factory, embedding=H, tied=True))
+    assert model.decoder.weight is model.embedding.weight
+    assert "decoder.weight" not in dict(model.named_parameters())
+    tokens, targets = text()
+    model(tokens, targets=targets)[0].backward()
+    assert model.decoder.weight.grad.abs().sum(1).all()
+
+
+@BOTH
+def test_copies_give_the_same_scores(factory):
+    tokens, _ = text()
+    model = small(factory)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(tokens)[0], model(tokens)[0])
+
+
+@BOTH
+def test_parameters_have_torch_s_names_and_the_examples_draws(factory):
+    model = small(factory, layers=1)
+    names = [f"layers.0.{key}_l0" for key in KEYS]
+    assert [name for name, _ in model.named_parameters()] == [
+        "embedding.weight",
+        *names,
+        "decoder.weight",
+        "decoder.bias",
+    ]
+    for weight in (model.embedding.weight, model.decoder.weight):
+        assert 0.09 < weight.abs().max() <= 0.1
+    assert not model.decoder.bias.any()
+
+
+@BOTH
+def test_no_step_writes_its_inputs(factory):
+    tokens, targets = text()
+    model = small(factory, drop_rate=0.3)
+    for inputs in ((tokens, targets), (tokens, None, *parts(model(tokens)[1]))):
+        state = inputs
+        for step in outline(model.steps_for(*inputs)).steps:
+            before = [tensor if tensor is None else tensor.detach().clone() for tensor in state]
+            value = step(*state)
+            for tensor, content in zip(state, before, strict=True):
+                assert tensor is None or torch.equal(tensor, content)
+            state = value if isinstance(value, tuple) else (value,)
+
+
+def test_every_layers_chunk_of_time_and_every_chunk_of_scores_is_a_block():
+    model = small(lstm)
+    found = outline(model.steps_for(*text()))
+    chunks = 5 * [1] + [-(-size * N // 4) for size in (5, 5, 5, 5, 3)]
+    assert max(found.blocks) + 1 == 1 + sum(chunks) + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(3, 2),), "lstm takes token numbers.* got torch.float32"),
+        ((torch.zeros(0, 2, dtype=torch.int64),), r"at least one token; got \(0, 2\)"),
+        ((torch.zeros(3, dtype=torch.int64),), r"takes tokens \(T, N\); got \(3,\)"),
+        ((text()[0], None, text()[1][1:]), r"one target for each token; got targets \(22, 3\)"),
+        ((text()[0], None, text()[1].int()), "targets of int64; got torch.int32"),
+        (
+            (text()[0], torch.zeros(2, N, H)),
+            r"hidden and cell of \(2, 3, 16\).* got \[\(2, 3, 16\)\]",
+        ),
+        (
+            (text()[0], (torch.zeros(2, 1, H),) * 2),
+            r"for 3 texts; got \[\(2, 1, 16\), \(2, 1, 16\)\]",
+        ),
+    ],
+)
+def test_input_that_does_not_fit_is_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        small(lstm)(*arguments)
+
+
+def test_gru_refuses_the_state_of_an_lstm():
+    tokens, _ = text()
+    with pytest.raises(InputError, match=r"gru takes as state hidden of \(2, 3, 16\)"):
+        small(gru)(tokens, small(lstm)(tokens)[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tied": True}, "embedding as wide as hidden.* embedding=12 and hidden=16"),
+        ({"layers": 0}, "layers of at least 1; got 0"),
+        ({"chunk_steps": 0}, "chunk_steps of at least 1; got 0"),
+        ({"drop_rate": -0.1}, r"drop_rate from 0 up to below 1; got -0\.1"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        small(lstm, **arguments)
+
+
+@BOTH
+def test_runs_on_fake_tensors(factory):
+    with FakeTensorMode():
+        tokens = torch.zeros(T, N, dtype=torch.int64)
+        assert small(factory)(tokens)[0].shape == (T, N, V)
+        assert small(factory)(tokens, targets=tokens)[0].shape == ()

@@ -1,0 +1,219 @@
+"""Word language models: LSTM (Zaremba et al. 2014, arXiv:1409.2329) and GRU (arXiv:1406.1078).
+
+torch's word_language_model example runs `nn.LSTM` over the whole text and then scores all of it,
+tokens x vocabulary numbers at once. Here time is cut into chunks. Each goes through all layers and,
+where there are targets, straight on to its scores and losses, before the next one begins; every
+layer's chunk of time is a step.
+
+    state after   carried on              the chunk's                        chunks to come
+    begin         h1 h2 c1 c2 | total count |                                | tokens targets | ...
+    embed         h1 h2 c1 c2 | total count | x (t, N, E) targets            | tokens targets | ...
+    recur(0)      h1'h2 c1'c2 | total count | x (t, N, H) targets            | tokens targets | ...
+    divide        h1'h2'c1'c2'| total count | x targets | x targets | ...    | tokens targets | ...
+    add_loss      h1'h2'c1'c2'| total count | x targets | ...                | tokens targets | ...
+    finish        loss, hidden, cell
+
+Without targets, total, count and targets are None, and a chunk's x is set aside behind the others
+until all are scored at once. Chunks embed their own tokens: views of one embedding would each keep
+all of it. Other `chunk_steps` sum the weights' gradients in another order: equal up to rounding.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from math import ceil
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zoo.chain import Chain, State, Steps
+from zoo.errors import ArgumentError, InputError
+from zoo.layers.checks import check_positive, check_rate, check_tokens
+from zoo.layers.language_head import IGNORED, LossChunks, check_targets
+
+Carried = Tensor | tuple[Tensor, ...]
+
+
+class WordLanguageModel(Chain):
+    """Tokens (T, N), state -> scores (T, N, V), state; with targets (T, N) -> mean loss (), state.
+
+    The state is (hidden, cell) of an LSTM and hidden of a GRU, each (layers, N, hidden); None is
+    zeros. The one returned goes in with the next batch, once detached by `model.detach(state)`.
+    Targets of -100 are ignored. `drop_rate` is that of Zaremba's dropout, behind the embedding and
+    behind each layer. `tied` makes the embedding's weight the decoder's (arXiv:1608.05859).
+    `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are scored at a time: 128
+    scores of 33278 words are 16 MiB, less than the decoder's gradient that each such chunk makes.
+
+    Embedding and decoder are drawn from (-0.1, 0.1) and the decoder's bias is zero, as in torch's
+    example; the layers are torch's own. (Zaremba draws these from (-0.1, 0.1) too.)
+
+    Raises:
+        ArgumentError: a size below 1, a rate outside [0, 1), tied where embedding is not hidden.
+        InputError: in the forward, tokens, targets or a state of another shape or type.
+    """
+
+    recurrent: ClassVar[type[nn.LSTM] | type[nn.GRU]]
+    carries: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int = 33278,
+        embedding: int = 200,
+        hidden: int = 200,
+        layers: int = 2,
+        drop_rate: float = 0.2,
+        tied: bool = False,
+        chunk_steps: int = 20,
+        chunk_tokens: int = 128,
+    ) -> None:
+        super().__init__()
+        self.name = self.recurrent.__name__.lower()
+        check_positive(self.name, vocabulary=vocabulary, embedding=embedding, hidden=hidden)
+        check_positive(self.name, layers=layers, chunk_steps=chunk_steps, chunk_tokens=chunk_tokens)
+        check_rate(self.name, drop_rate=drop_rate)
+        if tied and embedding != hidden:
+            raise ArgumentError(
+                f"{self.name} with tied=True needs an embedding as wide as hidden, which the "
+                f"decoder reads; got embedding={embedding} and hidden={hidden}"
+            )
+        self.chunk_steps, self.chunk_tokens = chunk_steps, chunk_tokens
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.dropout = nn.Dropout(drop_rate)
+        widths = [embedding] + [hidden] * (layers - 1)
+        self.layers = nn.ModuleList(self.recurrent(width, hidden) for width in widths)
+        self.decoder = nn.Linear(hidden, vocabulary)
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+        if tied:
+            self.decoder.weight = self.embedding.weight
+        self.hidden = hidden
+        self.carried = layers * len(self.carries)
+        self.hand = self.carried + 2  # where in the state the chunk in hand stands
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, state: Carried | None = None, targets: Tensor | None = None
+    ) -> tuple[Tensor, Carried]:
+        """Returns the scores (T, N, V), or with targets the mean loss (), and the state after."""
+        given = () if state is None else (state,) if isinstance(state, Tensor) else tuple(state)
+        result, *after = super().forward(tokens, targets, *given)
+        return result, tuple(after) if len(after) > 1 else after[0]
+
+    @staticmethod
+    def detach(state: Carried) -> Carried:
+        """Returns the same state without its graph: the next batch's backward ends there."""
+        if isinstance(state, Tensor):
+            return state.detach()
+        return tuple(tensor.detach() for tensor in state)
+
+    def steps_for(self, *inputs: Tensor | None) -> Steps:
+        """Checks tokens, targets and state and lists the steps for a text of this length."""
+        tokens, targets, *state = inputs
+        assert tokens is not None
+        check_tokens(self.name, tokens, "T N")
+        self._check_state(state, tokens.shape[1])
+        layers = [(partial(self.recur, layer), self.drop) for layer in range(len(self.layers))]
+        body: Steps = [self.embed, self.drop, *layers]
+        starts = range(0, len(tokens), self.chunk_steps)
+        if targets is None:
+            chunks: list[Steps] = [[body, self.set_aside] for _ in starts]
+            return [self.begin, *chunks, [self.score, self.finish]]
+        check_targets(self.name, tokens, targets)
+        loss = LossChunks(self.decoder, tokens.numel(), self.chunk_tokens, self.carried)
+        chunks = []
+        for start in starts:
+            size = min(self.chunk_steps, len(tokens) - start) * tokens.shape[1]
+            chunks += [[body, self.divide]]
+            chunks += [[loss.decode, loss.add_loss]] * ceil(size / self.chunk_tokens)
+        return [self.begin, *chunks, [loss.mean, self.finish]]
+
+    def begin(self, tokens: Any, targets: Any, *state: Any) -> State:
+        """tokens (T, N), targets, state -> carried, total, count, tokens (t, N), targets, ..."""
+        weight = self.embedding.weight
+        zeros = weight.new_zeros((len(self.layers), tokens.shape[1], self.hidden))
+        state = state or (zeros,) * len(self.carries)
+        carried = [part for tensor in state for part in tensor.split(1)]
+        chunks = tokens.split(self.chunk_steps)
+        if targets is None:
+            return (*carried, None, None, *(part for chunk in chunks for part in (chunk, None)))
+        total = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
+        pairs = zip(chunks, targets.split(self.chunk_steps), strict=True)
+        count = (targets != IGNORED).sum()
+        return (*carried, total, count, *(part for pair in pairs for part in pair))
+
+    def embed(self, *state: Any) -> State:
+        """..., tokens (t, N), ... -> ..., x (t, N, embedding), ..."""
+        return self._in_hand(state, self.embedding(state[self.hand]))
+
+    def drop(self, *state: Any) -> State:
+        """..., x (t, N, C), ... -> ..., dropout(x), ..."""
+        return self._in_hand(state, self.dropout(state[self.hand]))
+
+    def recur(self, layer: int, *state: Any) -> State:
+        """..., x (t, N, C), ... -> ..., x (t, N, hidden), ... and this layer's hidden and cell."""
+        own = slice(layer, self.carried, len(self.layers))
+        before = state[own]
+        x, after = self.layers[layer](state[self.hand], before if len(before) > 1 else before[0])
+        carried = list(state[: self.carried])
+        carried[own] = [after] if isinstance(after, Tensor) else after
+        return self._in_hand((*carried, *state[self.carried :]), x)
+
+    def divide(self, *state: Any) -> State:
+        """..., x (t, N, hidden), targets (t, N), ... -> ..., x (tokens, hidden), targets, ..."""
+        x, targets = (part.flatten(0, 1) for part in state[self.hand : self.hand + 2])
+        pairs = zip(x.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
+        divided = (part for pair in pairs for part in pair)
+        return (*state[: self.hand], *divided, *state[self.hand + 2 :])
+
+    def set_aside(self, *state: Any) -> State:
+        """..., x (t, N, hidden), None, others -> ..., others, x, None"""
+        rest = self.hand + 2
+        return (*state[: self.hand], *state[rest:], *state[self.hand : rest])
+
+    def score(self, *state: Any) -> State:
+        """carried, None, None, x (t, N, hidden), None, x, None, ... -> carried, scores (T, N, V)"""
+        return (*state[: self.carried], self.decoder(torch.cat(state[self.hand :: 2])))
+
+    def finish(self, *state: Any) -> State:
+        """carried, result -> result, hidden (layers, N, hidden), cell"""
+        *carried, result = state
+        depth = len(self.layers)
+        starts = range(0, self.carried, depth)
+        return (result, *(torch.cat(carried[start : start + depth]) for start in starts))
+
+    def _in_hand(self, state: State, x: Tensor) -> State:
+        return (*state[: self.hand], x, *state[self.hand + 1 :])
+
+    def _check_state(self, state: Sequence[Tensor | None], batch: int) -> None:
+        shape = (len(self.layers), batch, self.hidden)
+        got = [tensor if tensor is None else (*tensor.shape,) for tensor in state]
+        if got and got != [shape] * len(self.carries):
+            raise InputError(
+                f"{self.name} takes as state {' and '.join(self.carries)} of {shape} for {batch} "
+                f"texts; got {got}. Pass what the last batch returned, or None to begin with zeros"
+            )
+
+
+class LSTMLanguageModel(WordLanguageModel):
+    """A `WordLanguageModel` of LSTMs; its state is (hidden, cell)."""
+
+    recurrent = nn.LSTM
+    carries = ("hidden", "cell")
+
+
+class GRULanguageModel(WordLanguageModel):
+    """A `WordLanguageModel` of GRUs; its state is hidden."""
+
+    recurrent = nn.GRU
+    carries = ("hidden",)
+
+
+def lstm(**arguments: Any) -> LSTMLanguageModel:
+    """Builds an LSTM language model, 14.0 million parameters; arguments of `WordLanguageModel`."""
+    return LSTMLanguageModel(**arguments)
+
+
+def gru(**arguments: Any) -> GRULanguageModel:
+    """Builds a GRU language model, 13.8 million parameters; arguments of `WordLanguageModel`."""
+    return GRULanguageModel(**arguments)
