@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zoo
 from tests.training import Residuals, images
 from zoo.chain import Chain, Steps, fold, outline, step_names
 from zoo.errors import WeightsError
@@ -104,3 +105,12 @@ def test_counters_that_old_weights_lack_are_no_error() -> None:
     model = Residuals()
     weights = {k: v for k, v in model.state_dict().items() if "num_batches" not in k}
     model.load_state_dict(weights)
+
+
+def test_a_hook_on_a_stage_fires_once() -> None:
+    model, x = zoo.resnet18(classes=3), torch.randn(2, 3, 40, 40)
+    expected = model.eval()(x)
+    shapes: list[Any] = []
+    model.layer4.register_forward_hook(lambda _, inputs, output: shapes.append(output.shape))
+    assert torch.equal(model(x), expected)
+    assert shapes == [(2, 512, 2, 2)]

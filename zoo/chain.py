@@ -113,6 +113,18 @@ def outline(steps: Steps) -> Outline:
     return Outline(tuple(flat), tuple(blocks))
 
 
+def spread(*stages: nn.Module) -> Iterator[nn.Module]:
+    """Yields the blocks of stages (`nn.Sequential`, `nn.ModuleList`) as entries of a list of steps.
+
+    A Sequential that has hooks of its own stays whole, so that they fire.
+    """
+    for stage in stages:
+        if isinstance(stage, nn.Sequential) and _hooked(stage):
+            yield stage
+        else:
+            yield from stage.children()
+
+
 def fold(steps: Sequence[Step], state: State) -> Any:
     """Runs steps over a state and returns what the last one returned: the plain forward."""
     value: Any = state

@@ -209,7 +209,7 @@ TOKENS = torch.zeros(2, 8, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ((TOKENS.float(),), r"token numbers \(int64\); got torch\.float32"),
+        ((TOKENS.float(),), r"token numbers, int64 or int32; got torch\.float32"),
         ((TOKENS[:, :0],), r"at least one token; got \(2, 0\)"),
         ((TOKENS[0],), r"takes tokens \(N, T\); got \(8,\)"),
         ((TOKENS.repeat(1, 5),), "has 32 positions; got 40 tokens"),

@@ -106,7 +106,7 @@ def test_logits_have_the_size_of_the_volume(norm, size):
         ((1, 1, 16, 16), r"takes \(N, C, D, H, W\), 5 axes; got \(1, 1, 16, 16\)"),
         ((1, 3, 16, 16, 16), r"built for 1 channels; got 3"),
         ((0, 1, 16, 16, 16), r"at least one element on each axis"),
-        ((1, 1, 16, 16, 16), r"batch norm needs two values .* \(1, 1, 16, 16, 16\) leaves one"),
+        ((1, 1, 16, 16, 16), r"at least 2 values per channel.* \(1, 1, 16, 16, 16\) leaves 1"),
     ],
 )
 def test_volume_that_does_not_fit_is_refused_before_anything_runs(shape, message):
@@ -125,7 +125,7 @@ def test_single_values_pass_where_the_norm_can_take_them():
     cube = volumes(2, 1, 16, 16, 16)
     assert small()(cube).isfinite().all()
     assert small().eval()(cube[:1]).isfinite().all()
-    with pytest.raises(InputError, match="instance norm needs two values"):
+    with pytest.raises(InputError, match="at least 2 values per channel"):
         small(norm="instance").eval()(cube)
 
 

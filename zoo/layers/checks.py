@@ -17,6 +17,8 @@ def check_input(model: str, tensor: Tensor, axes: str, channels: int | None = No
         InputError: the tensor does not have these axes, this many channels, or a float type.
     """
     names = axes.split()
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{model} takes a tensor ({', '.join(names)}); got {_kind(tensor)}")
     shape = tuple(tensor.shape)
     if len(shape) != len(names):
         raise InputError(f"{model} takes ({', '.join(names)}), {len(names)} axes; got {shape}")
@@ -40,7 +42,9 @@ def check_tokens(model: str, tokens: Tensor, axes: str, longest: int | None = No
         InputError: not integers, not these axes, an empty axis, or T beyond `longest`.
     """
     names = axes.split()
-    shape = tuple(tensor_size for tensor_size in tokens.shape)
+    if not isinstance(tokens, Tensor):
+        raise InputError(f"{model} takes a tensor ({', '.join(names)}); got {_kind(tokens)}")
+    shape = tuple(tokens.shape)
     if len(shape) != len(names):
         raise InputError(f"{model} takes tokens ({', '.join(names)}); got {shape}")
     if tokens.dtype not in (torch.int32, torch.int64):
@@ -50,6 +54,19 @@ def check_tokens(model: str, tokens: Tensor, axes: str, longest: int | None = No
     length = shape[names.index("T")]
     if longest is not None and length > longest:
         raise InputError(f"{model} has {longest} positions; got {length} tokens. Shorten the text")
+
+
+def check_values(model: str, tensor: Tensor, values: int) -> None:
+    """Checks that norms see more than one value per channel where the maps are smallest.
+
+    Raises:
+        InputError: `values` is 1.
+    """
+    if values == 1:
+        raise InputError(
+            f"{model}'s norms need at least 2 values per channel where its maps are smallest; "
+            f"{tuple(tensor.shape)} leaves 1. Pass larger inputs, or for batch norm more of them"
+        )
 
 
 def check_positive(name: str, **values: int) -> None:
@@ -70,3 +87,7 @@ def check_choice(name: str, argument: str, value: str, choices: Sequence[str]) -
     """Raises ArgumentError when a value is not one of the choices."""
     if value not in choices:
         raise ArgumentError(f"{name} takes {argument} {' or '.join(choices)}; got {value!r}")
+
+
+def _kind(value: object) -> str:
+    return "none" if value is None else f"a {type(value).__name__}"

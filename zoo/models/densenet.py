@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from zoo.chain import Chain, Step, Steps
 from zoo.errors import InputError
-from zoo.layers.checks import check_input, check_positive, check_rate
+from zoo.layers.checks import check_input, check_positive, check_rate, check_values
 
 
 class DenseLayer(Chain):
@@ -171,11 +171,8 @@ class DenseNet(Chain):
             )
         left = [-(-size // self.stem_stride) >> self.transitions for size in (height, width)]
         norm = self.features["norm5"]
-        if len(images) * prod(left) == 1 and isinstance(norm, nn.BatchNorm2d) and norm.training:
-            raise InputError(
-                "DenseNet in training needs at least 2 values per channel in its last block; one "
-                f"image {shape} leaves 1. Pass more images, a larger one, or .eval()"
-            )
+        if isinstance(norm, nn.BatchNorm2d) and norm.training:
+            check_values("DenseNet", images, len(images) * prod(left))
 
 
 def _stem(in_channels: int, channels: int) -> dict[str, nn.Module]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.chain import Chain, Steps
+from zoo.chain import Chain, Steps, spread
 from zoo.layers.checks import check_positive, check_rate, check_tokens
 from zoo.layers.drop_path import drop_path_rates
 from zoo.layers.language_head import LossChunks, check_targets
@@ -117,11 +117,11 @@ class GPT2(Chain):
             return self.steps()
         check_targets("GPT2", tokens, targets)
         chunks = LossChunks(self.decode, tokens.numel(), self.chunk_tokens)
-        return [self.embed, *self.blocks, self.normalize, *chunks.steps()]
+        return [self.embed, *spread(self.blocks), self.normalize, *chunks.steps()]
 
     def steps(self) -> Steps:
         """Lists the embedding, the blocks, the last norm and the decoder."""
-        return [self.embed, *self.blocks, self.normalize, self.decode]
+        return [self.embed, *spread(self.blocks), self.normalize, self.decode]
 
     def embed(self, tokens: Tensor, *rest: Any) -> Any:
         """Tokens (N, T) -> x (N, T, width), positions added."""

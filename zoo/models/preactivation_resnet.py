@@ -21,9 +21,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from zoo.chain import Chain, Step, Steps
-from zoo.errors import InputError
-from zoo.layers.checks import check_input, check_positive, check_rate
+from zoo.chain import Chain, Step, Steps, spread
+from zoo.layers.checks import check_input, check_positive, check_rate, check_values
 from zoo.layers.drop_path import DropPath, drop_path_rates
 
 Pair = tuple[Tensor, Tensor]
@@ -161,19 +160,15 @@ class PreactivationResNet(Chain):
     def steps(self) -> Steps:
         """Lists the stem, the units and the head."""
         head: Steps = [self._normalize, self._classify]
-        return [self.conv1, *self.layer1, *self.layer2, *self.layer3, head]
+        return [self.conv1, *spread(self.layer1, self.layer2, self.layer3), head]
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
         images = cast(Tensor, inputs[0])
         check_input("PreactivationResNet", images, "N C H W", self.conv1.in_channels)
         values = len(images) * -(-images.shape[2] // 4) * -(-images.shape[3] // 4)
-        if values == 1 and self.bn.training:
-            raise InputError(
-                "PreactivationResNet in training needs at least 2 values per channel in layer3; "
-                f"one image {tuple(images.shape)} leaves 1. Pass more images, one beyond 4x4, "
-                "or .eval()"
-            )
+        if self.bn.training:
+            check_values("PreactivationResNet", images, values)
         return self.steps()
 
     def _normalize(self, features: Tensor) -> Tensor:

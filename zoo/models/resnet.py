@@ -16,9 +16,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from zoo.chain import Chain, Step, Steps
-from zoo.errors import InputError
-from zoo.layers.checks import check_input, check_positive, check_rate
+from zoo.chain import Chain, Step, Steps, spread
+from zoo.layers.checks import check_input, check_positive, check_rate, check_values
 from zoo.layers.drop_path import DropPath, drop_path_rates
 
 Pair = tuple[Tensor, Tensor]
@@ -169,7 +168,7 @@ class ResNet(Chain):
     def steps(self) -> Steps:
         """Lists the stem, the blocks and the head."""
         stem: Steps = [self.conv1, self._normalize, self.maxpool]
-        return [stem, *self.layer1, *self.layer2, *self.layer3, *self.layer4, self._classify]
+        return [stem, *spread(self.layer1, self.layer2, self.layer3, self.layer4), self._classify]
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
@@ -177,11 +176,8 @@ class ResNet(Chain):
         check_input("ResNet", images, "N C H W", self.conv1.in_channels)
         values = len(images) * -(-images.shape[2] // 32) * -(-images.shape[3] // 32)
         norm = self.layer4[-1].bn2
-        if values == 1 and isinstance(norm, nn.BatchNorm2d) and norm.training:
-            raise InputError(
-                "ResNet in training needs at least 2 values per channel in layer4; one image "
-                f"{tuple(images.shape)} leaves 1. Pass more images, one beyond 32x32, or .eval()"
-            )
+        if isinstance(norm, nn.BatchNorm2d) and norm.training:
+            check_values("ResNet", images, values)
         return self.steps()
 
     def _normalize(self, images: Tensor) -> Tensor:

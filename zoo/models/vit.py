@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from zoo.chain import Chain, Steps
+from zoo.chain import Chain, Steps, spread
 from zoo.errors import ArgumentError, InputError
 from zoo.layers.checks import check_input, check_positive, check_rate
 from zoo.layers.drop_path import drop_path_rates
@@ -90,7 +90,7 @@ class ViT(Chain):
 
     def steps(self) -> Steps:
         """Lists the patches, their positions, the blocks and the classifier."""
-        return [self.embed, self.place, *self.blocks, self.classify]
+        return [self.embed, self.place, *spread(self.blocks), self.classify]
 
     def embed(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> patches (N, width, H / 16, W / 16)."""

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor, nn
 
-from zoo.chain import Chain, State, Steps
+from zoo.chain import Chain, State, Steps, spread
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_choice, check_input, check_positive, check_rate
+from zoo.layers.checks import check_choice, check_input, check_positive, check_rate, check_values
 
 STRIDE = 16
 # Parts of MONAI's names and ours, replaced in this order; none of MONAI's stands in a name of ours.
@@ -252,7 +252,7 @@ class VNet(Chain):
 
     def steps(self) -> Steps:
         """Lists stem, four levels down, four up, head with logits; each is a block."""
-        return [self.stem, *self.down, *self.up, [self.head, self.logits]]
+        return [self.stem, *spread(self.down, self.up), [self.head, self.logits]]
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the steps once the volume is known to fit."""
@@ -260,7 +260,8 @@ class VNet(Chain):
         check_input("vnet", volume, "N C D H W", self.in_channels)
         _check_size(volume)
         if self.training or self.norm == "instance":
-            _check_values(volume, self.norm)
+            least = prod(size // STRIDE for size in volume.shape[2:])
+            check_values("vnet", volume, least * (len(volume) if self.norm == "batch" else 1))
         return self.steps()
 
     def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -288,12 +289,3 @@ def _check_size(volume: Tensor) -> None:
                 f"{size}, which {STRIDE} does not divide. Crop or pad it to "
                 f"{f'{below} or ' if below else ''}{above}"
             )
-
-
-def _check_values(volume: Tensor, norm: str) -> None:
-    samples = len(volume) if norm == "batch" else 1
-    if samples * prod(size // STRIDE for size in volume.shape[2:]) == 1:
-        raise InputError(
-            f"vnet's {norm} norm needs two values a channel where the size is 1/{STRIDE}; "
-            f"{tuple(volume.shape)} leaves one. Make an axis {2 * STRIDE} long"
-        )

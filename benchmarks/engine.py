@@ -1,0 +1,85 @@
+"""Times the engine against `torch.utils.checkpoint` with the same segments.
+
+    python benchmarks/engine.py
+
+Every block is a segment in both; the two alternate in the order A B B A. torch's updates running
+statistics twice, ours once; otherwise they do the same work. The plain chain is beside them.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import zoo
+from zoo.chain import Chain, fold, outline
+from zoo.engine.schedule import run_plan
+from zoo.planner.schemes import each_block
+
+PAIRS = 10
+MODELS: dict[str, tuple[Callable[[], Chain], tuple[int, ...]]] = {
+    "resnet50": (zoo.resnet50, (4, 3, 224, 224)),
+    "vit_small_patch16": (zoo.vit_small_patch16, (4, 3, 224, 224)),
+    "resnet1001": (zoo.resnet1001, (4, 3, 32, 32)),
+}
+
+
+def by_torch(items: Any, steps: Any, *state: Any) -> Any:
+    """Runs a plan without nesting through torch's checkpoint."""
+    value: Any = state
+    for item in items:
+        state = value if isinstance(value, tuple) else (value,)
+        if isinstance(item, int):
+            value = steps[item](*state)
+        else:
+            inner = functools.partial(fold_items, [steps[index] for index in item])
+            value = checkpoint(inner, *state, use_reentrant=False)
+    return value
+
+
+def fold_items(steps: Any, *state: Any) -> Any:
+    return fold(steps, state)
+
+
+def timed(forward: Callable[[Tensor], Tensor], model: Chain, x: Tensor) -> float:
+    model.zero_grad(set_to_none=True)
+    start = time.perf_counter()
+    forward(x).square().mean().backward()
+    return time.perf_counter() - start
+
+
+def compare(name: str) -> None:
+    """Prints one line: medians of the ratios to the plain chain, and ours to torch's."""
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    found = outline(model.steps_for(x))
+    plan = each_block(found.blocks)
+    forwards: dict[str, Callable[[Tensor], Tensor]] = {
+        "plain": model,
+        "ours": lambda x: run_plan(plan, found.steps, (x,)),
+        "torch": lambda x: by_torch(plan, found.steps, x),
+    }
+    for forward in forwards.values():
+        timed(forward, model, x)
+    seconds: dict[str, list[float]] = {key: [] for key in forwards}
+    for pair in range(PAIRS):
+        for key in list(forwards) if pair % 2 else list(forwards)[::-1]:
+            seconds[key].append(timed(forwards[key], model, x))
+    ratio = {
+        f"{a}/{b}": statistics.median(u / v for u, v in zip(seconds[a], seconds[b], strict=True))
+        for a, b in (("ours", "plain"), ("torch", "plain"), ("ours", "torch"))
+    }
+    print(
+        f"{name:18}", "   ".join(f"{key} x{value:.3f}" for key, value in ratio.items()), flush=True
+    )
+
+
+if __name__ == "__main__":
+    for chosen in MODELS:
+        compare(chosen)

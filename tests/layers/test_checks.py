@@ -1,0 +1,48 @@
+from typing import Any
+
+import pytest
+import torch
+
+from zoo.errors import ArgumentError, InputError
+from zoo.layers import checks
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (None, r"net takes a tensor \(N, C, H, W\); got none"),
+        ([1.0], r"net takes a tensor \(N, C, H, W\); got a list"),
+        (torch.zeros(3, 8, 8), r"net takes \(N, C, H, W\), 4 axes; got \(3, 8, 8\)"),
+        (torch.zeros(1, 4, 8, 8), r"built for 3 channels; got 4 in \(1, 4, 8, 8\)"),
+        (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), r"floating numbers; got torch.uint8"),
+        (torch.zeros(0, 3, 8, 8), r"at least one element on each axis; got \(0, 3, 8, 8\)"),
+    ],
+)
+def test_images_of_another_kind_are_refused(images: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        checks.check_input("net", images, "N C H W", 3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[1]], r"lm takes a tensor \(N, T\); got a list"),
+        (torch.zeros(4).long(), r"lm takes tokens \(N, T\); got \(4,\)"),
+        (torch.zeros(1, 4), "token numbers, int64 or int32; got torch.float32"),
+        (torch.zeros(1, 4, dtype=torch.bool), r"int32; got torch.bool"),
+        (torch.zeros(1, 0).long(), r"at least one token; got \(1, 0\)"),
+        (torch.zeros(1, 9).long(), "has 8 positions; got 9 tokens"),
+    ],
+)
+def test_tokens_of_another_kind_are_refused(tokens: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        checks.check_tokens("lm", tokens, "N T", 8)
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="classes of at least 1; got True"):
+        checks.check_positive("net", classes=True)
+    with pytest.raises(ArgumentError, match=r"drop_rate from 0 up to below 1; got 1\.0"):
+        checks.check_rate("net", drop_rate=1.0)
+    with pytest.raises(ArgumentError, match="norm batch or instance; got 'layer'"):
+        checks.check_choice("net", "norm", "layer", ("batch", "instance"))
