@@ -107,3 +107,25 @@ def test_views_and_handed_on_tensors_share_their_storage() -> None:
     assert costs.live[1] == costs.live[2] == costs.saved[2]
     assert costs.bytes_of(costs.live[1]) == 32
     assert costs.gradients[2] == 32, "two distinct tensors of four numbers"
+
+
+def test_an_addition_gives_both_its_inputs_one_gradient() -> None:
+    class Sum(Chain):
+        def steps(self) -> Steps:
+            return [self.split, self.hand_on, self.add, self.use]
+
+        def split(self, x: Tensor) -> tuple[Tensor, ...]:
+            return x * 2, x * 3
+
+        def hand_on(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            return a, b, a * b
+
+        def add(self, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+            return a + b, c
+
+        def use(self, total: Tensor, c: Tensor) -> Tensor:
+            return (total * c).sum()
+
+    x = torch.rand(8).requires_grad_()
+    # x; a and b, used and handed on; a and b with one gradient, c; total, c; the sum
+    assert costs_of(Sum(), x).gradients == (32, 64, 64, 64, 4)

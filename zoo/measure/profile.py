@@ -12,7 +12,7 @@ drawn.
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from zoo.chain import Outline, State, Step
-from zoo.measure.step import Kind, Kinds, StepRun, gradient_bytes, kind_of, renumber, run_step
+from zoo.measure.step import Given, Kind, Kinds, StepRun, kind_of, renumber, run_step
 from zoo.planner.costs import StepCosts
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -60,14 +60,16 @@ class _Profile:
 
     def run(self, outline: Outline) -> StepCosts:
         live, saved = [self._live()], []
-        gradients = [gradient_bytes(self.state)]
+        states = [self.state]
         runs: list[StepRun] = []
+        gives: list[dict[int, Given]] = []
         for step in outline.steps:
-            run, kept = self._advance(step)
+            run, kept, given = self._advance(step)
             runs.append(run)
             saved.append(kept)
+            gives.append(given)
             live.append(self._live())
-            gradients.append(gradient_bytes(self.state))
+            states.append(self.state)
         return StepCosts(
             sizes=tuple(self.sizes),
             live=tuple(live),
@@ -75,13 +77,13 @@ class _Profile:
             forward=tuple(run.forward for run in runs),
             forward_until_saved=tuple(run.forward_until_saved for run in runs),
             backward=tuple(run.backward for run in runs),
-            gradients=tuple(gradients),
+            gradients=_gradient_bytes(states, gives),
             flops=tuple(run.flops for run in runs),
             flops_until_saved=tuple(run.flops_until_saved for run in runs),
             blocks=outline.blocks,
         )
 
-    def _advance(self, step: Step) -> tuple[StepRun, frozenset[int]]:
+    def _advance(self, step: Step) -> tuple[StepRun, frozenset[int], dict[int, Given]]:
         tensors: dict[int, int] = {}
         storages: dict[int, int] = {}
         kinds = tuple(kind and renumber(kind, tensors, storages) for kind in self.state)
@@ -93,8 +95,10 @@ class _Profile:
         numbers = [*storages, *range(len(self.sizes), len(self.sizes) + len(run.new_sizes))]
         names = list(tensors)
         self.sizes += run.new_sizes
+        given = {names[tensor]: gradient for tensor, gradient in run.gives.items()}
         self.state = tuple(kind and self._back(kind, names, numbers) for kind in run.outputs)
-        return run, frozenset(numbers[number] for number in run.saved) - self.inputs
+        saved = frozenset(numbers[number] for number in run.saved) - self.inputs
+        return run, saved, given
 
     def _back(self, kind: Kind, names: list[int], numbers: list[int]) -> Kind:
         while kind.tensor >= len(names):
@@ -147,6 +151,35 @@ class _Profile:
                 tuple((k, v and self._shape(v)) for k, v in module._modules.items()),
             )
         return self.shapes[id(module)]
+
+
+def _gradient_bytes(
+    states: Sequence[Kinds], gives: Sequence[Mapping[int, Given]]
+) -> tuple[int, ...]:
+    """Returns the bytes of each state's gradients, from the last state to the first.
+
+    A step gives its inputs their gradients; an addition gives both the same tensor. Tensors that a
+    step handed on keep theirs; where the step used them too, the sum is a tensor of its own.
+    """
+    held = {kind.tensor: _own(kind) for kind in states[-1] if kind and kind.requires_grad}
+    found = [_bytes(held)]
+    for number in reversed(range(len(gives))):
+        before = {kind.tensor: kind for kind in states[number] if kind and kind.requires_grad}
+        after = held
+        held = {tensor: after[tensor] for tensor in before if tensor in after}
+        for tensor, given in gives[number].items():
+            name = Given((number, given.storage), given.bytes)
+            held[tensor] = _own(before[tensor]) if tensor in after else name
+        found.append(_bytes(held))
+    return tuple(reversed(found))
+
+
+def _own(kind: Kind) -> Given:
+    return Given(("own", kind.tensor), kind.bytes)
+
+
+def _bytes(held: Mapping[int, Given]) -> int:
+    return sum({given.storage: given.bytes for given in held.values()}.values())
 
 
 def _scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:

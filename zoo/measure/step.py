@@ -9,7 +9,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,14 +34,25 @@ class Kind(NamedTuple):
     device: torch.device
     requires_grad: bool
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of its numbers."""
+        return math.prod(self.size) * self.dtype.itemsize
+
     def fills(self, size: int) -> bool:
         """Says whether the tensor is dense and covers a storage of this many bytes exactly."""
-        numbers = math.prod(self.size)
         reach = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
-        return self.offset == 0 and numbers == reach and numbers * self.dtype.itemsize == size
+        return self.offset == 0 and reach * self.dtype.itemsize == self.bytes == size
 
 
 Kinds = tuple[Kind | None, ...]
+
+
+class Given(NamedTuple):
+    """The gradient of a tensor: a name for its storage, which others may share, and its bytes."""
+
+    storage: Hashable
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,7 @@ class StepRun:
         new_sizes: bytes of the new storages among outputs and saved tensors.
         saved: storages that autograd saved, parameters left out.
         forward, forward_until_saved, backward: peak bytes; see `planner.costs`.
+        gives: for the tensors of the state that it took part in, the gradient that they get.
         flops, flops_until_saved: operations of the forward.
     """
 
@@ -62,6 +74,7 @@ class StepRun:
     forward: int
     forward_until_saved: int
     backward: int
+    gives: Mapping[int, Given]
     flops: int
     flops_until_saved: int
 
@@ -90,37 +103,38 @@ def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[in
     with _Watch() as watch, saved_tensors_hooks(pack, _Saved.get):
         value = step(*leaves)
     outputs = value if isinstance(value, tuple) else (value,)
+    backward, gives = _run_backward(outputs, leaves, released)
     return StepRun(
         outputs=storages.kinds(outputs, leaves),
         saved=frozenset(saved),
         forward=watch.peak,
         forward_until_saved=until_saved[0],
-        backward=_backward_peak(outputs, leaves, released),
+        backward=backward,
+        gives={
+            kind.tensor: gives[id(leaf)]
+            for kind, leaf in zip(kinds, leaves, strict=True)
+            if kind is not None and id(leaf) in gives
+        },
         new_sizes=tuple(storages.sizes[len(sizes) :]),
         flops=watch.flops,
         flops_until_saved=until_saved[1],
     )
 
 
-def gradient_bytes(kinds: Kinds) -> int:
-    """Returns the bytes of the gradients of a state: one for each distinct tensor."""
-    distinct = {kind.tensor: kind for kind in kinds if kind is not None and kind.requires_grad}
-    return sum(math.prod(kind.size) * kind.dtype.itemsize for kind in distinct.values())
-
-
-def _backward_peak(
+def _run_backward(
     outputs: Sequence[Tensor | None], leaves: Sequence[Tensor | None], released: "_Released"
-) -> int:
-    """Returns the most that a step's backward adds to its saved tensors and its given gradients.
+) -> tuple[int, dict[int, Given]]:
+    """Runs a step's backward: the most that it adds, and what it gives to which leaf (by id).
 
-    Both are freed on the way, as autograd frees them: a gradient when it was used, a saved tensor
-    when its node is done. The gradients of tensors that the step only hands on are already there.
+    The most that it adds to the saved tensors and the gradients that it is given. Both are freed on
+    the way, as autograd frees them: a gradient when it was used, a saved tensor when its node is
+    done. The gradients of tensors that the step only hands on are already there.
     """
     ends = {id(output): output for output in outputs if output is not None and output.grad_fn}
-    starts = {id(leaf): leaf for leaf in leaves if leaf is not None and leaf.requires_grad}
-    starts |= _parameters_behind(ends.values())
+    inputs = {id(leaf): leaf for leaf in leaves if leaf is not None and leaf.requires_grad}
+    starts = inputs | _parameters_behind(ends.values())
     if not starts or not ends:
-        return 0
+        return 0, {}
     given = sum(output.numel() * output.element_size() for output in ends.values())
     root = _Root.apply(*ends.values())
     wanted = list(starts.values())
@@ -128,9 +142,13 @@ def _backward_peak(
     with _Watch() as watch:
         released.watch = watch
         found = torch.autograd.grad(root, wanted, allow_unused=True)
-        del found
     released.watch = None
-    return int(max(watch.peak - given, 0))
+    gives = {
+        name: Given(gradient.untyped_storage()._cdata, gradient.untyped_storage().nbytes())
+        for name, gradient in zip(starts, found, strict=True)
+        if gradient is not None and name in inputs
+    }
+    return int(max(watch.peak - given, 0)), gives
 
 
 class _Root(torch.autograd.Function):
