@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.training import assert_same, everything, images, train
 from zoo.engine.recompute import recompute
 from zoo.errors import RecomputeError
+from zoo.measure.memory import trace
 
 
 def block() -> nn.Sequential:
@@ -212,3 +213,33 @@ def test_nothing_waits_for_the_garbage_collector() -> None:
         assert sum(isinstance(found, Tensor) for found in gc.get_objects()) == before
     finally:
         gc.enable()
+
+
+def test_an_input_given_other_data_afterwards_does_not_reach_the_second_run() -> None:
+    def gradient(call: Any) -> Tensor:
+        x = torch.rand(3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = x * 1
+        loss = call(lambda y: y.exp().sin(), y).sum()
+        y.data = torch.zeros(3)
+        loss.backward()
+        return x.grad
+
+    assert torch.equal(gradient(recompute), gradient(lambda function, y: function(y)))
+
+
+def test_a_retained_graph_holds_no_second_runs() -> None:
+    """Without this, a backward with retain_graph would end with everything in memory."""
+
+    def peak(retain: bool) -> int:
+        x = torch.rand(100_000).requires_grad_()
+
+        def step() -> None:
+            y = x * 1
+            for _ in range(6):
+                y = recompute(lambda y: y.sin().sin().sin().sin(), y)
+            torch.autograd.grad(y.sum(), x, retain_graph=retain)
+
+        step()
+        return trace(step).peak
+
+    assert peak(retain=True) <= peak(retain=False) + 500_000
