@@ -48,9 +48,9 @@ def test_a_config_is_found_by_its_name_from_anywhere(monkeypatch, tmp_path):
 
 
 def test_later_sources_win(write):
-    path = write("steps: 7\nrepeats: 2\nmodels: [{name: resnet18, batch_size: 3}, resnet34]")
+    path = write("steps: 7\nseed: 2\nmodels: [{name: resnet18, batch_size: 3}, resnet34]")
     config = load([path, "--steps", "9", "--size", "64"])
-    assert (config.steps, config.repeats) == (9, 2)
+    assert (config.steps, config.seed) == (9, 2)
     assert [model.batch_size for model in config.models] == [3, 4]
     assert [model.size for model in config.models] == [64, 64]
 

@@ -2,7 +2,7 @@
 
 Each model of a config becomes three. One that ran before, with the same key, need not run again.
 
-    baseline       steps with digests, then one with its memory traced, nothing checkpointed
+    baseline       steps with digests, the last with its memory traced, nothing checkpointed
     checkpointed   the same with the plan
     timing         both in one process on the same batches, step by step in turn
 """
@@ -36,19 +36,10 @@ class Cell:
     seed: int
     threads: int
 
-    def to_json(self) -> str:
-        """Writes the cell as one line of JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Cell":
-        """Reads what `to_json` wrote."""
-        fields = json.loads(text)
-        return cls(**fields | {"model": ModelConfig(**fields["model"])})
-
     def key(self) -> str:
         """Names the measurement: results of the same key, from the same code, are the same."""
-        content = f"{self.to_json()} torch {torch.__version__} zoo {_source_digest()}"
+        fields = json.dumps(asdict(self), sort_keys=True)
+        content = f"{fields} torch {torch.__version__} zoo {_source_digest()}"
         return f"{self.model.name}/{self.kind}/{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
@@ -57,21 +48,32 @@ def expand(config: Config) -> list[dict[Kind, Cell]]:
     return [{kind: _cell(kind, model, config) for kind in KINDS} for model in config.models]
 
 
+def jobs(config: Config) -> int:
+    """Returns how many cells that measure memory run at once: one where they share a GPU."""
+    return min(config.jobs, torch.get_num_threads()) if config.device == "cpu" else 1
+
+
+def timed_by(plan: str | None, cell: Cell) -> Cell:
+    """Returns a timing cell that runs just the plan that was measured, and need not make it."""
+    return replace(cell, model=replace(cell.model, checkpoint=plan)) if plan else cell
+
+
 def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
     # what a kind does not use is left out of its key: one baseline serves every plan, and a floor
     # is judged after measuring
-    model = replace(model, largest_ratio=1.0, cuda_batch_size=None)
+    repeats, threads = model.repeats, config.threads or torch.get_num_threads()
+    model = replace(model, largest_ratio=1.0, cuda_batch_size=None, repeats=1)
     if kind == "baseline":
         model = replace(model, checkpoint=False)
     return Cell(
         kind=kind,
         model=model,
         steps=0 if kind == "timing" else config.steps,
-        repeats=config.repeats if kind == "timing" else 0,
+        repeats=repeats if kind == "timing" else 0,
         device=config.device,
         dtype=config.dtype,
         seed=config.seed,
-        threads=config.threads,
+        threads=threads if kind == "timing" else max(1, threads // jobs(config)),
     )
 
 

@@ -48,6 +48,7 @@ class ModelConfig:
     checkpoint: Annotated[
         bool | int | str, Key("true, a number of segments, sqrt, blocks, cheap or a plan's text")
     ] = True
+    repeats: Annotated[int, Key("timed pairs of steps, baseline and checkpointed", least=1)] = 5
     largest_ratio: Annotated[
         float, Key("the worst activation peak to accept, relative to the baseline's", least=0)
     ] = 1.0
@@ -59,8 +60,7 @@ class Config:
 
     name: str
     models: tuple[ModelConfig, ...]
-    steps: Annotated[int, Key("optimizer steps whose digests are compared", least=1)] = 3
-    repeats: Annotated[int, Key("timed pairs of steps, baseline and checkpointed", least=1)] = 5
+    steps: Annotated[int, Key("optimizer steps whose digests are compared", least=2)] = 3
     device: Annotated[Literal["cpu", "cuda"], Key("cpu or cuda")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], Key("float32, or bfloat16 by autocast")] = (
         "float32"
@@ -68,6 +68,7 @@ class Config:
     output: Annotated[str, Key("the folder for results and reports")] = "results"
     seed: Annotated[int, Key("of weights, batches and dropout", least=0)] = 0
     threads: Annotated[int, Key("CPU threads, 0 for as many as there are cores", least=0)] = 0
+    jobs: Annotated[int, Key("cells that measure memory at once, on the CPU", least=1)] = 2
     timeout: Annotated[int, Key("seconds after which a cell has failed", least=1)] = 1800
     fresh: Annotated[bool, Key("measure again what was measured before")] = False
 

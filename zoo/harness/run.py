@@ -1,16 +1,13 @@
-"""Runs the cells of a config one after another, each in a fresh process, and keeps every result.
+"""Runs the cells of a config, each in a fresh process, and keeps every result.
 
 A cell that fails, runs out of memory or is killed has that as its result and costs no other one.
 What ran before is not run again: after an interruption the same command goes on where it stopped.
 """
 
-import json
-import os
-import signal
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,12 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zoo.errors import ConfigError
-from zoo.harness.cells import KINDS, Cell, expand
+from zoo.harness.cells import KINDS, Cell, expand, jobs, timed_by
 from zoo.harness.config import Config
+from zoo.harness.processes import end_all, outcome
 from zoo.harness.results import Record, Results
+from zoo.harness.worker import work
 from zoo.units import format_bytes, format_seconds
-
-WORKER = (sys.executable, "-m", "zoo.harness.worker")
 
 Comparison = dict[str, Any]
 """A model's config under "model" and the records of its cells under their kinds."""
@@ -40,25 +37,59 @@ def results_of(config: Config) -> Results:
 def run(config: Config, console: Console) -> list[Comparison]:
     """Runs every cell of a config that has no result yet and returns the results by model.
 
+    Memory first, `jobs` cells at once, since neither bytes nor bits depend on who else computes;
+    then times, one cell at a time.
+
     Raises:
         ConfigError: the device is not there.
         KeyboardInterrupt: passed on; the cells that finished are on disk.
     """
     _check_device(config.device)
-    results = results_of(config)
     if config.fresh:
-        results.clear()
-    known = {key: record for key, record in results.read().items() if record["status"] == "done"}
-    found: list[Comparison] = []
-    with Shown(console, total=len(KINDS) * len(config.models)) as shown:
-        for model, cells in zip(config.models, expand(config), strict=True):
-            comparison: Comparison = {"model": asdict(model)}
-            for kind, cell in cells.items():
-                shown.start(cell)
-                comparison[kind] = _result(cell, config.timeout, known, results)
-                shown.finish(cell, comparison[kind])
-            found.append(comparison)
-    return found
+        results_of(config).clear()
+    cells = expand(config)
+    with Shown(console, total=len(KINDS) * len(cells)) as shown:
+        session = Session(results_of(config), shown, config.timeout)
+        baselines = session.records([entry["baseline"] for entry in cells], jobs(config))
+        checkpointed = session.records([entry["checkpointed"] for entry in cells], jobs(config))
+        timed = [
+            timed_by(record.get("plan"), entry["timing"])
+            for record, entry in zip(checkpointed, cells, strict=True)
+        ]
+        columns = zip(config.models, baselines, checkpointed, session.records(timed), strict=True)
+        return [dict(zip(("model", *KINDS), (asdict(m), *r), strict=True)) for m, *r in columns]
+
+
+class Session:
+    """Runs cells and keeps their results, except those that are known already."""
+
+    def __init__(self, results: Results, shown: "Shown", timeout: float) -> None:
+        self.results, self.shown, self.timeout = results, shown, timeout
+        self.known = {
+            key: record for key, record in results.read().items() if record["status"] == "done"
+        }
+        self.lock = threading.Lock()
+
+    def records(self, cells: Sequence[Cell], at_once: int = 1) -> list[Record]:
+        """Returns the record of each cell."""
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                return list(pool.map(self.record, cells))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                end_all()
+                raise
+
+    def record(self, cell: Cell) -> Record:
+        """Returns the record of a cell, which runs if need be."""
+        self.shown.start(cell)
+        known = self.known.get(cell.key())
+        record = known | {"cached": True} if known else run_cell(cell, self.timeout)
+        with self.lock:
+            if not known:
+                self.results.append(record)
+            self.shown.finish(cell, record)
+        return record
 
 
 class Shown:
@@ -108,15 +139,15 @@ def line(cell: Cell, record: Record) -> str:
 def run_cell(cell: Cell, timeout: float) -> Record:
     """Runs a cell in a fresh process and returns its record, whatever happens to the process."""
     start = time.monotonic()
-    outcome = _outcome(cell, timeout)
+    result = outcome(work, cell, timeout)
     return {
         "key": cell.key(),
         "kind": cell.kind,
         "cell": asdict(cell),
-        "status": "failed" if "reason" in outcome else "done",
+        "status": "failed" if "reason" in result else "done",
         "seconds": round(time.monotonic() - start, 2),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        **outcome,
+        **result,
     }
 
 
@@ -125,60 +156,3 @@ def _check_device(device: str) -> None:
         raise ConfigError(
             "device cuda: torch finds no CUDA device here; --device cpu runs anywhere"
         )
-
-
-def _result(cell: Cell, timeout: float, known: Mapping[str, Record], results: Results) -> Record:
-    if cell.key() in known:
-        return known[cell.key()] | {"cached": True}
-    record = run_cell(cell, timeout)
-    results.append(record)
-    return record
-
-
-def _outcome(cell: Cell, timeout: float) -> dict[str, Any]:
-    process = subprocess.Popen(
-        WORKER,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=_environment(cell),
-    )
-    try:
-        output, errors = process.communicate(cell.to_json() + "\n", timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return {"reason": f"not done after {timeout:g} s; --timeout allows more"}
-    except BaseException:
-        process.kill()
-        process.communicate()
-        raise
-    return _read(process.returncode, output, errors)
-
-
-def _read(code: int, output: str, errors: str) -> dict[str, Any]:
-    detail = errors[-4000:]
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = ", as happens when memory runs out; a smaller batch_size needs less"
-        return {"reason": f"killed by {name}{hint if name == 'SIGKILL' else ''}", "detail": detail}
-    try:
-        result: dict[str, Any] = json.loads(output.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (errors.strip().splitlines() or ["it said nothing"])[-1]
-        return {"reason": f"ended with exit code {code}: {last}", "detail": detail}
-    return result | {"detail": detail} if "reason" in result else result
-
-
-def _environment(cell: Cell) -> dict[str, str]:
-    """The process must find this package, installed or not, and add in a fixed order on CUDA."""
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    changed = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "KINETO_LOG_LEVEL": "99",
-    }
-    if cell.threads:
-        changed["OMP_NUM_THREADS"] = str(cell.threads)
-    return {**os.environ, **changed}

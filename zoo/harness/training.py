@@ -16,7 +16,7 @@ from zoo.catalog import create
 from zoo.harness.config import ModelConfig
 from zoo.harness.data import Batch
 from zoo.plan import Plan
-from zoo.planner.schemes import SCHEMES
+from zoo.planner.schemes import NAMES
 
 
 class Training:
@@ -75,6 +75,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def _option(checkpoint: bool | int | str) -> bool | int | str | Plan:
-    if isinstance(checkpoint, str) and checkpoint not in SCHEMES:
+    if isinstance(checkpoint, str) and checkpoint not in NAMES:
         return Plan.parse(checkpoint)
     return checkpoint

@@ -14,7 +14,7 @@ import jsonargparse
 
 from zoo.errors import ConfigError, PlanError, nearest
 from zoo.plan import Plan
-from zoo.planner.schemes import SCHEMES
+from zoo.planner.schemes import NAMES
 
 WORDS = {
     bool: "true or false",
@@ -80,14 +80,14 @@ def typed(values: Mapping[str, Any], keys: Iterable[Declared], where: str) -> di
 
 def check_checkpoint(value: bool | int | str, where: str) -> None:
     """Raises ConfigError for a value that no model takes as `checkpoint`."""
-    if isinstance(value, str) and value not in SCHEMES:
+    if isinstance(value, str) and value not in NAMES:
         try:
             Plan.parse(value)
         except PlanError:
             raise ConfigError(
                 f"{where}: checkpoint takes true, false, a number of segments, "
-                f"{', '.join(SCHEMES)} or a plan such as '(0-1) 2'; got {value!r}."
-                f"{nearest(value, SCHEMES)}"
+                f"{', '.join(NAMES)} or a plan such as '(0-1) 2'; got {value!r}."
+                f"{nearest(value, NAMES)}"
             ) from None
     elif isinstance(value, int) and not isinstance(value, bool) and value < 1:
         raise ConfigError(f"{where}: checkpoint takes at least 1 segment; got {value}")

@@ -1,19 +1,18 @@
-"""Runs one cell: `python -m zoo.harness.worker` reads it as JSON and writes its result as JSON.
+"""Runs one cell and measures it.
 
-A process of its own keeps one cell's allocator, caches and crash away from the next. What goes
-wrong in Python is the result; what kills the process is noticed by `run`, which started it.
+Done in a process of its own, one cell's allocator, caches and crash stay away from the next. What
+goes wrong in Python is a result; what ends the process is noticed by `processes`, which started it.
 """
 
 import gc
-import json
-import sys
+import os
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zoo.harness.cells import Cell
 from zoo.harness.data import Batch, batches
@@ -23,7 +22,6 @@ from zoo.harness.training import Training
 from zoo.measure.memory import measure_step
 
 Result = dict[str, Any]
-WARM_UP = 2
 
 
 def work(cell: Cell) -> Result:
@@ -34,29 +32,31 @@ def work(cell: Cell) -> Result:
 
 
 def _prepare(cell: Cell) -> None:
-    if cell.threads:
-        torch.set_num_threads(cell.threads)
+    torch.set_num_threads(cell.threads)
     if cell.device == "cuda" and cell.kind != "timing":
         # two processes give the same bits only with algorithms that add in a fixed order
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _measure(cell: Cell) -> Result:
+    """Takes digests after each step and traces the last, when the optimizer has its state."""
     training = _training(cell, cell.model.checkpoint)
-    data = _batches(cell, cell.steps + 1)
-    digests = [step_digests(training.model, training.step(batch)) for batch in data[:-1]]
+    *first, last = _batches(cell, cell.steps)
+    digests = [step_digests(training.model, training.step(batch)) for batch in first]
+    losses: list[Tensor] = []
     memory = measure_step(
-        lambda: training.step(data[-1]),
+        lambda: losses.append(training.step(last)),
         training.model,
         training.optimizer,
-        [data[-1].inputs, data[-1].targets],
+        [last.inputs, last.targets],
     )
     return {
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
-        "plan": None if training.model.plan is None else str(training.model.plan),
-        "digests": digests,
+        "plan": None if training.model.plan is None else training.model.plan.text(),
+        "digests": [*digests, step_digests(training.model, losses[0])],
         "memory": asdict(memory),
     }
 
@@ -64,10 +64,9 @@ def _measure(cell: Cell) -> Result:
 def _time(cell: Cell) -> Result:
     baseline = _training(cell, False)
     checkpointed = _training(cell, cell.model.checkpoint)
-    data = _batches(cell, cell.repeats)
-    for batch in (data * WARM_UP)[:WARM_UP]:
-        baseline.step(batch)
-        checkpointed.step(batch)
+    warm_up, *data = _batches(cell, 1 + cell.repeats)
+    baseline.step(warm_up)
+    checkpointed.step(warm_up)
     seconds: dict[str, list[float]] = {"baseline": [], "checkpointed": []}
     order = [("baseline", baseline), ("checkpointed", checkpointed)]
     gc.collect()
@@ -98,19 +97,3 @@ def _training(cell: Cell, checkpoint: bool | int | str) -> Training:
 
 def _batches(cell: Cell, count: int) -> list[Batch]:
     return [batch.to(cell.device) for batch in batches(cell.model, count, cell.seed)]
-
-
-def main() -> int:
-    """Reads a cell from standard input and writes its result to standard output."""
-    try:
-        result = work(Cell.from_json(sys.stdin.readline()))
-    except Exception as error:
-        traceback.print_exc()
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        result = {"reason": reason}
-    print(json.dumps(result), flush=True)
-    return "reason" in result
-
-
-if __name__ == "__main__":
-    sys.exit(main())

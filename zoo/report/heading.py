@@ -20,8 +20,12 @@ class Heading:
 
 
 def heading(comparisons: Sequence[Mapping[str, Any]], name: str, command: str) -> Heading:
-    """Describes a comparison by the first of its records that says where it was measured."""
-    records = (record for comparison in comparisons for record in comparison.values())
+    """Describes a comparison by the first of its records that says where it was measured.
+
+    Timing goes first: memory may be measured by several processes that share the threads.
+    """
+    kinds = ("timing", "checkpointed", "baseline")
+    records = (comparison[kind] for comparison in comparisons for kind in kinds)
     measured = (record for record in records if "environment" in record)
     return Heading(name, next(map(_setting, measured), "nothing could be measured"), command)
 

@@ -1,0 +1,82 @@
+"""Runs a function on a cell in a fresh process and turns whatever happens into a result.
+
+Importing torch anew for each of twenty cells would take longer than the cells. So the processes are
+forked, where the system can, from one that has imported everything and run nothing: no threads, no
+device and no tensor of another cell are in it. Elsewhere each starts from nothing.
+"""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from zoo.harness.cells import Cell
+
+Result = dict[str, Any]
+
+_FORKS = "forkserver" in multiprocessing.get_all_start_methods()
+_CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
+_RUNNING: set[Any] = set()
+_IMPORTED = ["__main__", "zoo.harness.worker", "sklearn.datasets", "nibabel"]
+
+
+def outcome(function: Callable[[Cell], Result], cell: Cell, timeout: float) -> Result:
+    """Returns what a function of a module returns for a cell, or why not under "reason"."""
+    _CONTEXT.set_forkserver_preload(_IMPORTED)
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder, receiver:
+        said = Path(folder) / "said"
+        process = _CONTEXT.Process(target=_serve, args=(function, cell, sender, said), daemon=True)
+        process.start()
+        sender.close()
+        _RUNNING.add(process)
+        try:
+            return _await(process, receiver, said, timeout)
+        finally:
+            process.kill()
+            process.join()
+            _RUNNING.discard(process)
+
+
+def end_all() -> None:
+    """Ends every process whose outcome is awaited: each then has its end as outcome."""
+    for process in list(_RUNNING):
+        process.kill()
+
+
+def _await(process: Any, receiver: Connection, said: Path, timeout: float) -> Result:
+    if not receiver.poll(timeout):
+        return {"reason": f"not done after {timeout:g} s; --timeout allows more"}
+    try:
+        result: Result = receiver.recv()
+    except EOFError:
+        process.join()
+        result = {"reason": _end(process.exitcode)}
+    return result | {"said": _tail(said)} if "reason" in result else result
+
+
+def _end(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL, as happens when memory runs out; a smaller batch_size needs less"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _tail(said: Path) -> str:
+    return said.read_text(errors="replace")[-4000:] if said.is_file() else ""
+
+
+def _serve(function: Callable[[Cell], Result], cell: Cell, sender: Connection, said: Path) -> None:
+    """Runs in the new process; what it prints goes to a file, not between the lines of progress."""
+    file = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        sender.send(function(cell))
+    except Exception as error:
+        traceback.print_exc()
+        sender.send({"reason": " ".join(f"{type(error).__name__}: {error}".split())})
