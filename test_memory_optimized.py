@@ -31,6 +31,8 @@ try:
 except ModuleNotFoundError as missing:
     print(f"this needs {missing.name}: pip install 'zoo-checkpoint[compare]'", file=sys.stderr)
     sys.exit(2)
+except KeyboardInterrupt:
+    sys.exit(130)
 
 
 def main(arguments: Sequence[str]) -> int:

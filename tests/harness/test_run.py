@@ -109,9 +109,11 @@ def test_an_interruption_keeps_what_is_there_and_the_next_run_goes_on(config, re
     results(interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(config, quiet())
-    assert len(results_of(config).read()) == 2
+    kept = len(results_of(config).read())
+    assert kept >= 2
     run(config, quiet())
-    assert len(calls) == 3 + 4
+    assert len(results_of(config).read()) == 6
+    assert len(calls) == 6 + 1
 
 
 def test_a_line_that_broke_off_costs_only_itself(tmp_path):

@@ -8,6 +8,7 @@ silently ran with a default instead would still print a table.
            └─────────────────┴──────────────────────┘  the later wins
 """
 
+import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -149,11 +150,13 @@ def _parser() -> jsonargparse.ArgumentParser:
         prog="test_memory_optimized.py",
         description="Compares training with and without checkpointing: memory, time, exactness.",
         exit_on_error=False,
+        # jsonargparse's own would call each value "type: Any, default: null"
+        formatter_class=argparse.HelpFormatter,
     )
     parser.add_argument("config", nargs="?", default="default", help="a YAML file")
     parser.add_argument("--model", nargs="+", type=str, metavar="NAME", help="only these models")
     for entry in (*MODEL_KEYS, *RUN_KEYS):
-        option, text = _option(entry.name), entry.key.text
+        option, text = _option(entry.name), _help(entry)
         if entry.hint is bool:
             parser.add_argument(option, action="store_true", default=None, help=text)
         else:
@@ -215,6 +218,11 @@ def _yaml(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no keys; write 'models:' and below it '- name: ...'")
     return raw
+
+
+def _help(entry: Declared) -> str:
+    default = getattr(Config, entry.name, getattr(ModelConfig, entry.name, None))
+    return entry.key.text if default is None else f"{entry.key.text} [{default}]"
 
 
 def _option(name: str) -> str:

@@ -26,7 +26,11 @@ _IMPORTED = ["__main__", "zoo.harness.worker", "sklearn.datasets", "nibabel"]
 
 
 def outcome(function: Callable[[Cell], Result], cell: Cell, timeout: float) -> Result:
-    """Returns what a function of a module returns for a cell, or why not under "reason"."""
+    """Returns what a function of a module returns for a cell, or why not under "reason".
+
+    Raises:
+        InterruptedError: `end_all` was called meanwhile.
+    """
     _CONTEXT.set_forkserver_preload(_IMPORTED)
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, receiver:
@@ -36,17 +40,20 @@ def outcome(function: Callable[[Cell], Result], cell: Cell, timeout: float) -> R
         sender.close()
         _RUNNING.add(process)
         try:
-            return _await(process, receiver, said, timeout)
+            result = _await(process, receiver, said, timeout)
         finally:
             process.kill()
             process.join()
-            _RUNNING.discard(process)
+        if process not in _RUNNING:
+            raise InterruptedError("the run was ended")
+        _RUNNING.remove(process)
+        return result
 
 
 def end_all() -> None:
-    """Ends every process whose outcome is awaited: each then has its end as outcome."""
-    for process in list(_RUNNING):
-        process.kill()
+    """Ends every process whose outcome is awaited, which then is none."""
+    while _RUNNING:
+        _RUNNING.pop().kill()
 
 
 def _await(process: Any, receiver: Connection, said: Path, timeout: float) -> Result:
@@ -72,6 +79,8 @@ def _tail(said: Path) -> str:
 
 def _serve(function: Callable[[Cell], Result], cell: Cell, sender: Connection, said: Path) -> None:
     """Runs in the new process; what it prints goes to a file, not between the lines of progress."""
+    # Ctrl-C reaches the whole group; the process that waits decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     file = os.open(said, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -18,12 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zoo.errors import ConfigError
-from zoo.harness.cells import KINDS, Cell, expand, jobs, timed_by
+from zoo.harness.cells import KINDS, Cell, Kind, expand, jobs, timed_by
 from zoo.harness.config import Config
 from zoo.harness.processes import end_all, outcome
 from zoo.harness.results import Record, Results
 from zoo.harness.worker import work
 from zoo.units import format_bytes, format_seconds
+
+PAIR: Sequence[Kind] = ("baseline", "checkpointed")
 
 Comparison = dict[str, Any]
 """A model's config under "model" and the records of its cells under their kinds."""
@@ -50,14 +52,17 @@ def run(config: Config, console: Console) -> list[Comparison]:
     cells = expand(config)
     with Shown(console, total=len(KINDS) * len(cells)) as shown:
         session = Session(results_of(config), shown, config.timeout)
-        baselines = session.records([entry["baseline"] for entry in cells], jobs(config))
-        checkpointed = session.records([entry["checkpointed"] for entry in cells], jobs(config))
-        timed = [
-            timed_by(record.get("plan"), entry["timing"])
-            for record, entry in zip(checkpointed, cells, strict=True)
-        ]
-        columns = zip(config.models, baselines, checkpointed, session.records(timed), strict=True)
-        return [dict(zip(("model", *KINDS), (asdict(m), *r), strict=True)) for m, *r in columns]
+        memory = session.records([entry[kind] for entry in cells for kind in PAIR], jobs(config))
+        baselines, checkpointed = memory[::2], memory[1::2]
+        timings = session.records(
+            [
+                timed_by(record.get("plan"), entry["timing"])
+                for record, entry in zip(checkpointed, cells, strict=True)
+            ]
+        )
+    models = map(asdict, config.models)
+    columns = zip(models, baselines, checkpointed, timings, strict=True)
+    return [dict(zip(("model", *KINDS), column, strict=True)) for column in columns]
 
 
 class Session:
