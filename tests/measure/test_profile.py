@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.training import Residuals, assert_same, everything, images
 from zoo.chain import Chain, Steps, outline
 from zoo.engine.schedule import run_plan
+from zoo.layers.shared_weight import SharedWeight
 from zoo.measure.memory import trace
 from zoo.measure.profile import profile
 from zoo.plan import Plan
@@ -129,3 +130,21 @@ def test_an_addition_gives_both_its_inputs_one_gradient() -> None:
     x = torch.rand(8).requires_grad_()
     # x; a and b, used and handed on; a and b with one gradient, c; total, c; the sum
     assert costs_of(Sum(), x).gradients == (32, 64, 64, 64, 4)
+
+
+def test_weights_are_not_counted_nor_is_a_gradient_that_steps_share() -> None:
+    class Decoder(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.Linear(8, 1000, bias=False)
+
+        def steps_for(self, *inputs: Tensor | None) -> Steps:
+            return [SharedWeight(self.decoder.weight).decoder(self.decoder), self.square]
+
+        def square(self, scores: Tensor) -> Tensor:
+            return scores.square()
+
+    costs = costs_of(Decoder(), torch.rand(2, 8).requires_grad_())
+    assert costs.forward[0] == 2 * 1000 * 4, "the scores"
+    assert costs.backward[0] <= 2 * 8 * 4 + 4, "the gradient of the input and what starts it"
+    assert costs.bytes_of(costs.saved[0]) == 0, "the chain's input and the weight"

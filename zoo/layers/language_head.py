@@ -13,7 +13,8 @@ those of the plain chain bit for bit.
     ...
     mean                   loss
 
-It does not fuse the two: each chunk's backward adds one gradient of the decoder's whole weight.
+It does not fuse the two. Take the decoder from a `SharedWeight`, or each chunk's backward makes a
+gradient of the whole weight.
 """
 
 from collections.abc import Callable

@@ -6,10 +6,11 @@ torch's profilers see only real memory; the formulas for operations are those of
 """
 
 import functools
+import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[in
     released = _Released(storages, inputs)
     saved: set[int] = set()
     until_saved = (0, 0)
+    start = torch._C._autograd._get_sequence_nr()
 
     def pack(tensor: Tensor) -> "_Saved":
         nonlocal until_saved
@@ -100,10 +102,10 @@ def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[in
         until_saved = (watch.peak, watch.flops)
         return released.saved(tensor)
 
-    with _Watch() as watch, saved_tensors_hooks(pack, _Saved.get):
+    with _Watch(fixed) as watch, saved_tensors_hooks(pack, _Saved.get):
         value = step(*leaves)
     outputs = value if isinstance(value, tuple) else (value,)
-    backward, gives = _run_backward(outputs, leaves, released)
+    backward, gives = _run_backward(outputs, leaves, released, fixed, start)
     return StepRun(
         outputs=storages.kinds(outputs, leaves),
         saved=frozenset(saved),
@@ -122,33 +124,40 @@ def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[in
 
 
 def _run_backward(
-    outputs: Sequence[Tensor | None], leaves: Sequence[Tensor | None], released: "_Released"
+    outputs: Sequence[Tensor | None],
+    leaves: Sequence[Tensor | None],
+    released: "_Released",
+    fixed: Container[int],
+    start: int,
 ) -> tuple[int, dict[int, Given]]:
     """Runs a step's backward: the most that it adds, and what it gives to which leaf (by id).
 
     The most that it adds to the saved tensors and the gradients that it is given. Both are freed on
     the way, as autograd frees them: a gradient when it was used, a saved tensor when its node is
-    done. The gradients of tensors that the step only hands on are already there.
+    done. The gradients of tensors that the step only hands on are already there. So is, but for
+    one of the steps, that of a parameter which the steps share: it is not counted.
     """
     ends = {id(output): output for output in outputs if output is not None and output.grad_fn}
     inputs = {id(leaf): leaf for leaf in leaves if leaf is not None and leaf.requires_grad}
     starts = inputs | _parameters_behind(ends.values())
+    shared = _parameters_behind(ends.values(), before=start).keys() - inputs.keys()
     if not starts or not ends:
         return 0, {}
     given = sum(output.numel() * output.element_size() for output in ends.values())
     root = _Root.apply(*ends.values())
     wanted = list(starts.values())
     del ends, outputs
-    with _Watch() as watch:
+    with _Watch(fixed) as watch:
         released.watch = watch
         found = torch.autograd.grad(root, wanted, allow_unused=True)
     released.watch = None
+    sums = [gradient for name, gradient in zip(starts, found, strict=True) if name in shared]
     gives = {
         name: Given(gradient.untyped_storage()._cdata, gradient.untyped_storage().nbytes())
         for name, gradient in zip(starts, found, strict=True)
         if gradient is not None and name in inputs
     }
-    return int(max(watch.peak - given, 0)), gives
+    return int(max(watch.peak_without(sums) - given, 0)), gives
 
 
 class _Root(torch.autograd.Function):
@@ -282,18 +291,23 @@ class _Released:
     def _one_less(self, number: int) -> None:
         self.count[number] -= 1
         if self.watch is not None and not self.count[number]:
-            self.watch.bytes -= self.storages.sizes[number]
+            self.watch.add(-1, -self.storages.sizes[number])
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the bytes of the storages that operations make, and counts operations."""
+    """Follows the bytes of the storages that operations make, and counts operations.
 
-    def __init__(self) -> None:
+    Those in `fixed` were there before: views of real parameters lie in them.
+    """
+
+    def __init__(self, fixed: Container[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.fixed = fixed
         self.bytes = 0
         self.peak = 0
         self.flops = 0
-        self.known: set[int] = set()
+        self.known: dict[int, int] = {}
+        self.events: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -308,16 +322,27 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _notice(self, tensor: Tensor, given: set[int]) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.known or key in given:
+        if key in self.known or key in given or key in self.fixed:
             return
-        self.known.add(key)
+        self.known[key] = len(self.events)
         weakref.finalize(storage, self._gone, key, storage.nbytes()).atexit = False
-        self.bytes += storage.nbytes()
-        self.peak = max(self.peak, self.bytes)
+        self.add(self.known[key], storage.nbytes())
 
     def _gone(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.bytes -= size
+        self.add(self.known.pop(key), -size)
+
+    def add(self, name: int, size: int) -> None:
+        """Notes that bytes came or went; the name is that of their storage, -1 for none."""
+        self.events.append((name, size))
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def peak_without(self, tensors: Iterable[Tensor | None]) -> int:
+        """Returns the peak as if the storages of these tensors had taken nothing."""
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None]
+        left_out = {self.known.get(storage) for storage in storages}
+        sizes = (0 if name in left_out else size for name, size in self.events)
+        return max(itertools.accumulate(sizes), default=0)
 
 
 @functools.cache
@@ -332,18 +357,23 @@ def _tensors(nested: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
-def _parameters_behind(outputs: Any) -> dict[int, Tensor]:
-    """Finds the parameters that a step used, through the graph of its outputs."""
+def _parameters_behind(outputs: Iterable[Any], before: int | None = None) -> dict[int, Tensor]:
+    """Finds the parameters that a step used, through the graph of its outputs.
+
+    With `before`, those behind a node that was made before this number: parameters that other steps
+    use too, through the same node.
+    """
     seen: set[Any] = set()
-    waiting = [output.grad_fn for output in outputs]
+    waiting = [(output.grad_fn, before is None) for output in outputs]
     found: dict[int, Tensor] = {}
     while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+        node, counts = waiting.pop()
+        if node is None or (node, counts) in seen:
             continue
-        seen.add(node)
+        seen.add((node, counts))
         variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
+        if counts and isinstance(variable, nn.Parameter):
             found[id(variable)] = variable
-        waiting += [following for following, _ in node.next_functions]
+        counts = counts or (before is not None and node._sequence_nr() < before)
+        waiting += [(following, counts) for following, _ in node.next_functions]
     return found

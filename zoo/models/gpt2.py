@@ -11,7 +11,8 @@ Not here: a cache of keys and values, padding masks, token types, cross attentio
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import sqrt
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from zoo.chain import Chain, Steps, spread
 from zoo.layers.checks import check_positive, check_rate, check_tokens
 from zoo.layers.drop_path import drop_path_rates
 from zoo.layers.language_head import LossChunks, check_targets
+from zoo.layers.shared_weight import SharedWeight
 from zoo.layers.transformer import TransformerBlock
 
 # Hugging Face's names and ours; its `c_*` weights are those of a Conv1D, transposed.
@@ -66,7 +68,7 @@ class GPT2(Chain):
         positions: int = 1024,
         drop_rate: float = 0.1,
         drop_path_rate: float = 0.0,
-        chunk_tokens: int = 256,
+        chunk_tokens: int = 96,
     ) -> None:
         super().__init__()
         check_positive("GPT2", width=width, depth=depth, vocabulary=vocabulary)
@@ -116,18 +118,24 @@ class GPT2(Chain):
         if targets is None:
             return self.steps()
         check_targets("GPT2", tokens, targets)
-        chunks = LossChunks(self.decode, tokens.numel(), self.chunk_tokens)
-        return [self.embed, *spread(self.blocks), self.normalize, *chunks.steps()]
+        weight = SharedWeight(self.token_embedding.weight)
+        chunks = LossChunks(weight.decoder(), tokens.numel(), self.chunk_tokens)
+        embed = partial(self.embed_with, weight.embedding(self.token_embedding))
+        return [embed, *spread(self.blocks), self.normalize, *chunks.steps()]
 
     def steps(self) -> Steps:
         """Lists the embedding, the blocks, the last norm and the decoder."""
         return [self.embed, *spread(self.blocks), self.normalize, self.decode]
 
-    def embed(self, tokens: Tensor, *rest: Any) -> Any:
+    def embed(self, tokens: Tensor) -> Tensor:
         """Tokens (N, T) -> x (N, T, width), positions added."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.drop(self.token_embedding(tokens) + self.position_embedding(places))
-        return x, *rest
+        return self._add_positions(self.token_embedding(tokens))
+
+    def embed_with(
+        self, embedding: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens (N, T), targets -> x (N, T, width), targets."""
+        return self._add_positions(embedding(tokens)), targets
 
     def normalize(self, x: Tensor, *rest: Any) -> Any:
         """x (N, T, width) -> hidden (N, T, width)."""
@@ -136,6 +144,11 @@ class GPT2(Chain):
     def decode(self, hidden: Tensor) -> Tensor:
         """Hidden (..., width) -> scores (..., V)."""
         return F.linear(hidden, self.token_embedding.weight)
+
+    def _add_positions(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        dropped: Tensor = self.drop(x + self.position_embedding(places))
+        return dropped
 
     def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Renames and transposes the weights of Hugging Face's GPT-2; leaves our own alone.

@@ -18,7 +18,7 @@ until all are scored at once. Chunks embed their own tokens: views of one embedd
 all of it. Other `chunk_steps` sum the weights' gradients in another order: equal up to rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
 from typing import Any, ClassVar
@@ -30,6 +30,7 @@ from zoo.chain import Chain, State, Steps
 from zoo.errors import ArgumentError, InputError
 from zoo.layers.checks import check_positive, check_rate, check_tokens
 from zoo.layers.language_head import IGNORED, LossChunks, check_targets
+from zoo.layers.shared_weight import SharedWeight
 
 Carried = Tensor | tuple[Tensor, ...]
 
@@ -42,7 +43,7 @@ class WordLanguageModel(Chain):
     Targets of -100 are ignored. `drop_rate` is that of Zaremba's dropout, behind the embedding and
     behind each layer. `tied` makes the embedding's weight the decoder's (arXiv:1608.05859).
     `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are scored at a time: 128
-    scores of 33278 words are 16 MiB, less than the decoder's gradient that each such chunk makes.
+    times 33278 scores are 16 MiB.
 
     Embedding and decoder are drawn from (-0.1, 0.1) and the decoder's bias is zero, as in torch's
     example; the layers are torch's own. (Zaremba draws these from (-0.1, 0.1) too.)
@@ -114,13 +115,17 @@ class WordLanguageModel(Chain):
         check_tokens(self.name, tokens, "T N")
         self._check_state(state, tokens.shape[1])
         layers = [(partial(self.recur, layer), self.drop) for layer in range(len(self.layers))]
-        body: Steps = [self.embed, self.drop, *layers]
+        words = SharedWeight(self.embedding.weight)
+        body: Steps = [partial(self.embed, words.embedding(self.embedding)), self.drop, *layers]
         starts = range(0, len(tokens), self.chunk_steps)
         if targets is None:
             chunks: list[Steps] = [[body, self.set_aside] for _ in starts]
             return [self.begin, *chunks, [self.score, self.finish]]
         check_targets(self.name, tokens, targets)
-        loss = LossChunks(self.decoder, tokens.numel(), self.chunk_tokens, self.carried)
+        tied = self.decoder.weight is self.embedding.weight
+        scored = words if tied else SharedWeight(self.decoder.weight)
+        decoder = scored.decoder(self.decoder)
+        loss = LossChunks(decoder, tokens.numel(), self.chunk_tokens, self.carried)
         chunks = []
         for start in starts:
             size = min(self.chunk_steps, len(tokens) - start) * tokens.shape[1]
@@ -142,9 +147,9 @@ class WordLanguageModel(Chain):
         count = (targets != IGNORED).sum()
         return (*carried, total, count, *(part for pair in pairs for part in pair))
 
-    def embed(self, *state: Any) -> State:
+    def embed(self, embedding: Callable[[Tensor], Tensor], *state: Any) -> State:
         """..., tokens (t, N), ... -> ..., x (t, N, embedding), ..."""
-        return self._in_hand(state, self.embedding(state[self.hand]))
+        return self._in_hand(state, embedding(state[self.hand]))
 
     def drop(self, *state: Any) -> State:
         """..., x (t, N, C), ... -> ..., dropout(x), ..."""

@@ -22,7 +22,7 @@ class StepCosts:
         forward_until_saved: the same up to the moment when its last tensor is saved, which is where
             a second run that ends with this step stops.
         backward: for each step, the largest number of new bytes during its backward, parameter
-            gradients included.
+            gradients included but for those that several steps sum up in one buffer.
         gradients: for each of the n + 1 states, bytes of its gradient.
         flops: for each step, floating point operations of its forward.
         flops_until_saved: those that a second run which ends with this step does.
