@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zoo.harness.cells import expand
+from zoo.harness.cells import expand, timed_by
 from zoo.harness.config import Config, ModelConfig
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {})
@@ -37,7 +37,7 @@ def test_the_baseline_keeps_everything():
         ({"repeats": 9}, {"timing"}),
         ({"seed": 1}, {"baseline", "checkpointed", "timing"}),
         ({"arguments": {"classes": 5}}, {"baseline", "checkpointed", "timing"}),
-        ({"threads": 8}, {"baseline", "checkpointed", "timing"}),
+        ({"threads": 7}, {"baseline", "checkpointed", "timing"}),
         ({"largest_ratio": 0.5}, set()),
         ({"output": "elsewhere"}, set()),
         ({"timeout": 5}, set()),
@@ -46,3 +46,9 @@ def test_the_baseline_keeps_everything():
 def test_a_key_changes_with_what_its_cell_depends_on(change, measured_again):
     before, after = keys(), keys(**change)
     assert {kind for kind in before if before[kind] != after[kind]} == measured_again
+
+
+def test_what_is_timed_is_the_plan_that_was_measured():
+    (cells,) = expand(CONFIG)
+    assert timed_by("(0-1) 2", cells["timing"]).model.checkpoint == "(0-1) 2"
+    assert timed_by(None, cells["timing"]) == cells["timing"]

@@ -4,12 +4,10 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zoo.harness import processes
-from zoo.harness.processes import end_all, outcome
+from zoo.harness.processes import outcome
 
 
 def returns(cell):
@@ -71,14 +69,3 @@ def test_what_it_said_is_kept_and_stays_off_the_screen(capfd):
 def test_a_process_that_hangs_is_ended():
     result = outcome(hangs, "a cell", 0.5)
     assert result == {"reason": "not done after 0.5 s; --timeout allows more"}
-
-
-def test_ending_all_leaves_no_outcome():
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(outcome, hangs, "a cell", 60) for _ in range(2)]
-        while len(processes._RUNNING) < 2:
-            time.sleep(0.01)
-        end_all()
-        for future in futures:
-            with pytest.raises(InterruptedError, match="the run was ended"):
-                future.result()

@@ -69,7 +69,6 @@ class Config:
     output: Annotated[str, Key("the folder for results and reports")] = "results"
     seed: Annotated[int, Key("of weights, batches and dropout", least=0)] = 0
     threads: Annotated[int, Key("CPU threads, 0 for as many as there are cores", least=0)] = 0
-    jobs: Annotated[int, Key("cells that measure memory at once, on the CPU", least=1)] = 2
     timeout: Annotated[int, Key("seconds after which a cell has failed", least=1)] = 1800
     fresh: Annotated[bool, Key("measure again what was measured before")] = False
 

@@ -21,16 +21,11 @@ Result = dict[str, Any]
 
 _FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
-_RUNNING: set[Any] = set()
 _IMPORTED = ["__main__", "zoo.harness.worker", "sklearn.datasets", "nibabel"]
 
 
 def outcome(function: Callable[[Cell], Result], cell: Cell, timeout: float) -> Result:
-    """Returns what a function of a module returns for a cell, or why not under "reason".
-
-    Raises:
-        InterruptedError: `end_all` was called meanwhile.
-    """
+    """Returns what a function of a module returns for a cell, or why not under "reason"."""
     _CONTEXT.set_forkserver_preload(_IMPORTED)
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, receiver:
@@ -38,22 +33,11 @@ def outcome(function: Callable[[Cell], Result], cell: Cell, timeout: float) -> R
         process = _CONTEXT.Process(target=_serve, args=(function, cell, sender, said), daemon=True)
         process.start()
         sender.close()
-        _RUNNING.add(process)
         try:
-            result = _await(process, receiver, said, timeout)
+            return _await(process, receiver, said, timeout)
         finally:
             process.kill()
             process.join()
-        if process not in _RUNNING:
-            raise InterruptedError("the run was ended")
-        _RUNNING.remove(process)
-        return result
-
-
-def end_all() -> None:
-    """Ends every process whose outcome is awaited, which then is none."""
-    while _RUNNING:
-        _RUNNING.pop().kill()
 
 
 def _await(process: Any, receiver: Connection, said: Path, timeout: float) -> Result:

@@ -4,10 +4,8 @@ A cell that fails, runs out of memory or is killed has that as its result and co
 What ran before is not run again: after an interruption the same command goes on where it stopped.
 """
 
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,14 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zoo.errors import ConfigError
-from zoo.harness.cells import KINDS, Cell, Kind, expand, jobs, timed_by
+from zoo.harness.cells import KINDS, Cell, Kind, expand, timed_by
 from zoo.harness.config import Config
-from zoo.harness.processes import end_all, outcome
+from zoo.harness.processes import outcome
 from zoo.harness.results import Record, Results
 from zoo.harness.worker import work
 from zoo.units import format_bytes, format_seconds
-
-PAIR: Sequence[Kind] = ("baseline", "checkpointed")
 
 Comparison = dict[str, Any]
 """A model's config under "model" and the records of its cells under their kinds."""
@@ -39,9 +35,6 @@ def results_of(config: Config) -> Results:
 def run(config: Config, console: Console) -> list[Comparison]:
     """Runs every cell of a config that has no result yet and returns the results by model.
 
-    Memory first, `jobs` cells at once, since neither bytes nor bits depend on who else computes;
-    then times, one cell at a time.
-
     Raises:
         ConfigError: the device is not there.
         KeyboardInterrupt: passed on; the cells that finished are on disk.
@@ -49,51 +42,38 @@ def run(config: Config, console: Console) -> list[Comparison]:
     _check_device(config.device)
     if config.fresh:
         results_of(config).clear()
-    cells = expand(config)
-    with Shown(console, total=len(KINDS) * len(cells)) as shown:
+    with Shown(console, total=len(KINDS) * len(config.models)) as shown:
         session = Session(results_of(config), shown, config.timeout)
-        memory = session.records([entry[kind] for entry in cells for kind in PAIR], jobs(config))
-        baselines, checkpointed = memory[::2], memory[1::2]
-        timings = session.records(
-            [
-                timed_by(record.get("plan"), entry["timing"])
-                for record, entry in zip(checkpointed, cells, strict=True)
-            ]
-        )
-    models = map(asdict, config.models)
-    columns = zip(models, baselines, checkpointed, timings, strict=True)
-    return [dict(zip(("model", *KINDS), column, strict=True)) for column in columns]
+        return [
+            {"model": asdict(model), **session.compare(cells)}
+            for model, cells in zip(config.models, expand(config), strict=True)
+        ]
 
 
 class Session:
-    """Runs cells and keeps their results, except those that are known already."""
+    """Runs cells one at a time and keeps their results, except those that are known already."""
 
     def __init__(self, results: Results, shown: "Shown", timeout: float) -> None:
         self.results, self.shown, self.timeout = results, shown, timeout
         self.known = {
             key: record for key, record in results.read().items() if record["status"] == "done"
         }
-        self.lock = threading.Lock()
 
-    def records(self, cells: Sequence[Cell], at_once: int = 1) -> list[Record]:
-        """Returns the record of each cell."""
-        with ThreadPoolExecutor(at_once) as pool:
-            try:
-                return list(pool.map(self.record, cells))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                end_all()
-                raise
+    def compare(self, cells: Mapping[Kind, Cell]) -> Comparison:
+        """Returns the records of a model's cells; what is timed is the plan that was measured."""
+        baseline = self.record(cells["baseline"])
+        checkpointed = self.record(cells["checkpointed"])
+        timing = self.record(timed_by(checkpointed.get("plan"), cells["timing"]))
+        return {"baseline": baseline, "checkpointed": checkpointed, "timing": timing}
 
     def record(self, cell: Cell) -> Record:
         """Returns the record of a cell, which runs if need be."""
         self.shown.start(cell)
         known = self.known.get(cell.key())
         record = known | {"cached": True} if known else run_cell(cell, self.timeout)
-        with self.lock:
-            if not known:
-                self.results.append(record)
-            self.shown.finish(cell, record)
+        if not known:
+            self.results.append(record)
+        self.shown.finish(cell, record)
         return record
 
 

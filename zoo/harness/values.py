@@ -58,7 +58,8 @@ def check_keys(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None
     """Raises ConfigError for the first key that is not known."""
     for name in raw:
         if name not in known:
-            raise ConfigError(f"{where} has no key {name!r}.{nearest(str(name), known)}")
+            near = nearest(str(name), known) or f" It takes {', '.join(known)}"
+            raise ConfigError(f"{where} has no key {name!r}.{near}")
 
 
 def typed(values: Mapping[str, Any], keys: Iterable[Declared], where: str) -> dict[str, Any]:

@@ -20,12 +20,8 @@ class Heading:
 
 
 def heading(comparisons: Sequence[Mapping[str, Any]], name: str, command: str) -> Heading:
-    """Describes a comparison by the first of its records that says where it was measured.
-
-    Timing goes first: memory may be measured by several processes that share the threads.
-    """
-    kinds = ("timing", "checkpointed", "baseline")
-    records = (comparison[kind] for comparison in comparisons for kind in kinds)
+    """Describes a comparison by the first of its records that says where it was measured."""
+    records = (record for comparison in comparisons for record in comparison.values())
     measured = (record for record in records if "environment" in record)
     return Heading(name, next(map(_setting, measured), "nothing could be measured"), command)
 
