@@ -82,9 +82,12 @@ def test_a_floor_holds_for_the_experiment_that_it_was_written_for(write):
     path = write("models: [{name: resnet18, largest_ratio: 0.3}]")
     floors = [
         load([path, *more]).models[0].largest_ratio
-        for more in ([], ["--repeats", "9"], ["--checkpoint", "2"], ["--largest-ratio", "0.4"])
+        for more in ([], ["--repeats=9"], ["--checkpoint=2"], ["--largest-ratio=0.4"])
     ]
     assert floors == [0.3, 0.3, 1.0, 0.4]
+    both = ["--dtype=bfloat16", "--largest-ratio=0.4"]
+    assert load([path, "--device=cuda"]).models[0].largest_ratio == 1.0
+    assert load([path, *both]).models[0].largest_ratio == 0.4
 
 
 def test_cuda_takes_its_own_batch_size_unless_told():

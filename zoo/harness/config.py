@@ -76,8 +76,8 @@ class Config:
 MODEL_KEYS = declared(ModelConfig)
 RUN_KEYS = declared(Config)
 
-OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "optimizer", "checkpoint"}
-"""Keys which, changed on the command line, make a config's `largest_ratio` say nothing."""
+OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "device", "dtype"}
+"""Keys which, given on the command line, make a config's `largest_ratio` say nothing."""
 
 
 def load(arguments: Sequence[str] | None = None) -> Config:
@@ -100,6 +100,8 @@ def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Confi
         entries = [entry for name in names for entry in _entries_of(name, entries)]
     run = {**raw, **{name: override[name] for name in _names(RUN_KEYS) if name in override}}
     changes = {name: override[name] for name in _names(MODEL_KEYS) if name in override}
+    if override.keys() & OTHER_EXPERIMENT:
+        changes.setdefault("largest_ratio", 1.0)
     on_cuda = run.get("device") == "cuda"
     models = tuple(_model(entry, changes, on_cuda, path.name) for entry in entries)
     return Config(path.stem, models, **typed(run, RUN_KEYS, path.name))
@@ -190,8 +192,6 @@ def _merge(
     values = {"arguments": {}, **usual, **entry, **changes}
     if isinstance(entry.get("arguments"), dict) and isinstance(values["arguments"], dict):
         values["arguments"] = {**entry["arguments"], **values["arguments"]}
-    if changes.keys() & OTHER_EXPERIMENT:
-        values["largest_ratio"] = changes.get("largest_ratio", 1.0)
     return values
 
 

@@ -45,6 +45,6 @@ def digest(tensors: Iterable[Named]) -> str:
 
 def _random_states() -> list[Named]:
     states: list[Named] = [("cpu", torch.get_rng_state())]
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states += [(f"cuda:{i}", state) for i, state in enumerate(torch.cuda.get_rng_state_all())]
     return states

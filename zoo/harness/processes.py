@@ -8,6 +8,7 @@ device and no tensor of another cell are in it. Elsewhere each starts from nothi
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -19,14 +20,16 @@ from zoo.harness.cells import Cell
 
 Result = dict[str, Any]
 
-_FORKS = "forkserver" in multiprocessing.get_all_start_methods()
+# macOS could fork too, but its own libraries do not survive it
+_FORKS = sys.platform == "linux"
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
 _IMPORTED = ["__main__", "zoo.harness.worker", "sklearn.datasets", "nibabel"]
 
 
 def outcome(function: Callable[[Cell], Result], cell: Cell, timeout: float) -> Result:
     """Returns what a function of a module returns for a cell, or why not under "reason"."""
-    _CONTEXT.set_forkserver_preload(_IMPORTED)
+    if _FORKS:
+        _CONTEXT.set_forkserver_preload(_IMPORTED)
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, receiver:
         said = Path(folder) / "said"

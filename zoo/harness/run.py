@@ -55,9 +55,8 @@ class Session:
 
     def __init__(self, results: Results, shown: "Shown", timeout: float) -> None:
         self.results, self.shown, self.timeout = results, shown, timeout
-        self.known = {
-            key: record for key, record in results.read().items() if record["status"] == "done"
-        }
+        records = results.read().items()
+        self.known = {key: record for key, record in records if record.get("status") == "done"}
 
     def compare(self, cells: Mapping[Kind, Cell]) -> Comparison:
         """Returns the records of a model's cells; what is timed is the plan that was measured."""
