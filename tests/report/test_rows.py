@@ -93,6 +93,17 @@ def test_the_table_says_what_the_rows_say():
         assert words in shown
 
 
+@pytest.mark.parametrize("width", [70, 80, 90, 100, 110, 120, 140])
+def test_the_table_fits_the_terminal_and_cuts_no_number(width):
+    console = Console(file=io.StringIO(), width=width)
+    show(rows([comparison()]), "Title", console)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in console.file.getvalue()
+    for number in ("1000 B", "250 B", "0.250", "×1.30", "[1.20, 1.40]"):
+        assert number in console.file.getvalue()
+
+
 def test_the_files_hold_the_same_numbers(tmp_path):
     found = rows([comparison()])
     above = heading([comparison()], "mine", "python test_memory_optimized.py mine.yaml")
