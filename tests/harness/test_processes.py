@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +71,26 @@ def test_what_it_said_is_kept_and_stays_off_the_screen(capfd):
 def test_a_process_that_hangs_is_ended():
     result = outcome(hangs, "a cell", 0.5)
     assert result == {"reason": "not done after 0.5 s; --timeout allows more"}
+
+
+def tells_its_number_and_hangs(cell):
+    Path(cell).write_text(str(os.getpid()))
+    hangs(cell)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks the process up in /proc")
+@pytest.mark.timeout(60)
+def test_a_process_ends_with_the_one_that_waits_for_it(tmp_path):
+    said = tmp_path / "number"
+    code = f"""if __name__ == "__main__":
+    import sys; sys.path[:] = {sys.path!r}
+    from zoo.harness.processes import outcome
+    from test_processes import tells_its_number_and_hangs
+    outcome(tells_its_number_and_hangs, {str(said)!r}, 60)"""
+    waiting = subprocess.Popen([sys.executable, "-c", code])
+    while not (said.is_file() and said.read_text()):
+        time.sleep(0.05)
+    waiting.kill()
+    waiting.wait()
+    while Path(f"/proc/{said.read_text()}").exists():
+        time.sleep(0.05)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -68,6 +69,7 @@ def _serve(function: Callable[[Cell], Result], cell: Cell, sender: Connection, s
     """Runs in the new process; what it prints goes to a file, not between the lines of progress."""
     # Ctrl-C reaches the whole group; the process that waits decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     file = os.open(said, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -76,3 +78,11 @@ def _serve(function: Callable[[Cell], Result], cell: Cell, sender: Connection, s
     except Exception as error:
         traceback.print_exc()
         sender.send({"reason": " ".join(f"{type(error).__name__}: {error}".split())})
+
+
+def _end_with_parent() -> None:
+    """Ends this process with the one that waits for it, however that one ends."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
