@@ -236,3 +236,61 @@ def test_steps_that_cannot_be_measured_are_refused_with_a_way_out() -> None:
     with pytest.raises(PlanError, match=r"could not be measured on fake tensors.*Pass checkpoint="):
         attach(Branches(), True)(torch.rand(2, 3))
     attach(Branches(), 2)(torch.rand(2, 3)).sum().backward()
+
+
+def test_only_chains_take_a_plan() -> None:
+    with pytest.raises(ArgumentError, match=r"needs a zoo\.Chain; got Linear"):
+        attach(nn.Linear(3, 3), True)  # type: ignore[type-var]
+
+
+def test_a_chain_inside_keeps_its_own_plan() -> None:
+    class Outer(Chain):
+        def __init__(self, checkpoint: Any) -> None:
+            super().__init__()
+            self.inner = attach(Residuals(), checkpoint)
+
+        def steps(self) -> Steps:
+            return [torch.relu, self.inner, torch.tanh]
+
+    def record(inner: Any, outer: Any) -> Record:
+        torch.manual_seed(1)
+        model = attach(Outer(inner), outer)
+        result = train(model, lambda: [images()], steps=2)
+        assert inner is False or model.inner.plan is not None
+        return result
+
+    expected = record(False, False)
+    assert_same(record(True, False), expected)
+    assert_same(record(2, (0, (1,), 2)), expected)
+
+
+def test_modules_that_differ_in_a_list_are_measured_apart() -> None:
+    class Pools(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pools = nn.ModuleList(nn.AdaptiveAvgPool2d([size, size]) for size in (8, 4))
+            self.fc = nn.Linear(64, 2)
+
+        def steps(self) -> Steps:
+            return [*self.pools, self.flatten]
+
+        def flatten(self, x: Tensor) -> Tensor:
+            return self.fc(x.flatten(1))
+
+    attach(Pools(), True)(images(2, 4, 8)).sum().backward()
+
+
+def test_a_compiled_model_is_exact_before_and_after_its_plan() -> None:
+    def results(option: Any) -> list[Record]:
+        torch.manual_seed(1)
+        model = attach(Residuals(rate=0.0), option)
+        compiled = torch.compile(model, backend="aot_eager")
+        found = []
+        for forward in (compiled, compiled, model, compiled):
+            model.zero_grad()
+            forward(images()).square().sum().backward()
+            found.append(everything(model))
+        return found
+
+    for actual, expected in zip(results(2), results(False), strict=True):
+        assert_same(actual, expected)

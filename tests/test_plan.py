@@ -75,6 +75,14 @@ def test_malformed_plans_are_refused(items: tuple[object, ...], message: str) ->
         Plan(items)
 
 
+@pytest.mark.parametrize("items", [5, "01", None, {0: 1}])
+def test_what_is_no_sequence_is_refused(items: object) -> None:
+    with pytest.raises(PlanError, match="a plan is a sequence"):
+        Plan(items)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="no plan in JSON"):
+        Plan.from_json("(0 1)")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -27,9 +27,9 @@ def create(name: str, *, checkpoint: Checkpoint = False, **model_arguments: Any)
         ModelNameError: no such model; the message offers the nearest names.
         ArgumentError: an argument that this model does not take, or a value out of range.
     """
-    if name not in _FACTORIES:
+    if not isinstance(name, str) or name not in _FACTORIES:
         raise ModelNameError(
-            f"there is no model {name!r}.{nearest(name, _FACTORIES)} "
+            f"there is no model {name!r}.{nearest(str(name), _FACTORIES)} "
             "zoo.list_models() lists all names."
         )
     return _FACTORIES[name](checkpoint=checkpoint, **model_arguments)

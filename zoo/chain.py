@@ -56,7 +56,7 @@ class Chain(nn.Module):
     a tuple). It never writes its inputs in place.
 
     A chain or Sequential that has forward or backward hooks of its own is run as one step, by
-    calling it, so that its hooks fire as in any module.
+    calling it, so that its hooks fire as in any module; so is a chain with a plan of its own.
     """
 
     runner: Runner | None
@@ -168,7 +168,7 @@ def _fine(entry: Any) -> Iterator[Step]:
     inner: Sequence[Any] | None = None
     if isinstance(entry, list | tuple):
         inner = entry
-    elif isinstance(entry, Chain) and not _hooked(entry):
+    elif isinstance(entry, Chain) and entry.runner is None and not _hooked(entry):
         inner = entry.steps()
     elif type(entry) is nn.Sequential and not _hooked(entry):
         inner = tuple(entry)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zoo.chain import Chain, Outline, State
+from zoo.chain import Chain, Outline, State, fold
 from zoo.engine.schedule import run_plan
 from zoo.errors import ArgumentError, PlanError, ZooError
 from zoo.measure.profile import profile
@@ -35,9 +35,14 @@ def attach(chain: AnyChain, checkpoint: Checkpoint) -> AnyChain:
     - a `Plan` or nested tuple: just that.
 
     Raises:
-        ArgumentError: none of these.
+        ArgumentError: none of these, or no chain.
         PlanError: a malformed plan; one that does not fit raises at the first forward.
     """
+    if not isinstance(chain, Chain):
+        raise ArgumentError(
+            f"checkpoint= needs a zoo.Chain; got {type(chain).__name__}. Write the model as a "
+            "chain, or call its parts through zoo.recompute"
+        )
     chain.runner = None if checkpoint is False else PlannedRunner(_decision(checkpoint))
     return chain
 
@@ -102,7 +107,17 @@ class PlannedRunner:
     plans: dict[Any, Plan] = field(default_factory=dict)
 
     def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
-        """Decides if need be, then runs."""
+        """Decides if need be, then runs.
+
+        Plans are made in eager mode only: a compiled model that has none yet, and one under
+        `torch.func`, runs plainly.
+        """
+        if torch._C._are_functorch_transforms_active():
+            return fold(outline.steps, inputs)
+        if torch.compiler.is_compiling():
+            if self.plan is None or len(self.plan.flatten()) != len(outline.steps):
+                return fold(outline.steps, inputs)
+            return run_plan(self.plan, outline.steps, inputs)
         kind = (len(outline.steps), *map(_kind, inputs), *_autocast(inputs))
         if kind not in self.plans:
             plan = self.decision(chain, outline, inputs)
@@ -115,7 +130,7 @@ class PlannedRunner:
 def _decision(checkpoint: Any) -> Decision:
     if checkpoint is True:
         return FromCosts(least_memory)
-    if isinstance(checkpoint, tuple):
+    if isinstance(checkpoint, tuple | list):
         return Given(Plan(checkpoint))
     if isinstance(checkpoint, str):
         schemes.check_name(checkpoint)

@@ -10,7 +10,7 @@ A plan does not know what its steps cost; `planner` does.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Union
 
 from zoo.errors import PlanError
@@ -40,6 +40,8 @@ class Plan(tuple[Item, ...]):
 
     def __new__(cls, items: Sequence[Any] = ()) -> "Plan":
         """Checks the nested sequences and makes tuples of them."""
+        if not isinstance(items, Iterable) or isinstance(items, str | bytes | dict):
+            raise PlanError(f"a plan is a sequence of step indices and tuples, not {items!r}")
         plan = super().__new__(cls, (_item(entry) for entry in items))
         indices = plan.flatten()
         for position, index in enumerate(indices):
@@ -88,7 +90,10 @@ class Plan(tuple[Item, ...]):
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Reads what `to_json` wrote."""
-        return cls(json.loads(text))
+        try:
+            return cls(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise PlanError(f"this is no plan in JSON: {error}") from error
 
     def to_json(self) -> str:
         """Writes the plan as nested JSON lists."""
@@ -131,7 +136,8 @@ class Plan(tuple[Item, ...]):
         segments = sum(1 for item in self if isinstance(item, tuple))
         return (
             f"{len(runs)} steps: {kept} kept, {len(runs) - kept} run again "
-            f"in {segments} segments, {depth_text(self.depth())}\n{self.text()}"
+            f"in {segments} segment{'s' * (segments != 1)}, {depth_text(self.depth())}\n"
+            f"{self.text()}"
         )
 
     def text(self) -> str:
@@ -145,9 +151,10 @@ class Plan(tuple[Item, ...]):
         ┌ again   1  bn1
         └ again   2  conv2
         """
-        depth = max(self.depth(), 0)
         lines = []
-        for index, (bars, runs) in enumerate(zip(_bars(self, depth), self.runs(), strict=True)):
+        for index, (bars, runs) in enumerate(
+            zip(_bars(self, self.depth()), self.runs(), strict=True)
+        ):
             label = "keep " if runs == 1 else "again" if runs == 2 else f"x{runs:<4}"
             name = names[index] if index < len(names) else ""
             lines.append(f"{bars} {label} {index:>4}  {name}".rstrip())

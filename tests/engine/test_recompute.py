@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.training import assert_same, everything, images, train
 from zoo.engine.recompute import recompute
-from zoo.errors import RecomputeError
+from zoo.errors import ArgumentError, RecomputeError
 from zoo.measure.memory import trace
 
 
@@ -243,3 +243,45 @@ def test_a_retained_graph_holds_no_second_runs() -> None:
         return trace(step).peak
 
     assert peak(retain=True) <= peak(retain=False) + 500_000
+
+
+def test_other_parameters_in_the_second_run_are_refused() -> None:
+    class Call(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return recompute(self.inner, x)
+
+    model = Call()
+    doubled = {k: (v.detach() * 2).requires_grad_() for k, v in model.named_parameters()}
+    x = torch.rand(2, 3).requires_grad_()
+    loss = torch.func.functional_call(model, doubled, (x,)).sum()
+    with pytest.raises(RecomputeError, match=r"another parameter \(3, 3\) than the first"):
+        loss.backward()
+
+
+def test_a_frozen_weight_changed_before_the_backward_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].requires_grad_(False)
+    loss = recompute(model, torch.rand(2, 3).requires_grad_()).sum()
+    with torch.no_grad():
+        model[2].weight.add_(1)
+    with pytest.raises(RecomputeError, match=r"parameter \(3, 3\).*changed in place"):
+        loss.backward()
+
+
+def test_it_is_called_as_torchs_checkpoint_is() -> None:
+    x = torch.rand(3).requires_grad_()
+    assert torch.equal(recompute(torch.sin, x, use_reentrant=False), x.sin())
+    with pytest.raises(ArgumentError, match="use_reentrant=True cannot be exact"):
+        recompute(torch.sin, x, use_reentrant=True)
+
+
+def test_an_inference_tensor_may_be_an_input() -> None:
+    with torch.inference_mode():
+        x = torch.rand(3)
+    w = torch.rand(3).requires_grad_()
+    recompute(lambda x, w: (x + w).sin().sin(), x, w).sum().backward()
+    assert w.grad is not None

@@ -15,12 +15,13 @@ from zoo.layers import checks
         (torch.zeros(3, 8, 8), r"net takes \(N, C, H, W\), 4 axes; got \(3, 8, 8\)"),
         (torch.zeros(1, 4, 8, 8), r"built for 3 channels; got 4 in \(1, 4, 8, 8\)"),
         (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), r"floating numbers; got torch.uint8"),
+        (torch.zeros(1, 3, 8, 8).double(), r"weights are torch.float32; got torch.float64"),
         (torch.zeros(0, 3, 8, 8), r"at least one element on each axis; got \(0, 3, 8, 8\)"),
     ],
 )
 def test_images_of_another_kind_are_refused(images: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        checks.check_input("net", images, "N C H W", 3)
+        checks.check_input("net", images, "N C H W", 3, torch.zeros(1))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from zoo.engine.ambient import Ambient
 from zoo.engine.randomness import (
@@ -42,12 +43,12 @@ from zoo.engine.randomness import (
     replayed_streams,
 )
 from zoo.engine.state import scratch_statistics
-from zoo.errors import RecomputeError
+from zoo.errors import ArgumentError, RecomputeError
 
 Function = Callable[..., Any]
 
 
-def recompute(function: Function, *args: Any, **kwargs: Any) -> Any:
+def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """Calls `function(*args, **kwargs)` and keeps only its inputs for the backward.
 
     A drop-in for `torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)` that is
@@ -55,9 +56,12 @@ def recompute(function: Function, *args: Any, **kwargs: Any) -> Any:
     plain call. The inside runs a second time in the backward.
 
     Raises:
+        ArgumentError: `use_reentrant=True`, whose first run goes without a graph.
         RecomputeError: in the backward, when an input or a parameter was changed in place since, or
             when the second run saves other tensors than the first.
     """
+    if use_reentrant:
+        raise ArgumentError("use_reentrant=True cannot be exact; leave it out or pass False")
     if torch.compiler.is_compiling():
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -116,8 +120,9 @@ class _Recording(_Mode):
 
     def pack(self, tensor: Tensor) -> "_Holder | _Kept":
         if _is_parameter(tensor):
-            self.target.slots.append(None)
-            return _Kept(tensor.detach(), "parameter")
+            kept = _Kept(tensor.detach(), "parameter")
+            self.target.slots.append(kept)
+            return kept
         holder = _Holder(self.target, tensor)
         self.target.slots.append(weakref.ref(holder))
         return holder
@@ -137,7 +142,7 @@ class _Replay(_Mode):
         self.open = {
             number: target
             for number, slot in enumerate(segment.slots)
-            if slot is not None and (target := slot()) is not None and target.empty
+            if not isinstance(slot, _Kept) and (target := slot()) is not None and target.empty
         }
         self.target = segment
         self.inputs: set[int] = set()
@@ -175,6 +180,9 @@ class _Replay(_Mode):
 
     def pack(self, tensor: Tensor) -> "_Kept":
         self._settle(tensor)
+        first = self.target.slots[self.slot] if self.slot < len(self.target.slots) else None
+        if isinstance(first, _Kept):
+            first.check_same(tensor)
         holder = self._take()
         if holder is not None:
             holder.fill(tensor)
@@ -214,7 +222,7 @@ class _Segment:
         self.parent = parent
         self.inputs: _Inputs | None = None
         self.streams: list[Stream] = []
-        self.slots: list[weakref.ref[_Holder] | weakref.ref[_Segment] | None] = []
+        self.slots: list[weakref.ref[_Holder] | weakref.ref[_Segment] | _Kept] = []
         self.lock = threading.RLock()
 
     @property
@@ -235,7 +243,7 @@ class _Segment:
     def forget(self) -> None:
         """Empties what a backward filled and did not use up."""
         for slot in self.slots:
-            target = slot() if slot is not None else None
+            target = None if isinstance(slot, _Kept) else slot()
             if target is not None:
                 target.clear()
 
@@ -263,7 +271,8 @@ class _Holder:
         if kind != self.kind:
             raise RecomputeError(
                 f"the second run of a segment saved {_text(kind)} where the first saved "
-                f"{_text(self.kind)}. The function must do the same work each time."
+                f"{_text(self.kind)}. The function must do the same work each time; call "
+                "train() or eval() after the backward, not before it."
             )
         self.kept = _Kept(tensor.detach())
 
@@ -290,14 +299,24 @@ class _Kept:
 
     def __init__(self, tensor: Tensor, what: str = "tensor") -> None:
         self.tensor = tensor
-        self.version = tensor._version
+        self.version = _version(tensor)
         self.what = what
 
+    def check_same(self, tensor: Tensor) -> None:
+        """Refuses a second run on other parameters, as after `torch.func.functional_call`."""
+        self.unpack()
+        if tensor.untyped_storage()._cdata != self.tensor.untyped_storage()._cdata:
+            raise RecomputeError(
+                f"the second run of a segment uses another parameter {tuple(tensor.shape)} than "
+                "the first. Run the backward while the parameters of the forward are in place, "
+                "inside whatever swapped them."
+            )
+
     def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if _version(self.tensor) != self.version:
             raise RecomputeError(
                 f"a {self.what} {tuple(self.tensor.shape)} that this gradient needs was changed in "
-                f"place after it was used (version {self.version}, now {self.tensor._version}). "
+                f"place after it was used (version {self.version}, now {_version(self.tensor)}). "
                 "Change it after the backward, or change a copy."
             )
         return self.tensor
@@ -311,15 +330,15 @@ class _Inputs:
     def __init__(self, inputs: Sequence[Any]) -> None:
         self.values = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
         self.flags = [isinstance(value, Tensor) and value.requires_grad for value in inputs]
-        self.versions = [value._version if isinstance(value, Tensor) else 0 for value in inputs]
+        self.versions = [_version(value) for value in inputs]
 
     def again(self) -> list[Any]:
         """Returns the inputs as the function saw them first."""
         for number, (value, version) in enumerate(zip(self.values, self.versions, strict=True)):
-            if isinstance(value, Tensor) and value._version != version:
+            if _version(value) != version:
                 raise RecomputeError(
                     f"input {number} of a segment, {tuple(value.shape)}, was changed in place "
-                    f"after the forward (version {version}, now {value._version}), so the second "
+                    f"after the forward (version {version}, now {_version(value)}), so the second "
                     "run cannot repeat the first. Change a copy instead."
                 )
         return [
@@ -340,7 +359,13 @@ def _run_in(mode: Any, function: Function, inputs: Sequence[Any]) -> Any:
 def _is_parameter(tensor: Tensor) -> bool:
     """Says whether a saved tensor is a parameter or a view of one: in memory anyway."""
     base = tensor._base if tensor._base is not None else tensor
-    return base.is_leaf and base.requires_grad
+    return base.is_leaf and (base.requires_grad or isinstance(base, Parameter))
+
+
+def _version(value: Any) -> int:
+    if not isinstance(value, Tensor) or value.is_inference():
+        return 0
+    return value._version
 
 
 def _unpack(packed: Any) -> Tensor:

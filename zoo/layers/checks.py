@@ -8,13 +8,14 @@ from torch import Tensor
 from zoo.errors import ArgumentError, InputError
 
 
-def check_input(model: str, tensor: Tensor, axes: str, channels: int | None = None) -> None:
+def check_input(model: str, tensor: Tensor, axes: str, channels: int, weight: Tensor) -> None:
     """Checks a floating input's number of axes, type and channels.
 
-    `axes` names them, as in "N C H W"; `channels` is the size that axis C must have.
+    `axes` names them, as in "N C H W"; `channels` is the size that axis C must have. The type is
+    that of the model's first `weight`, or any floating one under autocast.
 
     Raises:
-        InputError: the tensor does not have these axes, this many channels, or a float type.
+        InputError: the tensor does not have these axes, this many channels, or this type.
     """
     names = axes.split()
     if not isinstance(tensor, Tensor):
@@ -26,7 +27,12 @@ def check_input(model: str, tensor: Tensor, axes: str, channels: int | None = No
         raise InputError(
             f"{model} takes floating numbers; got {tensor.dtype}. Convert with .float() and scale"
         )
-    if channels is not None and shape[names.index("C")] != channels:
+    if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise InputError(
+            f"{model}'s weights are {weight.dtype}; got {tensor.dtype}. Convert the input with "
+            f".to({weight.dtype}), or the model"
+        )
+    if shape[names.index("C")] != channels:
         raise InputError(
             f"{model} was built for {channels} channels; got {shape[names.index('C')]} in {shape}. "
             "Build it with in_channels=..."
@@ -79,7 +85,7 @@ def check_positive(name: str, **values: int) -> None:
 def check_rate(name: str, **values: float) -> None:
     """Raises ArgumentError when one of the probabilities is outside [0, 1)."""
     for argument, value in values.items():
-        if not 0 <= value < 1:
+        if not isinstance(value, int | float) or not 0 <= value < 1:
             raise ArgumentError(f"{name} needs {argument} from 0 up to below 1; got {value!r}")
 
 

@@ -24,7 +24,8 @@ from zoo.measure.step import Given, Kind, Kinds, StepRun, kind_of, renumber, run
 from zoo.planner.costs import StepCosts
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
+PLAIN = (int, float, str, bool, type(None), torch.dtype)
+BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 
 
 def profile(chain: nn.Module, outline: Outline, inputs: State) -> StepCosts:
@@ -143,7 +144,7 @@ class _Profile:
         if id(module) not in self.shapes:
             self.shapes[id(module)] = (
                 type(module),
-                tuple((k, v) for k, v in vars(module).items() if isinstance(v, PLAIN)),
+                tuple((k, _setting(v)) for k, v in vars(module).items() if k not in BOOKKEEPING),
                 tuple(
                     (k, v if v is None else (v.shape, v.dtype, v.device, v.requires_grad))
                     for k, v in (*module._parameters.items(), *module._buffers.items())
@@ -151,6 +152,13 @@ class _Profile:
                 tuple((k, v and self._shape(v)) for k, v in module._modules.items()),
             )
         return self.shapes[id(module)]
+
+
+def _setting(value: Any) -> Hashable:
+    """Names an attribute of a module: what cannot be compared by value is only like itself."""
+    if isinstance(value, tuple):
+        return tuple(map(_setting, value))
+    return value if isinstance(value, PLAIN) else id(value)
 
 
 def _gradient_bytes(

@@ -141,7 +141,7 @@ class DenseNet(Chain):
         """Lists the same steps for any images that the network can take."""
         images = cast(Tensor, inputs[0])
         first = cast(nn.Conv2d, self.features["conv0"])
-        check_input("DenseNet", images, "N C H W", first.in_channels)
+        check_input("DenseNet", images, "N C H W", first.in_channels, first.weight)
         self._check_size(images)
         return self.steps()
 

@@ -165,7 +165,8 @@ class PreactivationResNet(Chain):
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
         images = cast(Tensor, inputs[0])
-        check_input("PreactivationResNet", images, "N C H W", self.conv1.in_channels)
+        conv = self.conv1
+        check_input("PreactivationResNet", images, "N C H W", conv.in_channels, conv.weight)
         values = len(images) * -(-images.shape[2] // 4) * -(-images.shape[3] // 4)
         if self.bn.training:
             check_values("PreactivationResNet", images, values)

@@ -173,7 +173,7 @@ class ResNet(Chain):
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
         images = cast(Tensor, inputs[0])
-        check_input("ResNet", images, "N C H W", self.conv1.in_channels)
+        check_input("ResNet", images, "N C H W", self.conv1.in_channels, self.conv1.weight)
         values = len(images) * -(-images.shape[2] // 32) * -(-images.shape[3] // 32)
         norm = self.layer4[-1].bn2
         if isinstance(norm, nn.BatchNorm2d) and norm.training:

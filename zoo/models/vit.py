@@ -80,7 +80,7 @@ class ViT(Chain):
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Checks images (N, C, H, W) and lists the steps."""
         images = cast(Tensor, inputs[0])
-        check_input("ViT", images, "N C H W", self.in_channels)
+        check_input("ViT", images, "N C H W", self.in_channels, self.cls_token)
         if tuple(images.shape[2:]) != (self.image_size, self.image_size):
             raise InputError(
                 f"this ViT takes images of {self.image_size} x {self.image_size}; got "

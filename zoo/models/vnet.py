@@ -257,7 +257,8 @@ class VNet(Chain):
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the steps once the volume is known to fit."""
         volume = cast(Tensor, inputs[0])
-        check_input("vnet", volume, "N C D H W", self.in_channels)
+        weight = self.stem.unit.conv.weight
+        check_input("vnet", volume, "N C D H W", self.in_channels, cast(Tensor, weight))
         _check_size(volume)
         if self.training or self.norm == "instance":
             least = prod(size // STRIDE for size in volume.shape[2:])
