@@ -23,6 +23,7 @@ clean:
 .venv/.installed: setup.cfg pyproject.toml constraints.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		f"this needs Python 3.11 or later; python3 is {sys.version.split()[0]}")'
+	@echo "Setting up .venv; the first time this downloads torch and takes some minutes."
 	python3 -m venv .venv
 	$(python) -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[compare,test,lint]'
