@@ -280,13 +280,14 @@ def test_modules_that_differ_in_a_list_are_measured_apart() -> None:
     attach(Pools(), True)(images(2, 4, 8)).sum().backward()
 
 
-def test_a_compiled_model_is_exact_before_and_after_its_plan() -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
+def test_a_compiled_model_is_exact() -> None:
     def results(option: Any) -> list[Record]:
         torch.manual_seed(1)
         model = attach(Residuals(rate=0.0), option)
         compiled = torch.compile(model, backend="aot_eager")
         found = []
-        for forward in (compiled, compiled, model, compiled):
+        for forward in (compiled, compiled):
             model.zero_grad()
             forward(images()).square().sum().backward()
             found.append(everything(model))

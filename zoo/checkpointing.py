@@ -109,15 +109,10 @@ class PlannedRunner:
     def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
         """Decides if need be, then runs.
 
-        Plans are made in eager mode only: a compiled model that has none yet, and one under
-        `torch.func`, runs plainly.
+        Under `torch.compile` and `torch.func` the chain runs plainly and saves nothing.
         """
-        if torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return fold(outline.steps, inputs)
-        if torch.compiler.is_compiling():
-            if self.plan is None or len(self.plan.flatten()) != len(outline.steps):
-                return fold(outline.steps, inputs)
-            return run_plan(self.plan, outline.steps, inputs)
         kind = (len(outline.steps), *map(_kind, inputs), *_autocast(inputs))
         if kind not in self.plans:
             plan = self.decision(chain, outline, inputs)
