@@ -22,6 +22,7 @@ from zoo.planner.costs import StepCosts
 from zoo.planner.least_memory import least_memory
 
 Checkpoint = bool | int | str | Plan | tuple[Any, ...]
+Decide = Callable[[Chain, Outline, State], Plan]
 AnyChain = TypeVar("AnyChain", bound=Chain)
 
 
@@ -43,66 +44,15 @@ def attach(chain: AnyChain, checkpoint: Checkpoint) -> AnyChain:
             f"checkpoint= needs a zoo.Chain; got {type(chain).__name__}. Write the model as a "
             "chain, or call its parts through zoo.recompute"
         )
-    chain.runner = None if checkpoint is False else PlannedRunner(_decision(checkpoint))
+    chain.runner = None if checkpoint is False else PlannedRunner(_decide_by(checkpoint))
     return chain
-
-
-class Decision:
-    """Decides a plan for a chain and one kind of inputs."""
-
-    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
-        """Returns the plan."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Given(Decision):
-    """The user's own plan."""
-
-    plan: Plan
-
-    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
-        """Returns the plan."""
-        return self.plan
-
-
-@dataclass(frozen=True)
-class FromBlocks(Decision):
-    """A scheme that looks only at which step belongs to which block."""
-
-    scheme: Callable[[Sequence[int]], Plan]
-
-    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
-        """Cuts the blocks."""
-        return self.scheme(outline.blocks)
-
-
-@dataclass(frozen=True)
-class FromCosts(Decision):
-    """A planner that looks at the bytes and operations of each step."""
-
-    planner: Callable[[StepCosts], Plan]
-
-    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
-        """Measures the chain on fake tensors and plans."""
-        try:
-            costs = profile(chain, outline, inputs)
-        except ZooError:
-            raise
-        except Exception as error:
-            raise PlanError(
-                f"the steps of {type(chain).__name__} could not be measured on fake tensors "
-                f"({type(error).__name__}: {error}). Pass checkpoint= a number of segments or a "
-                "Plan, which need no measuring."
-            ) from error
-        return self.planner(costs)
 
 
 @dataclass
 class PlannedRunner:
     """Runs a chain by a plan that is decided once for each kind of inputs."""
 
-    decision: Decision
+    decide: Decide
     plan: Plan | None = None
     plans: dict[Any, Plan] = field(default_factory=dict)
 
@@ -115,31 +65,59 @@ class PlannedRunner:
             return fold(outline.steps, inputs)
         kind = (len(outline.steps), *map(_kind, inputs), *_autocast(inputs))
         if kind not in self.plans:
-            plan = self.decision(chain, outline, inputs)
+            plan = self.decide(chain, outline, inputs)
             plan.check(len(outline.steps))
             self.plans[kind] = plan
         self.plan = self.plans[kind]
         return run_plan(self.plan, outline.steps, inputs)
 
 
-def _decision(checkpoint: Any) -> Decision:
+def _decide_by(checkpoint: Any) -> Decide:
     if checkpoint is True:
-        return FromCosts(least_memory)
+        return functools.partial(_from_costs, least_memory)
     if isinstance(checkpoint, tuple | list):
-        return Given(Plan(checkpoint))
+        return functools.partial(_given, Plan(checkpoint))
     if isinstance(checkpoint, str):
         schemes.check_name(checkpoint)
         if checkpoint in schemes.FROM_BLOCKS:
-            return FromBlocks(schemes.FROM_BLOCKS[checkpoint])
-        return FromCosts(schemes.FROM_COSTS[checkpoint])
+            return functools.partial(_from_blocks, schemes.FROM_BLOCKS[checkpoint])
+        return functools.partial(_from_costs, schemes.FROM_COSTS[checkpoint])
     if isinstance(checkpoint, int):
         if checkpoint < 1:
             raise ArgumentError(f"checkpoint={checkpoint} segments; choose 1 or more, or False")
-        return FromBlocks(functools.partial(schemes.segments, count=checkpoint))
+        scheme = functools.partial(schemes.segments, count=checkpoint)
+        return functools.partial(_from_blocks, scheme)
     raise ArgumentError(
         f"checkpoint={checkpoint!r} is none of True, False, a number of segments, a Plan, "
         f"{', '.join(schemes.NAMES)}"
     )
+
+
+def _given(plan: Plan, chain: Chain, outline: Outline, inputs: State) -> Plan:
+    return plan
+
+
+def _from_blocks(
+    scheme: Callable[[Sequence[int]], Plan], chain: Chain, outline: Outline, inputs: State
+) -> Plan:
+    return scheme(outline.blocks)
+
+
+def _from_costs(
+    planner: Callable[[StepCosts], Plan], chain: Chain, outline: Outline, inputs: State
+) -> Plan:
+    """Measures the chain on fake tensors and plans."""
+    try:
+        costs = profile(chain, outline, inputs)
+    except ZooError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"the steps of {type(chain).__name__} could not be measured on fake tensors "
+            f"({type(error).__name__}: {error}). Pass checkpoint= a number of segments or a "
+            "Plan, which need no measuring."
+        ) from error
+    return planner(costs)
 
 
 def _kind(value: Tensor | None) -> Any:

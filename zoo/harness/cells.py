@@ -4,7 +4,7 @@ Each model of a config becomes three. One that ran before, with the same key, ne
 
     baseline       steps with digests, the last with its memory traced, nothing checkpointed
     checkpointed   the same with the plan
-    timing         both in one process on the same batches, step by step in turn
+    timing         one model with and without its plan on the same batches, step by step in turn
 """
 
 import hashlib

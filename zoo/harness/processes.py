@@ -24,7 +24,7 @@ Result = dict[str, Any]
 # macOS could fork too, but its own libraries do not survive it
 _FORKS = sys.platform == "linux"
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
-_IMPORTED = ["__main__", "zoo.harness.worker", "sklearn.datasets", "nibabel"]
+_IMPORTED = ["__main__", "torch._dynamo", "zoo.harness.worker", "sklearn.datasets", "nibabel"]
 
 
 def outcome(function: Callable[[Cell], Result], cell: Cell, timeout: float) -> Result:

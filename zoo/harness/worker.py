@@ -62,18 +62,21 @@ def _measure(cell: Cell) -> Result:
 
 
 def _time(cell: Cell) -> Result:
-    baseline = _training(cell, False)
-    checkpointed = _training(cell, cell.model.checkpoint)
+    """Times steps of one model in training, which now keeps everything and now follows its plan."""
+    training = _training(cell, cell.model.checkpoint)
+    runners = {"baseline": None, "checkpointed": training.model.runner}
     warm_up, *data = _batches(cell, 1 + cell.repeats)
-    baseline.step(warm_up)
-    checkpointed.step(warm_up)
     seconds: dict[str, list[float]] = {"baseline": [], "checkpointed": []}
-    order = [("baseline", baseline), ("checkpointed", checkpointed)]
+    order = list(runners)
+    for name in order:
+        training.model.runner = runners[name]
+        training.step(warm_up)
     gc.collect()
     gc.disable()
     try:
         for batch in data:
-            for name, training in order:
+            for name in order:
+                training.model.runner = runners[name]
                 seconds[name].append(_seconds(training, batch))
             # A B  B A  A B ...: whoever comes second finds warmer caches
             order.reverse()

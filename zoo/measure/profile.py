@@ -24,7 +24,7 @@ from zoo.measure.step import Given, Kind, Kinds, StepRun, kind_of, renumber, run
 from zoo.planner.costs import StepCosts
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-PLAIN = (int, float, str, bool, type(None), torch.dtype)
+PLAIN = int | float | str | bool | None | torch.dtype
 BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -131,13 +131,16 @@ class _Profile:
     def _step_key(self, step: Any) -> Hashable:
         """Names what a step does: steps of equal modules and equal methods do the same."""
         if isinstance(step, functools.partial):
-            arguments = (*step.args, *sorted(step.keywords.items()))
-            if all(isinstance(argument, PLAIN) for argument in arguments):
-                return (self._step_key(step.func), arguments)
+            bound = (*step.args, *step.keywords.values())
+            if all(isinstance(value, PLAIN | nn.Module) for value in bound):
+                return (self._step_key(step.func), tuple(step.keywords), *map(self._bound, bound))
         owner = step if isinstance(step, nn.Module) else getattr(step, "__self__", None)
         if isinstance(owner, nn.Module):
             return (getattr(step, "__func__", None), self._shape(owner))
         return id(step)
+
+    def _bound(self, value: Any) -> Hashable:
+        return self._shape(value) if isinstance(value, nn.Module) else (type(value), value)
 
     def _shape(self, module: nn.Module) -> Hashable:
         """Describes a module: its type, settings, parameters and what is inside."""

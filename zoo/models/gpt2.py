@@ -68,7 +68,7 @@ class GPT2(Chain):
         positions: int = 1024,
         drop_rate: float = 0.1,
         drop_path_rate: float = 0.0,
-        chunk_tokens: int = 96,
+        chunk_tokens: int = 64,
     ) -> None:
         super().__init__()
         check_positive("GPT2", width=width, depth=depth, vocabulary=vocabulary)

@@ -42,8 +42,8 @@ class WordLanguageModel(Chain):
     zeros. The one returned goes in with the next batch, once detached by `model.detach(state)`.
     Targets of -100 are ignored. `drop_rate` is that of Zaremba's dropout, behind the embedding and
     behind each layer. `tied` makes the embedding's weight the decoder's (arXiv:1608.05859).
-    `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are scored at a time: 128
-    times 33278 scores are 16 MiB.
+    `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are scored at a time: 64
+    times 33278 scores are 8 MiB.
 
     Embedding and decoder are drawn from (-0.1, 0.1) and the decoder's bias is zero, as in torch's
     example; the layers are torch's own. (Zaremba draws these from (-0.1, 0.1) too.)
@@ -66,7 +66,7 @@ class WordLanguageModel(Chain):
         drop_rate: float = 0.2,
         tied: bool = False,
         chunk_steps: int = 20,
-        chunk_tokens: int = 128,
+        chunk_tokens: int = 64,
     ) -> None:
         super().__init__()
         self.name = self.recurrent.__name__.lower()

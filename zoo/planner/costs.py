@@ -4,7 +4,7 @@ Bytes are counted by distinct storage. States share storage (a skip connection i
 steps, DenseNet's features by all that follow), so a sum over shapes would count it many times.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -43,6 +43,6 @@ class StepCosts:
     def __len__(self) -> int:
         return len(self.saved)
 
-    def bytes_of(self, storages: Iterable[int]) -> int:
+    def bytes_of(self, storages: Collection[int]) -> int:
         """Returns the bytes of a set of storages."""
-        return sum(self.sizes[storage] for storage in storages)
+        return sum(map(self.sizes.__getitem__, storages)) if storages else 0

@@ -93,13 +93,12 @@ def _path(costs: StepCosts, segments: list[list[Segment]], peak: int) -> Label |
     labels: list[list[Label]] = [[] for _ in range(len(costs) + 1)]
     labels[0] = [Label(0, frozenset(), 0, False, None)]
     for start in range(len(costs)):
-        live = costs.live[start]
+        live, saved = costs.live[start], costs.saved[start]
         cheapest: tuple[int, Label] | None = None
         for label in labels[start]:
             whole = label.held + costs.bytes_of(live - label.storages)
             if cheapest is None or whole < cheapest[0]:
                 cheapest = (whole, label)
-            saved = costs.saved[start]
             held = label.held + costs.bytes_of(saved - label.storages)
             turn = held + costs.gradients[start + 1] + costs.backward[start]
             if max(whole + costs.forward[start], turn) <= peak:
@@ -107,10 +106,9 @@ def _path(costs: StepCosts, segments: list[list[Segment]], peak: int) -> Label |
                 _offer(labels[start + 1], Label(held, storages, start, True, label), costs)
         if cheapest is not None:
             whole, label = cheapest
-            for segment in segments[start]:
-                if whole + segment.need <= peak:
-                    offer = Label(whole, segment.shared, start, False, label)
-                    _offer(labels[segment.stop], offer, costs)
+            for stop, need, shared in segments[start]:
+                if whole + need <= peak:
+                    _offer(labels[stop], Label(whole, shared, start, False, label), costs)
     return min(labels[-1], key=lambda label: label.held, default=None)
 
 
