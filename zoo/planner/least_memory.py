@@ -73,9 +73,11 @@ def _segments_from(costs: StepCosts, start: int, ceiling: int) -> Iterator[Segme
     kept = 0  # bytes saved so far in the second run
     through = 0  # largest need of the second run, the last step run in full
     behind = 0  # largest need of the backwards
+    shared = base
     for step in range(start, len(costs)):
-        handed = costs.bytes_of(costs.live[step] - base)
-        before = kept + costs.bytes_of(costs.live[step] - held)
+        live = costs.live[step]
+        handed = costs.bytes_of(live - base if shared else live)
+        before = kept + costs.bytes_of(live - held)
         stopped = max(through, before + costs.forward_until_saved[step])
         through = max(through, before + costs.forward[step], handed + costs.forward[step])
         fresh = costs.saved[step] - held
@@ -85,7 +87,9 @@ def _segments_from(costs: StepCosts, start: int, ceiling: int) -> Iterator[Segme
         if kept > ceiling:
             return
         need = max(stopped + costs.gradients[step + 1], handed + costs.forward[step], behind)
-        yield Segment(step + 1, need, base & costs.live[step + 1])
+        # a storage that left the state does not come back
+        shared = shared and base & costs.live[step + 1]
+        yield Segment(step + 1, need, shared)
 
 
 def _path(costs: StepCosts, segments: list[list[Segment]], peak: int) -> Label | None:
@@ -136,17 +140,39 @@ def _items(label: Label, stop: int) -> list[Item]:
 
 
 def _keep_what_is_free(items: list[Item], costs: StepCosts) -> Plan:
-    peak = simulate(Plan(items), costs).peak
+    before = simulate(Plan(items), costs)
     weights = {
         number: sum(costs.flops[step] for step in indices(item))
         for number, item in enumerate(items)
         if isinstance(item, tuple)
     }
+    turns = list(before.turns)
     kept: set[int] = set()
     for number in sorted(weights, key=lambda number: (-weights[number], -number)):
-        if simulate(_plan(items, kept | {number}), costs).peak <= peak:
+        # what is kept is there in the turns of all later items; most segments fail by this alone
+        later = max(turns[number + 1 :], default=0)
+        if (
+            later + _growth(items, number, costs) <= before.peak
+            and simulate(_plan(items, kept | {number}), costs).peak <= before.peak
+        ):
             kept.add(number)
+            turns[number] = 0
     return _plan(items, kept)
+
+
+def _growth(items: list[Item], number: int, costs: StepCosts) -> int:
+    """Returns how many bytes more are held, at the least, when a segment is kept."""
+    steps = list(indices(items[number]))
+    elsewhere = {
+        storage
+        for other in (number - 1, number + 1)
+        if 0 <= other < len(items)
+        for step in indices(items[other])
+        for storage in costs.saved[step] | costs.live[step]
+    }
+    saved = frozenset().union(*(costs.saved[step] for step in steps))
+    before = costs.live[steps[0]]
+    return costs.bytes_of(saved - before - elsewhere) - costs.bytes_of(before - saved)
 
 
 def _plan(items: list[Item], kept: set[int]) -> Plan:

@@ -16,10 +16,14 @@ from zoo.planner.costs import StepCosts
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan costs: peak bytes of activations, and the operations that it does again."""
+    """What a plan costs: peak bytes of activations, and the operations that it does again.
+
+    `turns` is the peak in the backward of each item of the plan.
+    """
 
     peak: int
     recomputed_flops: int
+    turns: tuple[int, ...]
 
 
 def simulate(plan: Plan, costs: StepCosts) -> Simulation:
@@ -32,9 +36,13 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     clock = _Clock(costs)
     for item in plan:
         clock.first_run(item)
+    forward = clock.peak
+    turns: list[int] = []
     for item in reversed(plan):
+        clock.peak = 0
         clock.backward(item)
-    return Simulation(clock.peak, clock.recomputed)
+        turns.append(clock.peak)
+    return Simulation(max(forward, *turns, 0), clock.recomputed, tuple(reversed(turns)))
 
 
 class _Clock:
