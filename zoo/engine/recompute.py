@@ -26,7 +26,7 @@ Under `torch.compile` torch's own checkpoint takes over; under `torch.func` the 
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.utils._pytree as pytree
@@ -35,14 +35,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from zoo.engine.ambient import Ambient
-from zoo.engine.randomness import (
-    Stream,
-    drawing_devices,
-    moved_streams,
-    read_streams,
-    replayed_streams,
-)
-from zoo.engine.state import scratch_statistics
+from zoo.engine.hooks import Hooks
+from zoo.engine.randomness import Stream, read_streams, replayed_streams, sources
+from zoo.engine.reach import reach
+from zoo.engine.state import State, scratch_statistics
 from zoo.errors import ArgumentError, RecomputeError
 
 Function = Callable[..., Any]
@@ -70,25 +66,73 @@ def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwa
         called_args, called_kwargs = pytree.tree_unflatten(values, structure)
         return function(*called_args, **called_kwargs)
 
-    return run_segment(call, leaves, Ambient.capture(leaves))
+    roots = (function, *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
+    return run_segment(call, leaves, Ambient.capture(leaves), roots)
 
 
-def run_segment(function: Function, inputs: Sequence[Any], ambient: Ambient) -> Any:
-    """Calls `function(*inputs)` as a segment of whatever runs on this thread."""
+def run_segment(
+    function: Function, inputs: Sequence[Any], ambient: Ambient, roots: Sequence[Any]
+) -> Any:
+    """Calls `function(*inputs)` as a segment of whatever runs on this thread.
+
+    `roots` are the functions and modules that it runs.
+    """
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return function(*inputs)
-    return _thread.mode.segment(function, inputs, ambient)
+    return _thread.mode.segment(_Task(function, ambient, roots), inputs)
+
+
+def is_recomputing() -> bool:
+    """Says whether the code that asks is in a second run, on this thread."""
+    return _thread.replay is not None
+
+
+def remember(function: Function) -> Any:
+    """Returns `function()`, and in a second run what it returned in the first.
+
+    For what must not happen twice or cannot be repeated: a collective's result, a router's choice,
+    a number from outside. Outside a segment it is just the call. Tensors are remembered without
+    their history.
+
+    Raises:
+        RecomputeError: the second run asks more often than the first did.
+    """
+    value = function() if _thread.replay is None else _thread.replay.remembered()
+    kept = pytree.tree_map_only(Tensor, _Remembered, value) if _thread.recordings else None
+    for recording in _thread.recordings:
+        recording.target.remembered.append(kept)
+    return value
+
+
+class _Remembered:
+    """A tensor that `remember` gives again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.kept, self.flag = _Kept(tensor.detach()), tensor.requires_grad
+
+    def again(self) -> Tensor:
+        return self.kept.unpack().detach().requires_grad_(self.flag)
+
+
+class _Task(NamedTuple):
+    """A function to run as a segment, what surrounds it and what it runs."""
+
+    function: Function
+    ambient: Ambient
+    roots: Sequence[Any]
 
 
 class _Mode:
     """Training as usual: a segment that starts here is an outermost one."""
 
-    def segment(self, function: Function, inputs: Sequence[Any], ambient: Ambient) -> Any:
-        return _Recording(_Segment(function, ambient, None)).run(inputs)
+    def segment(self, task: _Task, inputs: Sequence[Any]) -> Any:
+        return _Recording(_Segment(task, None)).run(inputs)
 
 
 class _Thread(threading.local):
     mode: _Mode = _Mode()
+    recordings: tuple["_Recording", ...] = ()
+    replay: Optional["_Replay"] = None
 
 
 _thread = _Thread()
@@ -105,16 +149,26 @@ class _Recording(_Mode):
 
     def run(self, inputs: Sequence[Any]) -> Any:
         segment = self.target
-        devices = drawing_devices(inputs)
-        before = read_streams(devices)
+        reached = reach(segment.task.roots)
+        segment.streams = read_streams(sources(inputs, reached.generators))
+        segment.state = State(reached)
+        segment.hooks = Hooks(reached.modules)
         if segment.parent is None:
             segment.inputs = _Inputs(inputs)
-        outputs = _run_in(self, segment.function, inputs)
-        segment.streams = moved_streams(before, devices)
+        earlier = _thread.recordings
+        _thread.recordings = (*earlier, self)
+        try:
+            with segment.hooks.watched():
+                outputs = _run_in(self, segment.task.function, inputs)
+        finally:
+            _thread.recordings = earlier
+        segment.state.close()
+        if segment.inputs is not None:
+            segment.inputs.close()
         return outputs
 
-    def segment(self, function: Function, inputs: Sequence[Any], ambient: Ambient) -> Any:
-        inner = _Segment(function, ambient, self.target)
+    def segment(self, task: _Task, inputs: Sequence[Any]) -> Any:
+        inner = _Segment(task, self.target)
         self.target.slots.append(weakref.ref(inner))
         return _Recording(inner).run(inputs)
 
@@ -146,23 +200,44 @@ class _Replay(_Mode):
         }
         self.target = segment
         self.inputs: set[int] = set()
+        self.scratch: set[int] = set()
         self.unsettled: int | None = None
+        self.next_remembered = 0
+
+    def remembered(self) -> Any:
+        known = self.target.remembered
+        if self.next_remembered == len(known):
+            raise RecomputeError(
+                f"the second run of a segment called zoo.remember more often than the first, "
+                f"{len(known)} times. The function must do the same work each time."
+            )
+        value = known[self.next_remembered]
+        self.next_remembered += 1
+        return pytree.tree_map_only(_Remembered, _Remembered.again, value)
 
     def run(self, inputs: Sequence[Any]) -> None:
         if not self.open:
             return
         segment = self.target
+        assert segment.state is not None
+        assert segment.hooks is not None
         self.inputs = set(map(id, inputs))
+        earlier = _thread.recordings, _thread.replay
+        _thread.recordings, _thread.replay = (), self
         try:
             with (
                 torch.enable_grad(),
-                segment.ambient.restored(),
+                segment.task.ambient.restored(),
                 replayed_streams(segment.streams),
-                scratch_statistics(),
+                segment.hooks.acting_only(),
+                segment.state.restored() as self.scratch,
+                scratch_statistics(segment.state.norms),
             ):
-                _run_in(self, segment.function, inputs)
+                _run_in(self, segment.task.function, inputs)
         except _Full:
             return
+        finally:
+            _thread.recordings, _thread.replay = earlier
         if self.open:
             raise RecomputeError(
                 f"the second run of a segment saved {self.slot} tensors for the backward, the "
@@ -170,24 +245,27 @@ class _Replay(_Mode):
                 "the same work each time it is called with the same inputs."
             )
 
-    def segment(self, function: Function, inputs: Sequence[Any], ambient: Ambient) -> Any:
+    def segment(self, task: _Task, inputs: Sequence[Any]) -> Any:
         self.unsettled = None
         inner = self._take()
         if inner is not None:
             inner.inputs = _Inputs(inputs)
         self._stop_when_full()
-        return super().segment(function, inputs, ambient)
+        return super().segment(task, inputs)
 
     def pack(self, tensor: Tensor) -> "_Kept":
         self._settle(tensor)
         first = self.target.slots[self.slot] if self.slot < len(self.target.slots) else None
-        if isinstance(first, _Kept) and id(tensor) not in self.inputs:
+        if isinstance(first, _Kept) and self._is_foreign(tensor):
             first.check_same(tensor)
         holder = self._take()
         if holder is not None:
             holder.fill(tensor)
         self._stop_when_full()
         return _Kept(tensor.detach())
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        return id(tensor) not in self.inputs and tensor.untyped_storage()._cdata not in self.scratch
 
     def _settle(self, tensor: Tensor) -> None:
         if tensor.grad_fn is not None:
@@ -213,13 +291,16 @@ class _Segment:
     """One first run of a function: all that is needed to run it again."""
 
     __slots__ = (
-        "__weakref__", "ambient", "function", "inputs", "lock", "parent", "slots", "streams",
+        "__weakref__", "hooks", "inputs", "lock", "parent", "remembered", "slots", "state",
+        "streams", "task",
     )  # fmt: skip
 
-    def __init__(self, function: Function, ambient: Ambient, parent: Optional["_Segment"]) -> None:
-        self.function = function
-        self.ambient = ambient
+    def __init__(self, task: _Task, parent: Optional["_Segment"]) -> None:
+        self.task = task
         self.parent = parent
+        self.state: State | None = None
+        self.hooks: Hooks | None = None
+        self.remembered: list[Any] = []
         self.inputs: _Inputs | None = None
         self.streams: list[Stream] = []
         self.slots: list[weakref.ref[_Holder] | weakref.ref[_Segment] | _Kept] = []
@@ -236,7 +317,9 @@ class _Segment:
                 assert self.parent is not None
                 self.parent.replay()
                 assert self.inputs is not None, "an outer replay delivers to all living segments"
-            _Replay(self).run(self.inputs.again())
+            values = self.inputs.again()
+            _Replay(self).run(values)
+            self.inputs.check(values)
             if torch._C._current_graph_task_id() != -1:
                 _at_end_of_backward(weakref.WeakMethod(self.forget))
 
@@ -323,14 +406,37 @@ class _Kept:
 
 
 class _Inputs:
-    """The inputs of a segment, cut from their graph, with the versions they had."""
+    """The inputs of a segment, cut from their graph, with the versions they had.
 
-    __slots__ = ("flags", "values", "versions")
+    An input that the first run wrote in place is known only as the run left it. The second run
+    gets a copy of that; if it leaves the copy as it was, the write is one that may be repeated
+    (ReLU), and the run is right.
+    """
+
+    __slots__ = ("flags", "values", "versions", "written")
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self.values = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
         self.flags = [isinstance(value, Tensor) and value.requires_grad for value in inputs]
         self.versions = [_version(value) for value in inputs]
+        self.written: list[int] = []
+
+    def close(self) -> None:
+        """Looks at the end of the first run what it wrote."""
+        now = [_version(value) for value in self.values]
+        pairs = zip(self.versions, now, strict=True)
+        self.written = [number for number, (one, other) in enumerate(pairs) if one != other]
+        self.versions = now
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Refuses a second run that changed what the first had written."""
+        for number in self.written:
+            if not torch.equal(values[number], self.values[number]):
+                raise RecomputeError(
+                    f"input {number} of a segment, {tuple(values[number].shape)}, is written in "
+                    "place by the function itself and a second run writes something else, so it "
+                    "cannot be repeated. Let the function change a copy."
+                )
 
     def again(self) -> list[Any]:
         """Returns the inputs as the function saw them first."""
@@ -341,10 +447,17 @@ class _Inputs:
                     f"after the forward (version {version}, now {_version(value)}), so the second "
                     "run cannot repeat the first. Change a copy instead."
                 )
-        return [
-            value.detach().requires_grad_() if flag else value
-            for value, flag in zip(self.values, self.flags, strict=True)
-        ]
+        return [self._again(number) for number in range(len(self.values))]
+
+    def _again(self, number: int) -> Any:
+        value = self.values[number]
+        if self.flags[number]:
+            value = value.detach().requires_grad_()
+        if number in self.written:
+            # a leaf that needs a gradient could not be written in place
+            with torch.enable_grad():
+                value = value.clone()
+        return value
 
 
 def _run_in(mode: Any, function: Function, inputs: Sequence[Any]) -> Any:

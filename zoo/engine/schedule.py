@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as compiled_checkpoint
 from zoo.chain import State, Step
 from zoo.engine.ambient import Ambient
 from zoo.engine.recompute import run_segment
-from zoo.plan import Item, Plan
+from zoo.plan import Item, Plan, indices
 
 
 def run_plan(plan: Plan, steps: Sequence[Step], inputs: State) -> Any:
@@ -33,5 +33,7 @@ def _run(items: Sequence[Item], steps: Sequence[Step], ambient: Ambient, *state:
             inner = functools.partial(_run, item, steps, ambient)
             value = compiled_checkpoint(inner, *state, use_reentrant=False)
         else:
-            value = run_segment(functools.partial(_run, item, steps, ambient), state, ambient)
+            roots = [steps[step] for step in indices(item)]
+            inner = functools.partial(_run, item, steps, ambient)
+            value = run_segment(inner, state, ambient, roots)
     return value

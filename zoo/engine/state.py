@@ -1,40 +1,285 @@
-"""Running statistics that a second run must not move again.
+"""The state that a first run finds, given again to the second and taken back afterwards.
 
-In training every BatchNorm folds its batch into `running_mean` and `running_var` and counts the
-batch. A second run of the same forward would do it twice (pytorch#96136). Here the second run
-works on scratch buffers, put in the place of the real ones when a module is about to run and taken
-out at the end. Alternatives that fail: `track_running_stats=False` changes how many tensors the
-layer saves; writing the old values back bumps the version of tensors that a graph may have saved.
+In training every BatchNorm folds its batch into running statistics; a second run would do it twice
+(pytorch#96136). The same holds for spectral norm's vectors, moving averages, counters, caches and
+whatever else a forward moves, and for what the user changes between forward and backward: train()
+and eval(), requires_grad, parameters swapped by `torch.func.functional_call`.
 
-Which modules run is not known beforehand (a step may reach them through a closure), so a forward
-pre-hook for all modules watches while a second run lasts. Training-mode normalization of torch
-does not read its running statistics, so zeros will do.
+    before the first run    attributes, buffers and parameters of all that the function reaches are
+                            noted; buffers that may move are copied
+    after it                a copy whose buffer did not move is dropped
+    second run              where something differs from the note, the module gets what it had, on
+                            scratch copies; afterwards it has its own objects again, so that no
+                            version is bumped that a graph may have saved
+
+Statistics of torch's own norms need no copy: in training they are written and not read, so any
+scratch will do. Buffers of more than 64 KiB are copied until a first run has left them alone. One
+that is moved later for the first time is refused in the backward, by name, and copied from then on.
 """
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+
+from zoo.engine.notes import NOTABLE, PLAIN, SMALL, note, thaw, unchanged, version_of
+from zoo.engine.reach import Reached, Variable
+from zoo.errors import RecomputeError
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+
+
+class State:
+    """What a function reaches, as a first run found it."""
+
+    def __init__(self, reached: Reached) -> None:
+        self.modules = [_ModuleState(module) for module in reached.modules]
+        self.variables = [_VariableState(variable) for variable in reached.variables.values()]
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        """The reached modules whose statistics are scratch in a second run."""
+        return [state.module for state in self.modules if state.norm]
+
+    def close(self) -> None:
+        """Looks at the end of the first run what it moved; drops the copies that nobody needs."""
+        for module in self.modules:
+            module.close()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[set[int]]:
+        """Gives all that differs now what it was; yields the storages of scratch parameters."""
+        fresh: dict[int, Any] = {}
+        undo: list[Any] = []
+        scratch: set[int] = set()
+        try:
+            for variable in self.variables:
+                variable.restore(fresh, undo)
+            for module in self.modules:
+                module.restore(fresh, undo, scratch)
+            yield scratch
+        finally:
+            for action in reversed(undo):
+                action()
+
+
+class _ModuleState:
+    """A module before the first run: attributes, what they hold, parameters and buffers."""
+
+    __slots__ = (
+        "attributes", "buffers", "module", "norm", "notes", "parameters", "registries", "written",
+    )  # fmt: skip
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.norm = module.training and _is_norm(module)
+        self.attributes = dict(vars(module))
+        self.notes = {
+            name: note(value)
+            for name, value in self.attributes.items()
+            if (type(value) in NOTABLE or isinstance(value, Tensor)) and name not in BOOKKEEPING
+        }
+        self.registries = [dict(registry) for registry in _registries(module)]
+        self.parameters = [
+            (name, parameter, parameter.requires_grad, version_of(parameter))
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self.written: list[str] = []
+        self.buffers: list[_BufferState] = []
+        if module._buffers and not self.norm:
+            self.buffers = [
+                _BufferState(module, name, buffer)
+                for name, buffer in module._buffers.items()
+                if buffer is not None and not is_lazy(buffer)
+            ]
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+        found = [(name, value, flag, version_of(value)) for name, value, flag, _ in self.parameters]
+        if found != self.parameters:
+            pairs = zip(found, self.parameters, strict=True)
+            self.written = [now[0] for now, before in pairs if now[3] != before[3]]
+            self.parameters = found
+
+    def restore(self, fresh: dict[int, Any], undo: list[Any], scratch: set[int]) -> None:
+        for name, parameter, flag, version in self.parameters:
+            _check_parameter(self.module, name, parameter, version)
+            if parameter.requires_grad != flag:
+                undo.append(functools.partial(parameter.requires_grad_, not flag))
+                parameter.requires_grad_(flag)
+        for buffer in self.buffers:
+            buffer.check()
+        if self.differs():
+            self._replace(fresh, undo, scratch)
+        elif self.norm:
+            registry: dict[str, Any] = self.module._buffers
+            undo.append(functools.partial(setattr, self.module, "_buffers", registry))
+            self.module._buffers = registry | _scratch_statistics_of(registry)
+
+    def differs(self) -> bool:
+        """Says whether the module is not what it was, or was moved and will be again."""
+        now = vars(self.module)
+        return (
+            bool(self.written)
+            or any(buffer.copy is not None for buffer in self.buffers)
+            or len(now) != len(self.attributes)
+            or not all(
+                now.get(name) is value or name in BOOKKEEPING or _equal(now.get(name), value)
+                for name, value in self.attributes.items()
+            )
+            or not all(unchanged(noted, now[name]) for name, noted in self.notes.items())
+            or not all(map(_identical, self.registries, _registries(self.module)))
+        )
+
+    def _replace(self, fresh: dict[int, Any], undo: list[Any], scratch: set[int]) -> None:
+        module = self.module
+        now = dict(vars(module))
+        undo.append(lambda: _put_back(module, now))
+        parameters, buffers, modules = map(dict, self.registries)
+        if self.norm:
+            buffers |= _scratch_statistics_of(buffers)
+        buffers |= {buffer.name: buffer.again() for buffer in self.buffers}
+        for name in self.written:
+            # what a first run initialized it initializes again, to the same values
+            parameters[name] = _scratch_parameter(parameters[name])
+            scratch.add(parameters[name].untyped_storage()._cdata)
+        kept = {name: value for name, value in now.items() if name in BOOKKEEPING}
+        had = {name: value for name, value in self.attributes.items() if name not in BOOKKEEPING}
+        notes = {name: thaw(noted, fresh) for name, noted in self.notes.items()}
+        registries = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
+        _put_back(module, kept | had | notes | registries)
+
+
+class _BufferState:
+    """A buffer before the first run, with a copy where it may move."""
+
+    __slots__ = ("copy", "module", "name", "tensor", "version")
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        self.module, self.name, self.tensor = module, name, tensor
+        self.version = version_of(tensor)
+        self.copy: Tensor | None = None
+        known = _moves.get(module, {}).get(name)
+        if known or (known is None or tensor.nbytes <= SMALL):
+            self.copy = tensor.detach().clone()
+
+    def close(self) -> None:
+        version = version_of(self.tensor)
+        moved = version != self.version
+        if self.copy is not None and not moved and _is_comparable(self.tensor):
+            # writes through .data bump no version
+            moved = not torch.equal(self.copy, self.tensor)
+        known = _moves.setdefault(self.module, {})
+        known[self.name] = moved or known.get(self.name, False)
+        if not moved:
+            self.copy = None
+            self.version = version
+
+    def check(self) -> None:
+        if self.copy is None and version_of(self.tensor) != self.version:
+            raise RecomputeError(
+                f"buffer {self.name!r} of {type(self.module).__name__}, "
+                f"{tuple(self.tensor.shape)}, was changed in place after the forward read it, so "
+                "the second run cannot repeat the first. Change it after the backward; one that "
+                "the forward itself moves is copied from the next forward on."
+            )
+
+    def again(self) -> Tensor:
+        """Returns the buffer as the first run found it."""
+        self.check()
+        return self.tensor if self.copy is None else self.copy.clone()
+
+
+class _VariableState:
+    """A variable of a function, before the first run."""
+
+    __slots__ = ("before", "variable")
+
+    def __init__(self, variable: Variable) -> None:
+        self.variable = variable
+        self.before = note(variable.read())
+
+    def restore(self, fresh: dict[int, Any], undo: list[Any]) -> None:
+        now = self.variable.read()
+        if not unchanged(self.before, now):
+            undo.append(lambda: self.variable.write(now))
+            self.variable.write(thaw(self.before, fresh))
+
+
+_moves: "weakref.WeakKeyDictionary[nn.Module, dict[str, bool]]" = weakref.WeakKeyDictionary()
+
+
+def _registries(module: nn.Module) -> Sequence[dict[str, Any]]:
+    return module._parameters, module._buffers, module._modules
+
+
+def _identical(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    return before.keys() == now.keys() and all(now[key] is value for key, value in before.items())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other)
+
+
+def _put_back(module: nn.Module, attributes: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(attributes)
+
+
+def _scratch_statistics_of(buffers: dict[str, Any]) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(value)
+        for name in STATISTICS
+        if (value := buffers.get(name)) is not None
+    }
+
+
+def _scratch_parameter(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+
+
+def _check_parameter(module: nn.Module, name: str, parameter: Tensor, version: int) -> None:
+    if version_of(parameter) != version:
+        raise RecomputeError(
+            f"parameter {name!r} of {type(module).__name__}, {tuple(parameter.shape)}, was changed "
+            f"in place after the forward used it (version {version}, now {version_of(parameter)}), "
+            "so the second run cannot repeat the first. Step the optimizer after the backward."
+        )
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.device.type == "cpu"
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and type(module).__module__.startswith("torch.")
 
 
 @contextlib.contextmanager
-def scratch_statistics() -> Iterator[None]:
-    """Gives every normalization that runs in the block, on this thread, scratch statistics."""
-    replaced: dict[nn.Module, dict[str, Tensor]] = {}
+def scratch_statistics(reached: Sequence[nn.Module]) -> Iterator[None]:
+    """Gives each norm that runs in the block and was not reached scratch statistics.
+
+    A function may get at modules in ways that reading it does not show, so a forward pre-hook for
+    all modules watches. Only modules on this thread are touched.
+    """
+    replaced: dict[nn.Module, dict[str, Any]] = {module: {} for module in reached}
     thread = threading.get_ident()
 
     def replace(module: nn.Module, inputs: Any) -> None:
-        if threading.get_ident() == thread and module not in replaced and _moves(module):
-            replaced[module] = _swap(
-                module, {name: torch.zeros_like(value) for name, value in _statistics(module)}
-            )
+        if threading.get_ident() == thread and module not in replaced and _moves_statistics(module):
+            replaced[module] = dict(module._buffers)
+            module._buffers.update(_scratch_statistics_of(module._buffers))
 
     handle = register_module_forward_pre_hook(replace)
     try:
@@ -42,19 +287,8 @@ def scratch_statistics() -> Iterator[None]:
     finally:
         handle.remove()
         for module, originals in replaced.items():
-            _swap(module, originals)
+            module._buffers.update(originals)
 
 
-def _moves(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.training and module.running_mean is not None
-
-
-def _statistics(module: nn.Module) -> list[tuple[str, Tensor]]:
-    buffers = module._buffers
-    return [(name, value) for name in STATISTICS if (value := buffers.get(name)) is not None]
-
-
-def _swap(module: nn.Module, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    earlier = dict(_statistics(module))
-    module._buffers.update(buffers)
-    return earlier
+def _moves_statistics(module: nn.Module) -> bool:
+    return _is_norm(module) and module.training and module._buffers.get("running_mean") is not None

@@ -1,0 +1,105 @@
+"""Values of attributes and variables as they were, to be compared and to be given again.
+
+number, string, None ...    itself
+list, set, dict             its parts, so that an append or a new key is seen and undone
+tensor                      its storage and version, and a copy where it is small
+any other object            itself: what happens inside is not seen
+"""
+
+import itertools
+from collections import OrderedDict, deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zoo.errors import RecomputeError
+
+SMALL = 1 << 16
+LONG = 64
+PLAIN = int | float | str | bytes | bool | None | torch.dtype | torch.device
+LISTS = (list, tuple, set, deque)
+MAPPINGS = (dict, OrderedDict)
+NOTABLE = frozenset((*LISTS, *MAPPINGS))
+
+
+class Noted(NamedTuple):
+    """A value as it was: for a container its parts, for a tensor its version."""
+
+    value: Any
+    parts: Any = None
+
+
+def note(value: Any) -> Noted:
+    """Notes a value."""
+    if isinstance(value, Tensor):
+        kept = value.detach()
+        copy = kept.clone() if value.nbytes <= SMALL else None
+        return Noted(kept, (value.requires_grad, version_of(value), copy))
+    if type(value) in LISTS:
+        # a log that grows all through training is not gone through at each step
+        return Noted(value, len(value) if len(value) > LONG else [note(part) for part in value])
+    if type(value) in MAPPINGS:
+        return Noted(value, {key: note(part) for key, part in value.items()})
+    return Noted(value)
+
+
+def unchanged(noted: Noted, now: Any) -> bool:
+    """Says whether a value is still what was noted."""
+    value, parts = noted
+    if isinstance(value, Tensor):
+        return (
+            isinstance(now, Tensor)
+            and now.untyped_storage()._cdata == value.untyped_storage()._cdata
+            and (now.requires_grad, version_of(now)) == parts[:2]
+        )
+    if parts is None:
+        return value is now or (
+            isinstance(value, PLAIN) and type(value) is type(now) and value == now
+        )
+    if value is not now:
+        return False
+    if isinstance(parts, int):
+        return len(now) == parts
+    if isinstance(parts, dict):
+        return parts.keys() == now.keys() and all(
+            unchanged(part, now[key]) for key, part in parts.items()
+        )
+    return len(parts) == len(now) and all(map(unchanged, parts, now))
+
+
+def thaw(noted: Noted, fresh: dict[int, Any]) -> Any:
+    """Returns a value as it was; containers are copies, the same for all who share one."""
+    value, parts = noted
+    if parts is None:
+        return value
+    if id(value) not in fresh:
+        fresh[id(value)] = _rebuilt(value, parts, fresh)
+    return fresh[id(value)]
+
+
+def _rebuilt(value: Any, parts: Any, fresh: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return _rebuilt_tensor(value, *parts)
+    if isinstance(parts, int):
+        return type(value)(itertools.islice(value, parts))
+    if isinstance(parts, dict):
+        return type(value)((key, thaw(part, fresh)) for key, part in parts.items())
+    return type(value)(thaw(part, fresh) for part in parts)
+
+
+def _rebuilt_tensor(value: Tensor, flag: bool, version: int, copy: Tensor | None) -> Tensor:
+    if version_of(value) == version:
+        return value.detach().requires_grad_(flag)
+    if copy is not None:
+        return copy.clone().requires_grad_(flag)
+    raise RecomputeError(
+        f"a tensor {tuple(value.shape)} kept as an attribute or variable was changed in place "
+        "after the forward read it, so the second run cannot repeat the first. Change it after "
+        "the backward, or change a copy."
+    )
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns the version of a tensor, 0 where there is none."""
+    return 0 if tensor.is_inference() else tensor._version
