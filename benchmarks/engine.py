@@ -1,13 +1,16 @@
 """Times the engine against `torch.utils.checkpoint` with the same segments.
 
-    python benchmarks/engine.py
+    python benchmarks/engine.py               # all
+    python benchmarks/engine.py resnet50
 
 Every block is a segment in both; the two alternate in the order A B B A. torch's updates running
-statistics twice, ours once; otherwise they do the same work. The plain chain is beside them.
+statistics twice, ours once; otherwise they do the same work. The plain chain is beside them. Peaks
+are allocator bytes of one step.
 """
 
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +22,14 @@ from torch.utils.checkpoint import checkpoint
 import zoo
 from zoo.chain import Chain, fold, outline
 from zoo.engine.schedule import run_plan
+from zoo.measure.memory import trace
 from zoo.planner.schemes import each_block
+from zoo.units import format_bytes
 
-PAIRS = 10
-MODELS: dict[str, tuple[Callable[[], Chain], tuple[int, ...]]] = {
-    "resnet50": (zoo.resnet50, (4, 3, 224, 224)),
-    "vit_small_patch16": (zoo.vit_small_patch16, (4, 3, 224, 224)),
-    "resnet1001": (zoo.resnet1001, (4, 3, 32, 32)),
+MODELS: dict[str, tuple[Callable[[], Chain], tuple[int, ...], int]] = {
+    "resnet50": (zoo.resnet50, (32, 3, 224, 224), 4),
+    "vit_small_patch16": (zoo.vit_small_patch16, (4, 3, 224, 224), 10),
+    "resnet1001": (zoo.resnet1001, (4, 3, 32, 32), 10),
 }
 
 
@@ -54,8 +58,8 @@ def timed(forward: Callable[[Tensor], Tensor], model: Chain, x: Tensor) -> float
 
 
 def compare(name: str) -> None:
-    """Prints one line: medians of the ratios to the plain chain, and ours to torch's."""
-    build, shape = MODELS[name]
+    """Prints one line: medians of the time ratios, and the peaks of ours and torch's."""
+    build, shape, pairs = MODELS[name]
     torch.manual_seed(0)
     model, x = build(), torch.randn(shape)
     found = outline(model.steps_for(x))
@@ -65,10 +69,13 @@ def compare(name: str) -> None:
         "ours": lambda x: run_plan(plan, found.steps, (x,)),
         "torch": lambda x: by_torch(plan, found.steps, x),
     }
-    for forward in forwards.values():
+    peaks: dict[str, int] = {}
+    for key, forward in forwards.items():
         timed(forward, model, x)
+        model.zero_grad(set_to_none=True)
+        peaks[key] = trace(lambda run=forward: run(x).square().mean().backward()).peak
     seconds: dict[str, list[float]] = {key: [] for key in forwards}
-    for pair in range(PAIRS):
+    for pair in range(pairs):
         for key in list(forwards) if pair % 2 else list(forwards)[::-1]:
             seconds[key].append(timed(forwards[key], model, x))
     ratio = {
@@ -76,10 +83,14 @@ def compare(name: str) -> None:
         for a, b in (("ours", "plain"), ("torch", "plain"), ("ours", "torch"))
     }
     print(
-        f"{name:18}", "   ".join(f"{key} x{value:.3f}" for key, value in ratio.items()), flush=True
+        f"{name:18} {'x'.join(map(str, shape)):12} time",
+        "   ".join(f"{key} x{value:.3f}" for key, value in ratio.items()),
+        f"  peak ours {format_bytes(peaks['ours'])}, torch {format_bytes(peaks['torch'])}:",
+        f"x{peaks['ours'] / peaks['torch']:.4f}",
+        flush=True,
     )
 
 
 if __name__ == "__main__":
-    for chosen in MODELS:
+    for chosen in sys.argv[1:] or MODELS:
         compare(chosen)

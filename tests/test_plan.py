@@ -90,6 +90,7 @@ def test_what_is_no_sequence_is_refused(items: object) -> None:
         ("0)", "did not open"),
         ("0,1", "holds ','"),
         ("2-1", "runs backwards"),
+        ("(0-99999999999)", "beyond 1000000"),
     ],
 )
 def test_malformed_texts_are_refused(text: str, message: str) -> None:

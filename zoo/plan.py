@@ -17,6 +17,9 @@ from zoo.errors import PlanError
 
 Item = Union[int, tuple["Item", ...]]
 
+# a mistyped range must not fill memory
+LARGEST = 10**6
+
 
 class Plan(tuple[Item, ...]):
     """A nested tuple of step indices in order, each index once: `Plan(((0, 1), (2, (3, 4)), 5))`.
@@ -80,6 +83,8 @@ class Plan(tuple[Item, ...]):
                 raise PlanError(f"the plan {text!r} closes a segment that it did not open")
             else:
                 first, _, last = token.partition("-")
+                if int(last or first) > LARGEST:
+                    raise PlanError(f"the plan {text!r} names a step beyond {LARGEST}")
                 if int(last or first) < int(first):
                     raise PlanError(f"the plan {text!r} holds {token}, a range that runs backwards")
                 stack[-1].extend(range(int(first), int(last or first) + 1))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as distributed
-import torch.multiprocessing as multiprocessing
-from torch import Tensor, nn
+
+from torch import Tensor, distributed, multiprocessing, nn
+
 from torch.nn.parallel import DistributedDataParallel
 
 import zoo

@@ -33,11 +33,19 @@ def test_images_of_another_kind_are_refused(images: Any, message: str) -> None:
         (torch.zeros(1, 4, dtype=torch.bool), r"int32; got torch.bool"),
         (torch.zeros(1, 0).long(), r"at least one token; got \(1, 0\)"),
         (torch.zeros(1, 9).long(), "has 8 positions; got 9 tokens"),
+        (torch.tensor([[0, 50]]), "vocabulary of 50; got token 50"),
+        (torch.tensor([[-1, 49]]), "vocabulary of 50; got token -1"),
     ],
 )
 def test_tokens_of_another_kind_are_refused(tokens: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        checks.check_tokens("lm", tokens, "N T", 8)
+        checks.check_tokens("lm", tokens, "N T", 50, 8)
+
+
+@pytest.mark.parametrize("inputs", [(), (torch.ones(1), torch.ones(1))])
+def test_a_model_of_one_input_takes_one(inputs: Any) -> None:
+    with pytest.raises(InputError, match=f"net takes one tensor; got {len(inputs)} inputs"):
+        checks.only_input("net", inputs)
 
 
 def test_arguments_out_of_range_are_refused() -> None:

@@ -1,6 +1,7 @@
 """Checks of what goes into a model: the value, the limit and the way out in one sentence."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,11 +42,27 @@ def check_input(model: str, tensor: Tensor, axes: str, channels: int, weight: Te
         raise InputError(f"{model} needs at least one element on each axis; got {shape}")
 
 
-def check_tokens(model: str, tokens: Tensor, axes: str, longest: int | None = None) -> None:
-    """Checks a tensor of token numbers: integers, two axes, neither empty nor too long.
+def only_input(model: str, inputs: Sequence[Any]) -> Any:
+    """Returns the one input of a model that takes one.
 
     Raises:
-        InputError: not integers, not these axes, an empty axis, or T beyond `longest`.
+        InputError: none or several.
+    """
+    if len(inputs) != 1:
+        raise InputError(f"{model} takes one tensor; got {len(inputs)} inputs")
+    return inputs[0]
+
+
+def check_tokens(
+    model: str, tokens: Tensor, axes: str, vocabulary: int, longest: int | None = None
+) -> None:
+    """Checks a tensor of token numbers: integers, two axes, neither empty nor too long.
+
+    Their values are looked at on the CPU only; elsewhere that would wait for the device.
+
+    Raises:
+        InputError: not integers, not these axes, an empty axis, T beyond `longest`, or a token
+            outside [0, vocabulary).
     """
     names = axes.split()
     if not isinstance(tokens, Tensor):
@@ -60,6 +77,24 @@ def check_tokens(model: str, tokens: Tensor, axes: str, longest: int | None = No
     length = shape[names.index("T")]
     if longest is not None and length > longest:
         raise InputError(f"{model} has {longest} positions; got {length} tokens. Shorten the text")
+    check_range(model, tokens, vocabulary)
+
+
+def check_range(model: str, tokens: Tensor, vocabulary: int) -> None:
+    """Checks that token numbers lie in [0, vocabulary), where that costs no waiting.
+
+    Raises:
+        InputError: one does not.
+    """
+    if type(tokens) is not Tensor or not tokens.is_cpu or torch.compiler.is_compiling():
+        return
+    low, high = (int(value) for value in tokens.aminmax())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise InputError(
+            f"{model} has a vocabulary of {vocabulary}; got token {wrong}. Build it with a larger "
+            "vocabulary, or map unknown words to a token of their own"
+        )
 
 
 def check_values(model: str, tensor: Tensor, values: int) -> None:

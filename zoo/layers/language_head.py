@@ -28,6 +28,7 @@ from torch import Tensor
 
 from zoo.chain import Steps
 from zoo.errors import InputError
+from zoo.layers.checks import check_range
 
 IGNORED = -100
 
@@ -85,11 +86,12 @@ class LossChunks:
         return (*state[: self.carried], loss) if self.carried else loss
 
 
-def check_targets(model: str, tokens: Tensor, targets: Tensor) -> None:
+def check_targets(model: str, tokens: Tensor, targets: Tensor, vocabulary: int) -> None:
     """Checks that targets are class numbers, one for each token.
 
     Raises:
-        InputError: another shape than the tokens', or not int64.
+        InputError: another shape than the tokens', not int64, or a target that is neither a token
+            of the vocabulary nor -100.
     """
     if targets.shape != tokens.shape:
         raise InputError(
@@ -100,3 +102,4 @@ def check_targets(model: str, tokens: Tensor, targets: Tensor) -> None:
         raise InputError(
             f"{model} takes targets of int64; got {targets.dtype}. Convert them with .long()"
         )
+    check_range(model, targets.where(targets != IGNORED, 0), vocabulary)

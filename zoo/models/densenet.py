@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from zoo.chain import Chain, Step, Steps
 from zoo.errors import InputError
-from zoo.layers.checks import check_input, check_positive, check_rate, check_values
+from zoo.layers.checks import check_input, check_positive, check_rate, check_values, only_input
 
 
 class DenseLayer(Chain):
@@ -139,7 +139,7 @@ class DenseNet(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
-        images = cast(Tensor, inputs[0])
+        images = only_input("DenseNet", inputs)
         first = cast(nn.Conv2d, self.features["conv0"])
         check_input("DenseNet", images, "N C H W", first.in_channels, first.weight)
         self._check_size(images)

@@ -114,10 +114,11 @@ class GPT2(Chain):
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Checks tokens (N, T) and targets (N, T) and lists the steps for them."""
         tokens, targets = cast(Tensor, inputs[0]), inputs[1] if len(inputs) > 1 else None
-        check_tokens("GPT2", tokens, "N T", self.positions)
+        vocabulary = self.token_embedding.num_embeddings
+        check_tokens("GPT2", tokens, "N T", vocabulary, self.positions)
         if targets is None:
             return self.steps()
-        check_targets("GPT2", tokens, targets)
+        check_targets("GPT2", tokens, targets, vocabulary)
         weight = SharedWeight(self.token_embedding.weight)
         chunks = LossChunks(weight.decoder(), tokens.numel(), self.chunk_tokens)
         embed = partial(self.embed_with, weight.embedding(self.token_embedding))

@@ -112,7 +112,8 @@ class WordLanguageModel(Chain):
         """Checks tokens, targets and state and lists the steps for a text of this length."""
         tokens, targets, *state = inputs
         assert tokens is not None
-        check_tokens(self.name, tokens, "T N")
+        vocabulary = self.embedding.num_embeddings
+        check_tokens(self.name, tokens, "T N", vocabulary)
         self._check_state(state, tokens.shape[1])
         layers = [(partial(self.recur, layer), self.drop) for layer in range(len(self.layers))]
         words = SharedWeight(self.embedding.weight)
@@ -121,7 +122,7 @@ class WordLanguageModel(Chain):
         if targets is None:
             chunks: list[Steps] = [[body, self.set_aside] for _ in starts]
             return [self.begin, *chunks, [self.score, self.finish]]
-        check_targets(self.name, tokens, targets)
+        check_targets(self.name, tokens, targets, vocabulary)
         tied = self.decoder.weight is self.embedding.weight
         scored = words if tied else SharedWeight(self.decoder.weight)
         decoder = scored.decoder(self.decoder)

@@ -17,12 +17,11 @@ follow torchvision's ResNet, `downsample` being the bare convolution.
 
 import functools
 from collections.abc import Sequence
-from typing import cast
 
 from torch import Tensor, nn
 
 from zoo.chain import Chain, Step, Steps, spread
-from zoo.layers.checks import check_input, check_positive, check_rate, check_values
+from zoo.layers.checks import check_input, check_positive, check_rate, check_values, only_input
 from zoo.layers.drop_path import DropPath, drop_path_rates
 
 Pair = tuple[Tensor, Tensor]
@@ -164,7 +163,7 @@ class PreactivationResNet(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
-        images = cast(Tensor, inputs[0])
+        images = only_input("PreactivationResNet", inputs)
         conv = self.conv1
         check_input("PreactivationResNet", images, "N C H W", conv.in_channels, conv.weight)
         values = len(images) * -(-images.shape[2] // 4) * -(-images.shape[3] // 4)

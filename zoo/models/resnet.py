@@ -12,12 +12,11 @@ Added are `drop_rate`, dropout before `fc`, and `drop_path_rate`, stochastic dep
 import functools
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import cast
 
 from torch import Tensor, nn
 
 from zoo.chain import Chain, Step, Steps, spread
-from zoo.layers.checks import check_input, check_positive, check_rate, check_values
+from zoo.layers.checks import check_input, check_positive, check_rate, check_values, only_input
 from zoo.layers.drop_path import DropPath, drop_path_rates
 
 Pair = tuple[Tensor, Tensor]
@@ -172,7 +171,7 @@ class ResNet(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
-        images = cast(Tensor, inputs[0])
+        images = only_input("ResNet", inputs)
         check_input("ResNet", images, "N C H W", self.conv1.in_channels, self.conv1.weight)
         values = len(images) * -(-images.shape[2] // 32) * -(-images.shape[3] // 32)
         norm = self.layer4[-1].bn2

@@ -6,7 +6,7 @@ paper are timm's: no hidden layer before the classifier, and dropout only in fro
 """
 
 from math import sqrt
-from typing import Any, cast
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, Steps, spread
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_input, check_positive, check_rate
+from zoo.layers.checks import check_input, check_positive, check_rate, only_input
 from zoo.layers.drop_path import drop_path_rates
 from zoo.layers.transformer import TransformerBlock
 
@@ -79,7 +79,7 @@ class ViT(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Checks images (N, C, H, W) and lists the steps."""
-        images = cast(Tensor, inputs[0])
+        images = only_input("ViT", inputs)
         check_input("ViT", images, "N C H W", self.in_channels, self.cls_token)
         if tuple(images.shape[2:]) != (self.image_size, self.image_size):
             raise InputError(

@@ -27,7 +27,14 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, State, Steps, spread
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_choice, check_input, check_positive, check_rate, check_values
+from zoo.layers.checks import (
+    check_choice,
+    check_input,
+    check_positive,
+    check_rate,
+    check_values,
+    only_input,
+)
 
 STRIDE = 16
 # Parts of MONAI's names and ours, replaced in this order; none of MONAI's stands in a name of ours.
@@ -256,7 +263,7 @@ class VNet(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the steps once the volume is known to fit."""
-        volume = cast(Tensor, inputs[0])
+        volume = only_input("vnet", inputs)
         weight = self.stem.unit.conv.weight
         check_input("vnet", volume, "N C D H W", self.in_channels, cast(Tensor, weight))
         _check_size(volume)
