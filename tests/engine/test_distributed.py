@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
 from torch import Tensor, distributed, multiprocessing, nn
-
 from torch.nn.parallel import DistributedDataParallel
 
 import zoo
