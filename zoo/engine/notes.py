@@ -36,9 +36,11 @@ def note(value: Any) -> Noted:
         kept = value.detach()
         copy = kept.clone() if value.nbytes <= SMALL else None
         return Noted(kept, (value.requires_grad, version_of(value), copy))
-    if type(value) in LISTS:
+    if type(value) in NOTABLE and len(value) > LONG:
         # a log that grows all through training is not gone through at each step
-        return Noted(value, len(value) if len(value) > LONG else [note(part) for part in value])
+        return Noted(value, len(value))
+    if type(value) in LISTS:
+        return Noted(value, [note(part) for part in value])
     if type(value) in MAPPINGS:
         return Noted(value, {key: note(part) for key, part in value.items()})
     return Noted(value)
@@ -82,7 +84,8 @@ def _rebuilt(value: Any, parts: Any, fresh: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return _rebuilt_tensor(value, *parts)
     if isinstance(parts, int):
-        return type(value)(itertools.islice(value, parts))
+        entries = value.items() if isinstance(value, dict) else value
+        return type(value)(itertools.islice(entries, parts))
     if isinstance(parts, dict):
         return type(value)((key, thaw(part, fresh)) for key, part in parts.items())
     return type(value)(thaw(part, fresh) for part in parts)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+LONG = 1000
 CONTAINERS = (list, tuple, set, frozenset, dict)
 LIBRARIES = ("torch", "numpy", "einops", "builtins")
 
@@ -82,7 +83,7 @@ def _visit(value: Any, reached: Reached, seen: set[int]) -> None:
         _visit_function(value, reached, seen)
     elif isinstance(value, torch.Generator):
         reached.generators[value] = None
-    elif isinstance(value, CONTAINERS):
+    elif isinstance(value, CONTAINERS) and len(value) <= LONG:
         seen.add(id(value))
         for part in value.values() if isinstance(value, dict) else value:
             _visit(part, reached, seen)
