@@ -51,11 +51,13 @@ from zoo.errors import (
     ModelNameError,
     PlanError,
     RecomputeError,
+    VerifyError,
     WeightsError,
     ZooError,
 )
 from zoo.layers.transformer import TransformerBlock
 from zoo.plan import Plan
+from zoo.verify import verify
 from zoo.version import __version__
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "PlanError",
     "RecomputeError",
     "TransformerBlock",
+    "VerifyError",
     "WeightsError",
     "ZooError",
     "__version__",
@@ -98,6 +101,7 @@ __all__ = [
     "resnet1202",
     "resnext50_32x4d",
     "resnext101_32x8d",
+    "verify",
     "vit_base_patch16",
     "vit_large_patch16",
     "vit_small_patch16",

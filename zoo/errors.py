@@ -40,6 +40,10 @@ class RecomputeError(ZooError, RuntimeError):
     """Says that a second run cannot reproduce the first; raised before a gradient is used."""
 
 
+class VerifyError(ZooError, AssertionError):
+    """Says that a verified training was not that of the baseline, or that this cannot be told."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns ' Did you mean a, b?' for the names closest to `name`, or '' when none is close."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)

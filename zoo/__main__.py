@@ -1,0 +1,8 @@
+"""`python -m zoo` is the `zoo` command."""
+
+import sys
+
+from zoo.cli import run
+
+if __name__ == "__main__":
+    sys.exit(run())
