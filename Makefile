@@ -1,9 +1,9 @@
-# `make test`, `make compare` and `make lint` each do their own set-up on a fresh machine.
+# `make test`, `compare`, `lint` and `fuzz` each do their own set-up on a fresh machine.
 # It needs python3 (3.11 or later) and is repeated only when what is installed changes.
 
 python := .venv/bin/python
 
-.PHONY: compare test lint clean
+.PHONY: compare test lint fuzz clean
 
 compare: .venv/.installed
 	$(python) test_memory_optimized.py
@@ -16,6 +16,11 @@ lint: .venv/.installed
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+# random chains by random plans: at least 2,000 and at least so many minutes
+MINUTES ?= 10
+fuzz: .venv/.installed
+	$(python) -m tests.fuzz --minutes $(MINUTES)
 
 clean:
 	rm -rf .venv results

@@ -1,0 +1,221 @@
+"""A fault at any point of a training step leaves what it leaves in the baseline.
+
+A point is the begin or the end of a step's call, in the forward and in a second run, and a gradient
+on its way through the backward:
+
+    forward       0 1 | 2 3 | ...                         calls, seen by baseline and plan alike
+    backward      a gradient, 4 5 | 6 7 (a second run), a gradient, ...
+
+At a forward's call or a gradient the baseline is interrupted at the same one. During a second run,
+which the baseline does not have, it is interrupted at the gradient that came last.
+"""
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import zoo
+from tests.training import Record, assert_same, everything, images, train
+from zoo.chain import Chain, outline
+from zoo.checkpointing import attach
+from zoo.engine import recompute
+from zoo.models.densenet import DenseNet
+from zoo.models.preactivation_resnet import BasicUnit, PreactivationResNet
+from zoo.models.vit import ViT
+from zoo.plan import Plan
+
+MOST = 40
+ERRORS: list[Callable[[str], BaseException]] = [
+    RuntimeError,
+    KeyboardInterrupt,
+    torch.OutOfMemoryError,
+]
+FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], list[Tensor]]]] = {
+    "resnet": (
+        lambda: PreactivationResNet(BasicUnit, 1, 5, drop_rate=0.2, drop_path_rate=0.3),
+        lambda: [images(3, 3, 8) / 20],
+    ),
+    "densenet": (
+        lambda: DenseNet(4, (2, 2), 5, drop_rate=0.2, small_images=True),
+        lambda: [images(3, 3, 8) / 20],
+    ),
+    "lstm": (
+        lambda: zoo.lstm(vocabulary=20, embedding=6, hidden=6, chunk_steps=4, chunk_tokens=5),
+        lambda: [torch.randint(0, 20, (6, 2)), None, torch.randint(0, 20, (6, 2))],
+    ),
+    "vnet": (lambda: zoo.vnet(width=2, drop_rate=0.3), lambda: [torch.rand(2, 1, 16, 16, 16)]),
+    "vit": (
+        lambda: ViT(
+            width=8, depth=3, heads=2, classes=5, image_size=32, drop_rate=0.2, drop_path_rate=0.3
+        ),
+        lambda: [images(2, 3, 32) / 20],
+    ),
+    "gpt2": (
+        lambda: zoo.gpt2_small(depth=2, width=8, heads=2, vocabulary=20, chunk_tokens=7),
+        lambda: [torch.randint(0, 20, (2, 8)), torch.randint(0, 20, (2, 8))],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a training step can be interrupted: what happens there, and the how manieth such."""
+
+    phase: str
+    number: int
+
+
+class Watched:
+    """A model whose points are counted; at one of them an error is raised, if any is given."""
+
+    def __init__(self, model: Chain, inputs: Callable[[], Sequence[Any]]) -> None:
+        self.model, self.inputs = model, inputs
+        self.list_steps = model.steps_for
+        model.steps_for = self.steps_for  # type: ignore[method-assign]
+        self.start = {key: value.clone() for key, value in model.state_dict().items()}
+        self.flags = {name: part.training for name, part in model.named_modules()}
+        self.buffers = dict(model.named_buffers())
+        self.forget()
+
+    def forget(self, fault: Point | None = None, error: BaseException | None = None) -> None:
+        """Begins to count anew."""
+        self.phase, self.points = "forward", list[Point]()
+        self.fault, self.error = fault, error
+
+    def steps_for(self, *inputs: Any) -> Any:
+        return [
+            functools.partial(self.run, step) for step in outline(self.list_steps(*inputs)).steps
+        ]
+
+    def run(self, step: Any, *state: Any) -> Any:
+        self.pass_point(self.phase)
+        value = step(*state)
+        self.pass_point(self.phase)
+        if self.phase == "forward":
+            for tensor in value if isinstance(value, tuple) else [value]:
+                known = any(tensor is other for other in state)
+                if isinstance(tensor, Tensor) and tensor.requires_grad and not known:
+                    tensor.register_hook(lambda gradient: self.pass_point("gradient"))
+        return value
+
+    def pass_point(self, phase: str) -> None:
+        point = Point(phase, sum(other.phase == phase for other in self.points))
+        self.points.append(point)
+        if point == self.fault:
+            assert self.error is not None
+            raise self.error
+
+    def step(self, fault: Point | None, error: BaseException | None) -> Record:
+        """Runs forward and backward from the start's state, to the fault; returns what it left."""
+        self.model.load_state_dict(self.start)
+        self.model.zero_grad()
+        self.forget(fault, error)
+        torch.manual_seed(0)
+        output = self.call(*self.inputs())
+        self.phase = "second run"
+        output.square().mean().backward()
+        return everything(self.model)
+
+    def interrupted(self, fault: Point, error: BaseException) -> Record:
+        with pytest.raises(type(error), match="injected") as raised:
+            self.step(fault, error)
+        assert raised.value is error
+        self.check_surroundings()
+        return everything(self.model)
+
+    def call(self, *inputs: Any) -> Tensor:
+        output = self.model(*inputs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def after(self) -> Record:
+        """Trains one whole step."""
+        self.forget()
+        return train(self.model, self.inputs, 1, forward=self.call)
+
+    def check_surroundings(self) -> None:
+        """Asserts that buffers, flags, hooks and the thread's modes are those of before."""
+        assert all(value is self.buffers[name] for name, value in self.model.named_buffers())
+        assert {name: part.training for name, part in self.model.named_modules()} == self.flags
+        for part in self.model.modules():
+            assert not any(hooks(part))
+        assert not any(value for name, value in vars(torch_modules).items() if _is_hooks(name))
+        assert type(recompute._thread.mode) is recompute._Mode
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert not _get_current_dispatch_mode_stack()
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def hooks(part: nn.Module) -> list[Any]:
+    return [value for name, value in vars(part).items() if name.endswith("_hooks")]
+
+
+def _is_hooks(name: str) -> bool:
+    return name.startswith("_global_") and name.endswith("_hooks")
+
+
+def nested(steps: int) -> Plan:
+    """Returns a plan with segments in segments, a plain one and kept steps at the end."""
+    a, b, c, d, e = (steps * part // 10 for part in (2, 4, 5, 7, 9))
+    inner = (*range(a, b), tuple(range(b, c)))
+    return Plan([(*range(a), inner, *range(c, d)), tuple(range(d, e)), *range(e, steps)])
+
+
+def watch(family: str) -> tuple[Watched, Watched]:
+    """Builds baseline and checkpointed model of a family, and takes one step with each."""
+    build, inputs = FAMILIES[family]
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        pair.append(Watched(build(), inputs))
+    baseline, checkpointed = pair
+    expected = baseline.step(None, None)
+    calls = sum(point.phase == "forward" for point in baseline.points)
+    attach(checkpointed.model, nested(calls // 2))
+    assert_same(checkpointed.step(None, None), expected)
+    return baseline, checkpointed
+
+
+def chosen(points: Sequence[Point]) -> list[Point]:
+    """Returns all points, or when they are many the first and last of each phase and a draw."""
+    ends = {p.phase: p for p in points} | {f"{p.phase} first": p for p in reversed(points)}
+    others = [point for point in points if point not in ends.values()]
+    draw = random.Random(0).sample(others, min(len(others), MOST - len(ends)))
+    return [point for point in points if point in draw or point in ends.values()]
+
+
+def same_point(fault: Point, points: Sequence[Point]) -> Point:
+    """Returns where the baseline is interrupted for a fault in the checkpointed model."""
+    if fault.phase != "second run":
+        return fault
+    gradients = [point for point in points[: points.index(fault)] if point.phase == "gradient"]
+    return gradients[-1] if gradients else Point("gradient", 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fault_at_any_point_leaves_what_it_leaves_in_the_baseline(family: str) -> None:
+    baseline, checkpointed = watch(family)
+    points = checkpointed.points
+    faults = chosen(points)
+    assert {point.phase for point in faults} == {"forward", "second run", "gradient"}
+    for number, fault in enumerate(faults):
+        error = ERRORS[number % len(ERRORS)]
+        expected = baseline.interrupted(same_point(fault, points), error("injected"))
+        actual = checkpointed.interrupted(fault, error("injected"))
+        if fault.phase == "second run":
+            expected, actual = without_gradients(expected), without_gradients(actual)
+        assert_same(actual, expected)
+        assert_same(checkpointed.after(), baseline.after())
+
+
+def without_gradients(record: Record) -> Record:
+    """Leaves out what a backward had reached when it was interrupted."""
+    return {name: value for name, value in record.items() if not name.startswith("gradient")}

@@ -1,0 +1,378 @@
+"""Whole chains drawn from a description, with plans: what nobody thought of writing down.
+
+A description is plain data, so that Hypothesis can shrink it and a failing example can be read:
+
+    layer     one module and its options; a convolution or norm may be followed by an in-place ReLU
+    step      layers in order; or an earlier step's modules once more
+    chain     steps over a state, then a head that always trains
+
+    state       a step takes            and returns
+    plain       y                       layers(y)
+    residual    y, skip                 layers(y), skip; a closing one adds them up, twice
+    dense       features ...            features ..., layers(mixture of all features)
+
+Ingredients that a second run can move are listed apart, as `STATEFUL`.
+"""
+
+import contextlib
+import copy
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import spectral_norm as hooked_spectral_norm
+
+from tests.test_plan import plans
+from tests.training import Record, assert_same, images, train
+from zoo.chain import Chain, Steps
+from zoo.checkpointing import attach
+from zoo.layers.drop_path import DropPath
+from zoo.plan import Plan
+
+CHANNELS, SIZE, CLASSES = 4, 6, 3
+STATELESS = (
+    "convolution", "linear", "batch_norm", "instance_norm", "layer_norm", "group_norm",
+    "dropout", "channel_dropout", "drop_path", "rrelu", "activation",
+)  # fmt: skip
+STATEFUL = (
+    "spectral_norm", "hooked_spectral_norm", "moving_average", "replaced_average", "counter",
+    "log", "function_norm", "generator", "python_random",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module: its kind and options, whether ReLU follows in place, and how it is set."""
+
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+    relu: bool = False
+    frozen: bool = False
+    evaluated: bool = False
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """Layers in order, run `times` times; or those of step `again` instead."""
+
+    layers: tuple[Layer, ...]
+    again: int | None = None
+    times: int = 1
+    closes: bool = False
+
+
+@dataclass(frozen=True)
+class Description:
+    """A chain, its inputs and its plan."""
+
+    steps: tuple[DrawnStep, ...]
+    plan: Plan
+    state: str
+    axes: int
+    dtype: torch.dtype
+    autocast: bool
+    input_gradient: bool
+    tied: bool
+
+
+def layers(kinds: tuple[str, ...], axes: int) -> st.SearchStrategy[Layer]:
+    """Draws layers of these kinds for signals (N, C, L) or images (N, C, H, W)."""
+    return st.sampled_from(kinds).flatmap(lambda kind: _layers(kind, axes))
+
+
+def _layers(kind: str, axes: int) -> st.SearchStrategy[Layer]:
+    options = st.fixed_dictionaries({name: st.sampled_from(v) for name, v in _choices(kind)})
+    relu = st.booleans() if kind in MAKES_NEW else st.just(False)
+    evaluated = st.sampled_from([False, False, True]) if "norm" in kind else st.just(False)
+    frozen = st.sampled_from([False, False, True])
+    return st.builds(Layer, st.just(kind), options, relu, frozen, evaluated)
+
+
+MAKES_NEW = {"convolution", "linear", "batch_norm", "instance_norm", "layer_norm", "group_norm"}
+
+
+def _choices(kind: str) -> list[tuple[str, list[Any]]]:
+    affine, momentum = ("affine", [True, False]), ("momentum", [0.1, 0.7, None])
+    choices = {
+        "convolution": [("bias", [True, False]), ("weight_norm", [False, False, True])],
+        "batch_norm": [affine, momentum, ("track_running_stats", [True, True, False])],
+        "instance_norm": [affine, ("momentum", [0.1, 0.7])],
+        "layer_norm": [("elementwise_affine", [True, False])],
+        "group_norm": [affine, ("num_groups", [1, 2])],
+        "activation": [("name", ["relu", "gelu", "tanh", "prelu", "sigmoid"])],
+    }
+    rates = {"dropout", "channel_dropout", "drop_path", "generator", "python_random"}
+    return choices.get(kind, [("rate", [0.1, 0.5])] if kind in rates else [])
+
+
+@st.composite
+def descriptions(draw: st.DrawFn, stateful: tuple[str, ...] = ()) -> Description:
+    """Draws chains of one to eight steps and a head, with ingredients of `stateful` among them."""
+    plan = draw(plans(most=9).filter(lambda plan: len(plan.flatten()) > 1))
+    axes = draw(st.sampled_from([1, 2]))
+    kinds = layers(STATELESS + stateful, axes)
+    steps: list[DrawnStep] = []
+    for number in range(len(plan.flatten()) - 1):
+        times, closes = draw(st.sampled_from([1, 1, 1, 2])), draw(st.booleans())
+        if number and draw(st.sampled_from([False, False, False, True])):
+            steps.append(DrawnStep((), draw(st.integers(0, number - 1)), times, closes))
+        else:
+            drawn = draw(st.lists(kinds, min_size=1, max_size=3))
+            steps.append(DrawnStep(tuple(drawn), None, times, closes))
+    autocast = draw(st.sampled_from([False, False, True]))
+    dtype = torch.float32 if autocast else draw(st.sampled_from([torch.float32, torch.float64]))
+    return Description(
+        tuple(steps), plan, draw(st.sampled_from(["plain", "residual", "dense"])), axes, dtype,
+        autocast, draw(st.booleans()), draw(st.sampled_from([False, False, True])),
+    )  # fmt: skip
+
+
+class Drawn(Chain):
+    """The chain of a description: (N, C, L) or (N, C, H, W) -> (N, classes)."""
+
+    def __init__(self, description: Description) -> None:
+        super().__init__()
+        self.description = description
+        self.parts = nn.ModuleList()
+        self.mixers = nn.ModuleList()
+        for number, step in enumerate(description.steps):
+            if step.again is None:
+                self.parts.append(nn.Sequential(*(build(v, description.axes) for v in step.layers)))
+            else:
+                self.parts.append(self.parts[step.again])
+            if description.state == "dense":
+                self.mixers.append(
+                    _convolution(description.axes)((number + 1) * CHANNELS, CHANNELS, 1)
+                )
+        self.head = nn.Linear(CHANNELS, CLASSES)
+        if description.tied:
+            self.tie()
+        self.to(description.dtype)
+
+    def tie(self) -> None:
+        """Gives all plain convolutions the first one's weight."""
+        plain = [
+            module
+            for module in self.parts.modules()
+            if type(module) in (nn.Conv1d, nn.Conv2d) and "weight" in module._parameters
+        ]
+        for module in plain:
+            module.weight = plain[0].weight
+
+    def steps(self) -> Steps:
+        kind = {"plain": self.plain, "residual": self.residual, "dense": self.dense}
+        run = kind[self.description.state]
+        drawn = [functools.partial(run, number) for number in range(len(self.description.steps))]
+        return [*drawn, self.finish]
+
+    def plain(self, number: int, y: Tensor) -> Tensor:
+        for _ in range(self.description.steps[number].times):
+            y = self.parts[number](y)
+        return y
+
+    def residual(self, number: int, y: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
+        skip = skips[0] if skips else y
+        y = self.plain(number, y)
+        if not self.description.steps[number].closes:
+            return y, skip
+        total = y + skip
+        return total, total
+
+    def dense(self, number: int, *features: Tensor) -> tuple[Tensor, ...]:
+        return *features, self.plain(number, self.mixers[number](torch.cat(features, 1)))
+
+    def finish(self, *state: Tensor) -> Tensor:
+        features = torch.stack([value.to(self.head.weight.dtype) for value in state]).sum(0)
+        return torch.tanh(self.head(features.flatten(2).mean(2)))
+
+
+def build(layer: Layer, axes: int) -> nn.Module:
+    """Builds a layer's module."""
+    module = BUILDERS[layer.kind](axes, **layer.options)
+    module.train(not layer.evaluated)
+    module.requires_grad_(not layer.frozen)
+    return nn.Sequential(module, nn.ReLU(inplace=True)) if layer.relu else module
+
+
+def _convolution(axes: int) -> Callable[..., nn.Module]:
+    return nn.Conv1d if axes == 1 else nn.Conv2d
+
+
+def _build_convolution(axes: int, weight_norm: bool = False, **options: Any) -> nn.Module:
+    module = _convolution(axes)(CHANNELS, CHANNELS, 3, padding=1, **options)
+    return parametrizations.weight_norm(module) if weight_norm else module
+
+
+def _build_activation(axes: int, name: str) -> nn.Module:
+    kinds = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
+    return kinds[name]() if name in kinds else nn.PReLU(CHANNELS)
+
+
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "convolution": _build_convolution,
+    "linear": lambda axes: nn.Linear(SIZE, SIZE),
+    "batch_norm": lambda axes, **o: (nn.BatchNorm1d if axes == 1 else nn.BatchNorm2d)(
+        CHANNELS, **o
+    ),
+    "instance_norm": lambda axes, **o: (nn.InstanceNorm1d if axes == 1 else nn.InstanceNorm2d)(
+        CHANNELS, track_running_stats=True, **o
+    ),
+    "layer_norm": lambda axes, **o: nn.LayerNorm(SIZE, **o),
+    "group_norm": lambda axes, num_groups, affine: nn.GroupNorm(
+        num_groups, CHANNELS, affine=affine
+    ),
+    "dropout": lambda axes, rate: nn.Dropout(rate),
+    "channel_dropout": lambda axes, rate: (nn.Dropout1d if axes == 1 else nn.Dropout2d)(rate),
+    "drop_path": lambda axes, rate: DropPath(rate),
+    "rrelu": lambda axes: nn.RReLU(),
+    "activation": _build_activation,
+    "spectral_norm": lambda axes: parametrizations.spectral_norm(_build_convolution(axes)),
+    "hooked_spectral_norm": lambda axes: hooked_spectral_norm(_build_convolution(axes)),
+    "moving_average": lambda axes: MovingAverage(),
+    "replaced_average": lambda axes: ReplacedAverage(),
+    "counter": lambda axes: Counter(),
+    "log": lambda axes: Log(),
+    "function_norm": lambda axes: FunctionNorm(),
+    "generator": lambda axes, rate: OwnGenerator(rate),
+    "python_random": lambda axes, rate: PythonRandom(rate),
+}
+
+
+class MovingAverage(nn.Module):
+    """Scales channels by a moving average that it changes in place first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(CHANNELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.move(x.detach().transpose(0, 1).flatten(1).mean(1).to(self.average.dtype))
+        scale = 1 + self.average.tanh()
+        return x * scale.view(-1, *[1] * (x.ndim - 2))
+
+    def move(self, mean: Tensor) -> None:
+        self.average.lerp_(mean, 0.3)
+
+
+class ReplacedAverage(MovingAverage):
+    """The same with a new tensor in the buffer's place each time."""
+
+    def move(self, mean: Tensor) -> None:
+        self.average = self.average.lerp(mean, 0.3)
+
+
+class Counter(nn.Module):
+    """Scales by how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + 0.1 * self.calls)
+
+
+class Log(nn.Module):
+    """Notes in a list what it saw, and scales by how much that was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(float(x.detach().float().abs().mean()))
+        return x / len(self.seen)
+
+
+class FunctionNorm(nn.Module):
+    """Batch norm called as a function on buffers of a module that is no norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(CHANNELS))
+        self.register_buffer("variance", torch.ones(CHANNELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, training=True)
+
+
+class OwnGenerator(nn.Module):
+    """Drops values by a generator that it holds."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.rand(x.shape, generator=self.generator) > self.rate
+        return x * mask
+
+
+class PythonRandom(nn.Module):
+    """Skips itself by Python's `random`."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() * (1 + random.random()) if random.random() > self.rate else x.sigmoid()
+
+
+def check(description: Description) -> None:
+    """Trains the chain and a copy by the plan for two steps; every bit must agree."""
+    torch.manual_seed(1)
+    chain = Drawn(description)
+    checkpointed = attach(copy.deepcopy(chain), description.plan)
+    expected = trained(chain, description)
+    finite = (torch.isfinite(value).all() for value in expected.values())
+    assert all(finite), "a comparison of what is not finite would show nothing"
+    assert_same(trained(checkpointed, description), expected)
+    assert attributes(checkpointed) == attributes(chain)
+
+
+def trained(chain: Drawn, description: Description) -> Record:
+    """Trains for two steps and records them, with Python's generator and who stayed in place."""
+    random.seed(0)
+    before = dict(chain.named_buffers())
+    autocast = torch.autocast("cpu", torch.bfloat16) if description.autocast else None
+
+    def forward(x: Tensor) -> Tensor:
+        with autocast or contextlib.nullcontext():
+            result: Tensor = chain(x)
+        return result
+
+    record = train(chain, functools.partial(_inputs, description), steps=2, forward=forward)
+    record["python random"] = torch.tensor(random.getstate()[1])
+    for name, buffer in chain.named_buffers():
+        record[f"the same tensor {name}"] = torch.tensor(buffer is before.get(name))
+    return record
+
+
+def attributes(chain: nn.Module) -> dict[str, Any]:
+    """Collects what modules hold in Python: numbers, flags, lists of them, generators, hooks."""
+    found: dict[str, Any] = {}
+    for path, module in chain.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Generator):
+                found[f"{path}.{name}"] = value.get_state().tolist()
+            elif isinstance(value, bool | int | float | list):
+                found[f"{path}.{name}"] = value
+            elif name.endswith("_hooks"):
+                found[f"{path}.{name}"] = len(value)
+    return found
+
+
+def _inputs(description: Description) -> list[Tensor]:
+    x = images(4, CHANNELS, SIZE) / 50
+    x = x if description.axes == 2 else x[:, :, 0].contiguous()
+    return [x.to(description.dtype).requires_grad_(description.input_gradient)]
