@@ -7,7 +7,7 @@ and eval(), requires_grad, parameters swapped by `torch.func.functional_call`.
 
     before the first run    attributes, buffers and parameters of all that the function reaches are
                             noted; buffers that may move are copied
-    after it                a copy whose buffer did not move is dropped
+    after it                what moved is known; large copies of what did not are dropped
     second run              where something differs from the note, the module gets what it had, on
                             scratch copies; afterwards it has its own objects again, so that no
                             version is bumped that a graph may have saved
@@ -132,7 +132,7 @@ class _ModuleState:
         now = vars(self.module)
         return (
             bool(self.written)
-            or any(buffer.copy is not None for buffer in self.buffers)
+            or any(buffer.differs for buffer in self.buffers)
             or len(now) != len(self.attributes)
             or not all(
                 now.get(name) is value or name in BOOKKEEPING or _equal(now.get(name), value)
@@ -162,32 +162,41 @@ class _ModuleState:
 
 
 class _BufferState:
-    """A buffer before the first run, with a copy where it may move."""
+    """A buffer before the first run, with a copy where it may move.
 
-    __slots__ = ("copy", "module", "name", "tensor", "version")
+    Copies of small buffers are shared by all segments for as long as the buffer stays as it is: one
+    that does not move it may still find it moved by another when its turn comes again.
+    """
+
+    __slots__ = ("copy", "module", "moved", "name", "tensor", "version")
 
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         self.module, self.name, self.tensor = module, name, tensor
         self.version = version_of(tensor)
+        self.moved = False
         self.copy: Tensor | None = None
-        known = _moves.get(module, {}).get(name)
-        if known or (known is None or tensor.nbytes <= SMALL):
+        if tensor.nbytes <= SMALL:
+            self.copy = _shared_copy(module, name, tensor)
+        elif _moves.get(module, {}).get(name, True):
             self.copy = tensor.detach().clone()
 
     def close(self) -> None:
-        version = version_of(self.tensor)
-        moved = version != self.version
-        if self.copy is not None and not moved and _is_comparable(self.tensor):
+        self.moved = version_of(self.tensor) != self.version
+        if self.copy is not None and not self.moved and _is_comparable(self.tensor):
             # writes through .data bump no version
-            moved = not torch.equal(self.copy, self.tensor)
-        known = _moves.setdefault(self.module, {})
-        known[self.name] = moved or known.get(self.name, False)
-        if not moved:
-            self.copy = None
-            self.version = version
+            self.moved = not torch.equal(self.copy, self.tensor)
+        if self.tensor.nbytes > SMALL:
+            known = _moves.setdefault(self.module, {})
+            known[self.name] = self.moved or known.get(self.name, False)
+            if not self.moved:
+                self.copy = None
+
+    @property
+    def differs(self) -> bool:
+        return self.moved or version_of(self.tensor) != self.version
 
     def check(self) -> None:
-        if self.copy is None and version_of(self.tensor) != self.version:
+        if self.copy is None and self.differs:
             raise RecomputeError(
                 f"buffer {self.name!r} of {type(self.module).__name__}, "
                 f"{tuple(self.tensor.shape)}, was changed in place after the forward read it, so "
@@ -197,8 +206,7 @@ class _BufferState:
 
     def again(self) -> Tensor:
         """Returns the buffer as the first run found it."""
-        self.check()
-        return self.tensor if self.copy is None else self.copy.clone()
+        return self.copy.clone() if self.differs and self.copy is not None else self.tensor
 
 
 class _VariableState:
@@ -218,6 +226,19 @@ class _VariableState:
 
 
 _moves: "weakref.WeakKeyDictionary[nn.Module, dict[str, bool]]" = weakref.WeakKeyDictionary()
+_copies: "weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, Tensor]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _shared_copy(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    copies = _copies.setdefault(module, {})
+    version, copy = copies.get(name, (-1, tensor))
+    same = version == version_of(tensor) and copy.shape == tensor.shape
+    if not same or (_is_comparable(tensor) and not torch.equal(copy, tensor)):
+        copy = tensor.detach().clone()
+        copies[name] = version_of(tensor), copy
+    return copy
 
 
 def _registries(module: nn.Module) -> Sequence[dict[str, Any]]:
