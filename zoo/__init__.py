@@ -43,7 +43,7 @@ from zoo.catalog import (
     wide_resnet101_2,
 )
 from zoo.chain import Chain
-from zoo.engine.recompute import recompute
+from zoo.engine.recompute import is_recomputing, recompute, remember
 from zoo.errors import (
     ArgumentError,
     ConfigError,
@@ -87,9 +87,11 @@ __all__ = [
     "gpt2_small",
     "gpt2_xl",
     "gru",
+    "is_recomputing",
     "list_models",
     "lstm",
     "recompute",
+    "remember",
     "resnet18",
     "resnet34",
     "resnet50",

@@ -74,7 +74,15 @@ class Point:
 
 
 class Watched:
-    """A model whose points are counted; at one of them an error is raised, if any is given."""
+    """A model whose points are counted; at one of them an error is raised, if any is given.
+
+    What has attributes is given to a second run as the first found it; slots are not.
+    """
+
+    __slots__ = (
+        "buffers", "error", "fault", "flags", "inputs", "list_steps", "model", "phase", "points",
+        "start",
+    )  # fmt: skip
 
     def __init__(self, model: Chain, inputs: Callable[[], Sequence[Any]]) -> None:
         self.model, self.inputs = model, inputs

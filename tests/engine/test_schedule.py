@@ -70,7 +70,9 @@ def test_buffers_stay_the_same_objects(plan: str) -> None:
 
 
 class Log:
-    """Notes what happens in both runs: a list would be given back to the second as it was."""
+    """Notes what happens in both runs: what has attributes is given to the second as it was."""
+
+    __slots__ = ("entries",)
 
     def __init__(self) -> None:
         self.entries: list[Any] = []

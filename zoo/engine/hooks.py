@@ -11,10 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from zoo.engine.notes import version_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 Hook = Callable[..., Any]
+Key = tuple[int, str, int]
 
 
 class Hooks:
@@ -24,7 +28,7 @@ class Hooks:
         self.modules = [
             module for module in modules if module._forward_pre_hooks or module._forward_hooks
         ]
-        self.acting: set[Hook] = set()
+        self.acting: set[Key] = set()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -38,27 +42,30 @@ class Hooks:
         with self._in_place_of(self._if_acting):
             yield
 
-    def _watch(self, module: nn.Module, hook: Hook) -> Hook:
+    def _watch(self, key: Key, module: nn.Module, hook: Hook) -> Hook:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            before = _face(module)
+            before = _face(module, args)
             result = hook(*args, **kwargs)
-            if result is not None or _face(module) != before:
-                self.acting.add(hook)
+            if result is not None or _face(module, args) != before:
+                self.acting.add(key)
             return result
 
         return hook if _is_torch(hook) else watched
 
-    def _if_acting(self, module: nn.Module, hook: Hook) -> Hook | None:
-        return hook if _is_torch(hook) or hook in self.acting else None
+    def _if_acting(self, key: Key, module: nn.Module, hook: Hook) -> Hook | None:
+        return hook if _is_torch(hook) or key in self.acting else None
 
     @contextlib.contextmanager
-    def _in_place_of(self, change: Callable[[nn.Module, Hook], Hook | None]) -> Iterator[None]:
+    def _in_place_of(self, change: Callable[[Key, nn.Module, Hook], Hook | None]) -> Iterator[None]:
         originals = [
             (module, name, getattr(module, name)) for module in self.modules for name in HOOKS
         ]
         try:
             for module, name, hooks in originals:
-                changed = ((key, change(module, hook)) for key, hook in hooks.items())
+                changed = (
+                    (number, change((id(module), name, number), module, hook))
+                    for number, hook in hooks.items()
+                )
                 setattr(module, name, OrderedDict(pair for pair in changed if pair[1] is not None))
             yield
         finally:
@@ -66,13 +73,14 @@ class Hooks:
                 setattr(module, name, hooks)
 
 
-def _face(module: nn.Module) -> Any:
-    """Returns what a hook could change of a module, by identity and version."""
+def _face(module: nn.Module, args: Any) -> Any:
+    """Returns what a hook could change of a module and what it gets, by identity and version."""
     registries = (module._parameters, module._buffers)
-    tensors = [value for registry in registries for value in registry.values() if value is not None]
+    tensors = [value for registry in registries for value in registry.values()]
+    tensors += [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     return (
         [(name, id(value)) for name, value in vars(module).items()],
-        [(id(tensor), tensor._version) for tensor in tensors],
+        [(id(tensor), version_of(tensor)) for tensor in tensors if tensor is not None],
     )
 
 

@@ -6,12 +6,15 @@ tensor                      its storage and version, and a copy where it is smal
 any other object            itself: what happens inside is not seen
 """
 
+import copy
 import itertools
-from collections import OrderedDict, deque
+import sys
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from zoo.errors import RecomputeError
 
@@ -19,8 +22,7 @@ SMALL = 1 << 16
 LONG = 64
 PLAIN = int | float | str | bytes | bool | None | torch.dtype | torch.device
 LISTS = (list, tuple, set, deque)
-MAPPINGS = (dict, OrderedDict)
-NOTABLE = frozenset((*LISTS, *MAPPINGS))
+NOTABLE = (list, set, deque, dict, tuple, Tensor)
 
 
 class Noted(NamedTuple):
@@ -34,16 +36,23 @@ def note(value: Any) -> Noted:
     """Notes a value."""
     if isinstance(value, Tensor):
         kept = value.detach()
-        copy = kept.clone() if value.nbytes <= SMALL else None
-        return Noted(kept, (value.requires_grad, version_of(value), copy))
-    if type(value) in NOTABLE and len(value) > LONG:
+        small = kept.clone() if value.nbytes <= SMALL else None
+        return Noted(kept, (value.requires_grad, version_of(value), small))
+    if _is_array(value):
+        return Noted(value, value.copy() if value.nbytes <= SMALL else None)
+    if isinstance(value, NOTABLE) and len(value) > LONG:
         # a log that grows all through training is not gone through at each step
         return Noted(value, len(value))
     if type(value) in LISTS:
         return Noted(value, [note(part) for part in value])
-    if type(value) in MAPPINGS:
+    if isinstance(value, dict):
         return Noted(value, {key: note(part) for key, part in value.items()})
     return Noted(value)
+
+
+def _is_array(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def unchanged(noted: Noted, now: Any) -> bool:
@@ -61,6 +70,8 @@ def unchanged(noted: Noted, now: Any) -> bool:
         )
     if value is not now:
         return False
+    if _is_array(value):
+        return bool((parts == now).all())
     if isinstance(parts, int):
         return len(now) == parts
     if isinstance(parts, dict):
@@ -83,19 +94,28 @@ def thaw(noted: Noted, fresh: dict[int, Any]) -> Any:
 def _rebuilt(value: Any, parts: Any, fresh: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return _rebuilt_tensor(value, *parts)
-    if isinstance(parts, int):
-        entries = value.items() if isinstance(value, dict) else value
-        return type(value)(itertools.islice(entries, parts))
-    if isinstance(parts, dict):
-        return type(value)((key, thaw(part, fresh)) for key, part in parts.items())
-    return type(value)(thaw(part, fresh) for part in parts)
+    if _is_array(value):
+        return parts.copy()
+    if isinstance(value, dict):
+        # a copy has the default factory, or whatever else a kind of dictionary has
+        rebuilt = copy.copy(value)
+        known = itertools.islice(value.items(), parts) if isinstance(parts, int) else None
+        rebuilt.clear()
+        rebuilt.update(known or {key: thaw(part, fresh) for key, part in parts.items()})
+        return rebuilt
+    entries: Any = (
+        itertools.islice(value, parts)
+        if isinstance(parts, int)
+        else (thaw(part, fresh) for part in parts)
+    )
+    return deque(entries, value.maxlen) if isinstance(value, deque) else type(value)(entries)
 
 
-def _rebuilt_tensor(value: Tensor, flag: bool, version: int, copy: Tensor | None) -> Tensor:
+def _rebuilt_tensor(value: Tensor, flag: bool, version: int, small: Tensor | None) -> Tensor:
     if version_of(value) == version:
         return value.detach().requires_grad_(flag)
-    if copy is not None:
-        return copy.clone().requires_grad_(flag)
+    if small is not None:
+        return small.clone().requires_grad_(flag)
     raise RecomputeError(
         f"a tensor {tuple(value.shape)} kept as an attribute or variable was changed in place "
         "after the forward read it, so the second run cannot repeat the first. Change it after "
@@ -105,4 +125,4 @@ def _rebuilt_tensor(value: Tensor, flag: bool, version: int, copy: Tensor | None
 
 def version_of(tensor: Tensor) -> int:
     """Returns the version of a tensor, 0 where there is none."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if is_lazy(tensor) or tensor.is_inference() else tensor._version

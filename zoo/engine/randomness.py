@@ -35,7 +35,9 @@ class Source:
         if self.kind == "generator":
             return self.target.get_state()
         if self.kind == "python":
-            return random.getstate()
+            return self.target.getstate() if self.target else random.getstate()
+        if self.kind == "bits":
+            return self.target.bit_generator.state
         return sys.modules["numpy"].random.get_state(legacy=True)
 
     def write(self, state: Any) -> None:
@@ -47,7 +49,9 @@ class Source:
         elif self.kind == "generator":
             self.target.set_state(state)
         elif self.kind == "python":
-            random.setstate(state)
+            (self.target or random).setstate(state)
+        elif self.kind == "bits":
+            self.target.bit_generator.state = state
         else:
             sys.modules["numpy"].random.set_state(state)
 
@@ -64,9 +68,9 @@ _ALWAYS = [Source("torch"), Source("python")]
 _NUMPY = Source("numpy")
 
 
-def sources(tensors: Sequence[object], generators: Iterable[torch.Generator]) -> list[Source]:
+def sources(tensors: Sequence[object], generators: Iterable[Any]) -> list[Source]:
     """Lists the streams that a function of these tensors and generators may draw from."""
-    found = [*_ALWAYS, *(Source("generator", generator) for generator in generators)]
+    found = [*_ALWAYS, *(Source(_kind(generator), generator) for generator in generators)]
     if "numpy" in sys.modules:
         found.append(_NUMPY)
     return found + [Source("cuda", device) for device in drawing_devices(tensors)]
@@ -114,9 +118,17 @@ def _shared(source: Source) -> Any:
     return latest
 
 
+def _kind(generator: Any) -> str:
+    if isinstance(generator, random.Random):
+        return "python"
+    return "bits" if hasattr(generator, "bit_generator") else "generator"
+
+
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
+    if isinstance(one, dict):
+        return repr(one) == repr(other)
     if isinstance(one[1], tuple):
         return bool(one == other)
     return bool(one[2:] == other[2:] and (one[1] == other[1]).all())

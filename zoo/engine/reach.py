@@ -2,8 +2,8 @@
 
 A second run must find all of it as the first run did, and nothing in Python lists it. So the
 function is read: whom a bound method belongs to, what a closure holds, which globals and which
-children of its module the code names. What is reached by other ways (an attribute of an object that
-is no module, a registry looked up by a string) is not found.
+children of its module the code names. What is reached by other ways (a registry looked up by a
+string, what a generator function goes through) is not found.
 
     recompute(block, x)             block and everything below it
     recompute(self._mix, x)         self, and the children that the code of _mix names
@@ -11,32 +11,41 @@ is no module, a registry looked up by a string) is not found.
 """
 
 import functools
+import random
+import sys
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from zoo.engine.notes import PLAIN
 
 LONG = 1000
-CONTAINERS = (list, tuple, set, frozenset, dict)
-LIBRARIES = ("torch", "numpy", "einops", "builtins")
+BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+DEEP = 4
+CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+LIBRARIES = ("torch", "numpy", "einops", "builtins", "collections", "functools", "itertools")
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 @dataclass
 class Reached:
-    """What was found: modules, generators, and the variables of functions as (name, holder)."""
+    """What was found: modules, other objects, random generators, and variables of functions."""
 
     modules: dict[nn.Module, None] = field(default_factory=dict)
-    generators: dict[torch.Generator, None] = field(default_factory=dict)
+    objects: dict[int, Any] = field(default_factory=dict)
+    generators: dict[int, Any] = field(default_factory=dict)
     variables: dict[tuple[int, str], "Variable"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a function: a cell of its closure or a global."""
+    """A variable of a function: a cell of its closure, a global, an attribute, its defaults."""
 
     name: str
     holder: Any
@@ -48,103 +57,156 @@ class Variable:
                 return self.holder.cell_contents
             except ValueError:
                 return None
-        return self.holder.get(self.name)
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.name)
+        return getattr(self.holder, self.name, None)
 
     def write(self, value: Any) -> None:
         """Binds it to a value."""
         if isinstance(self.holder, types.CellType):
             self.holder.cell_contents = value
-        else:
+        elif isinstance(self.holder, dict):
             self.holder[self.name] = value
+        else:
+            setattr(self.holder, self.name, value)
 
 
 def reach(roots: Iterable[Any]) -> Reached:
     """Returns what functions, modules and containers of these reach."""
-    reached = Reached()
-    seen: set[int] = set()
+    visit = _Visit()
     for root in roots:
-        _visit(root, reached, seen)
-    return reached
+        visit.value(root, 0)
+    return visit.reached
 
 
-def _visit(value: Any, reached: Reached, seen: set[int]) -> None:
-    if isinstance(value, nn.Module):
-        _visit_module(value, reached, seen)
-    elif isinstance(value, types.MethodType):
-        _visit_method(value, reached, seen)
-    elif id(value) in seen:
-        return
-    elif isinstance(value, functools.partial):
-        seen.add(id(value))
-        for part in (value.func, *value.args, *value.keywords.values()):
-            _visit(part, reached, seen)
-    elif isinstance(value, types.FunctionType):
-        seen.add(id(value))
-        _visit_function(value, reached, seen)
-    elif isinstance(value, torch.Generator):
-        reached.generators[value] = None
-    elif isinstance(value, CONTAINERS) and len(value) <= LONG:
-        seen.add(id(value))
-        for part in value.values() if isinstance(value, dict) else value:
-            _visit(part, reached, seen)
+class _Visit:
+    """One walk: what was found, and what need not be looked at again."""
+
+    def __init__(self) -> None:
+        self.reached = Reached()
+        self.seen: set[int] = set()
+
+    def value(self, value: Any, depth: int) -> None:
+        if isinstance(value, nn.Module):
+            self.module(value, depth)
+        elif isinstance(value, types.MethodType):
+            self.method(value, depth)
+        elif isinstance(value, PLAIN) or isinstance(value, Tensor) or id(value) in self.seen:
+            return
+        elif isinstance(value, types.FunctionType):
+            self.function(value, depth)
+        elif isinstance(value, functools.partial):
+            self.seen.add(id(value))
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.value(part, depth)
+        elif isinstance(value, CONTAINERS):
+            if len(value) <= LONG and depth <= DEEP:
+                self.seen.add(id(value))
+                for part in value.values() if isinstance(value, dict) else value:
+                    self.value(part, depth + 1)
+        elif is_generator(value):
+            self.reached.generators[id(value)] = value
+        elif _is_object(value) and depth <= DEEP:
+            self.object(value, depth)
+
+    def object(self, value: Any, depth: int) -> None:
+        self.seen.add(id(value))
+        self.reached.objects[id(value)] = value
+        for part in vars(value).values():
+            self.value(part, depth + 1)
+        self.function(getattr(type(value), "__call__", None), depth)  # noqa: B004
+
+    def module(self, module: nn.Module, depth: int) -> None:
+        """Everything below a module that is called may run."""
+        for part in module.modules():
+            if id(part) not in self.seen:
+                self.seen.add(id(part))
+                self.own(part, depth)
+                if not _is_library(type(part)):
+                    self.methods(type(part), type(part).forward, depth)
+
+    def method(self, method: types.MethodType, depth: int) -> None:
+        owner, function = method.__self__, method.__func__
+        if isinstance(owner, nn.Module):
+            if owner not in self.reached.modules:
+                self.own(owner, depth)
+            for name in _names(type(owner), function):
+                child = owner._modules.get(name)
+                if child is not None:
+                    self.module(child, depth)
+        else:
+            self.value(owner, depth)
+        self.methods(type(owner), function, depth)
+
+    def methods(self, owner: type, function: Any, depth: int) -> None:
+        """A method and those of its class that it names."""
+        self.function(function, depth)
+        for name in _names(owner, function):
+            self.function(getattr(owner, name, None), depth)
+
+    def own(self, module: nn.Module, depth: int) -> None:
+        self.reached.modules[module] = None
+        attributes = vars(module)
+        for name, value in attributes.items():
+            if name not in BOOKKEEPING and not isinstance(value, PLAIN):
+                self.value(value, depth + 1)
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            self.value(hook, depth + 1)
+        if not _is_library(type(module)):
+            self.attributes_of(type(module))
+
+    def attributes_of(self, owner: Any) -> None:
+        for name, value in vars(owner).items():
+            if isinstance(value, (PLAIN, Tensor, *CONTAINERS)) and not name.startswith("__"):
+                self.reached.variables[id(owner), name] = Variable(name, owner)
+
+    def function(self, function: Any, depth: int) -> None:
+        if not isinstance(function, types.FunctionType) or _is_library(function):
+            return
+        if id(function) in self.seen or depth > DEEP:
+            return
+        self.seen.add(id(function))
+        names, cells = function.__code__.co_freevars, function.__closure__ or ()
+        variables = [Variable(*pair) for pair in zip(names, cells, strict=True)]
+        variables += [
+            Variable(name, function.__globals__)
+            for name in _globals(function.__code__)
+            if name in function.__globals__
+        ]
+        variables += [Variable(name, vars(function)) for name in vars(function)]
+        variables += [Variable(name, function) for name in ("__defaults__", "__kwdefaults__")]
+        for variable in variables:
+            value = variable.read()
+            if isinstance(value, types.ModuleType) or value is None:
+                continue
+            if isinstance(value, type):
+                if not _is_library(value):
+                    self.attributes_of(value)
+                continue
+            if not isinstance(value, FUNCTIONS):
+                self.reached.variables[id(variable.holder), variable.name] = variable
+            self.value(value, depth + 1)
 
 
-def _visit_module(module: nn.Module, reached: Reached, seen: set[int]) -> None:
-    """Everything below a module that is called may run."""
-    for part in module.modules():
-        if id(part) not in seen:
-            seen.add(id(part))
-            _visit_own(part, reached, seen)
-            for name in ("forward", "__call__"):
-                function = getattr(type(part), name, None)
-                if isinstance(function, types.FunctionType):
-                    _visit_function(function, reached, seen)
+def is_generator(value: Any) -> bool:
+    """Says whether this is a random generator of torch, Python or NumPy."""
+    if isinstance(value, torch.Generator | random.Random):
+        return True
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(
+        value, numpy.random.Generator | numpy.random.RandomState
+    )
 
 
-def _visit_method(method: types.MethodType, reached: Reached, seen: set[int]) -> None:
-    owner, function = method.__self__, method.__func__
-    if not isinstance(owner, nn.Module):
-        _visit(getattr(owner, "__dict__", {}), reached, seen)
-        return
-    if owner not in reached.modules:
-        _visit_own(owner, reached, seen)
-    for name in _names(type(owner), function):
-        child = owner._modules.get(name)
-        if child is not None:
-            _visit_module(child, reached, seen)
-    _visit_function(function, reached, seen)
+def _is_object(value: Any) -> bool:
+    return (
+        hasattr(value, "__dict__") and not isinstance(value, type) and not _is_library(type(value))
+    )
 
 
-def _visit_own(module: nn.Module, reached: Reached, seen: set[int]) -> None:
-    reached.modules[module] = None
-    for value in vars(module).values():
-        if isinstance(value, torch.Generator):
-            reached.generators[value] = None
-
-
-def _visit_function(function: Any, reached: Reached, seen: set[int]) -> None:
-    if not isinstance(function, types.FunctionType) or _is_library(function):
-        return
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    names, cells = function.__code__.co_freevars, function.__closure__ or ()
-    variables = [Variable(*pair) for pair in zip(names, cells, strict=True)]
-    variables += [Variable(name, function.__globals__) for name in _globals(function.__code__)]
-    for variable in variables:
-        value = variable.read()
-        if isinstance(value, types.FunctionType | functools.partial | nn.Module | types.MethodType):
-            _visit(value, reached, seen)
-        elif isinstance(value, torch.Generator):
-            reached.generators[value] = None
-        elif not isinstance(value, types.ModuleType | type) and not callable(value):
-            reached.variables[id(variable.holder), variable.name] = variable
-            if isinstance(value, CONTAINERS):
-                _visit(value, reached, seen)
-
-
-def _is_library(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] in LIBRARIES
+def _is_library(owner: Any) -> bool:
+    origin = getattr(owner, "__module__", None) or ""
+    return origin.partition(".")[0] in LIBRARIES or origin.startswith("zoo.engine.")
 
 
 @functools.cache
@@ -159,6 +221,8 @@ _known: "weakref.WeakKeyDictionary[Any, dict[type, frozenset[str]]]" = weakref.W
 
 def _names(owner: type, function: Any) -> frozenset[str]:
     """Returns the names in a method's code and in the methods of its class that it names."""
+    if not isinstance(function, types.FunctionType):
+        return frozenset()
     found = _known.setdefault(function, {})
     if owner not in found:
         found[owner] = frozenset(_collect(owner, function, set()))

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
@@ -38,7 +39,7 @@ from zoo.engine.ambient import Ambient
 from zoo.engine.hooks import Hooks
 from zoo.engine.randomness import Stream, read_streams, replayed_streams, sources
 from zoo.engine.reach import reach
-from zoo.engine.state import State, scratch_statistics
+from zoo.engine.state import State
 from zoo.errors import ArgumentError, RecomputeError
 
 Function = Callable[..., Any]
@@ -61,9 +62,12 @@ def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwa
     if torch.compiler.is_compiling():
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     leaves, structure = pytree.tree_flatten((args, kwargs))
+    # the first run gets the caller's own containers, and may append to them
+    own = [(args, kwargs)]
 
     def call(*values: Any) -> Any:
-        called_args, called_kwargs = pytree.tree_unflatten(values, structure)
+        called = own.pop() if own else pytree.tree_unflatten(values, structure)
+        called_args, called_kwargs = called
         return function(*called_args, **called_kwargs)
 
     roots = (function, *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
@@ -77,7 +81,7 @@ def run_segment(
 
     `roots` are the functions and modules that it runs.
     """
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or _is_transformed():
         return function(*inputs)
     return _thread.mode.segment(_Task(function, ambient, roots), inputs)
 
@@ -150,7 +154,7 @@ class _Recording(_Mode):
     def run(self, inputs: Sequence[Any]) -> Any:
         segment = self.target
         reached = reach(segment.task.roots)
-        segment.streams = read_streams(sources(inputs, reached.generators))
+        segment.streams = read_streams(sources(inputs, reached.generators.values()))
         segment.state = State(reached)
         segment.hooks = Hooks(reached.modules)
         if segment.parent is None:
@@ -231,7 +235,6 @@ class _Replay(_Mode):
                 replayed_streams(segment.streams),
                 segment.hooks.acting_only(),
                 segment.state.restored() as self.scratch,
-                scratch_statistics(segment.state.norms),
             ):
                 _run_in(self, segment.task.function, inputs)
         except _Full:
@@ -467,6 +470,11 @@ def _run_in(mode: Any, function: Function, inputs: Sequence[Any]) -> Any:
             return function(*inputs)
     finally:
         _thread.mode = earlier
+
+
+def _is_transformed() -> bool:
+    """Says whether torch.func or forward-mode derivatives are at work: nothing is saved then."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _is_parameter(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from zoo.engine.notes import NOTABLE, PLAIN, SMALL, note, thaw, unchanged, version_of
-from zoo.engine.reach import Reached, Variable
+from zoo.engine.notes import PLAIN, SMALL, note, thaw, unchanged, version_of
+from zoo.engine.reach import BOOKKEEPING, Reached, Variable
 from zoo.errors import RecomputeError
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 
 
 class State:
@@ -44,29 +43,35 @@ class State:
     def __init__(self, reached: Reached) -> None:
         self.modules = [_ModuleState(module) for module in reached.modules]
         self.variables = [_VariableState(variable) for variable in reached.variables.values()]
-
-    @property
-    def norms(self) -> list[nn.Module]:
-        """The reached modules whose statistics are scratch in a second run."""
-        return [state.module for state in self.modules if state.norm]
+        self.objects = [_ObjectState(value) for value in reached.objects.values()]
 
     def close(self) -> None:
         """Looks at the end of the first run what it moved; drops the copies that nobody needs."""
-        for module in self.modules:
-            module.close()
+        states: list[Any] = [*self.modules, *self.variables]
+        for state in states:
+            state.close()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[set[int]]:
-        """Gives all that differs now what it was; yields the storages of scratch parameters."""
+        """Gives all that differs now what it was; yields the storages of scratch parameters.
+
+        What cannot be given again is refused once its module is called: more is reached than runs.
+        """
         fresh: dict[int, Any] = {}
         undo: list[Any] = []
         scratch: set[int] = set()
+        lost: dict[nn.Module, str] = {}
         try:
-            for variable in self.variables:
-                variable.restore(fresh, undo)
+            holders: list[Any] = [*self.variables, *self.objects]
+            for holder in holders:
+                holder.restore(fresh, undo)
             for module in self.modules:
                 module.restore(fresh, undo, scratch)
-            yield scratch
+                if message := module.lost():
+                    lost[module.module] = message
+            norms = [state.module for state in self.modules if state.norm]
+            with _watched(norms, lost):
+                yield scratch
         finally:
             for action in reversed(undo):
                 action()
@@ -86,7 +91,7 @@ class _ModuleState:
         self.notes = {
             name: note(value)
             for name, value in self.attributes.items()
-            if (type(value) in NOTABLE or isinstance(value, Tensor)) and name not in BOOKKEEPING
+            if name not in BOOKKEEPING and not isinstance(value, PLAIN)
         }
         self.registries = [dict(registry) for registry in _registries(module)]
         self.parameters = [
@@ -113,19 +118,26 @@ class _ModuleState:
             self.parameters = found
 
     def restore(self, fresh: dict[int, Any], undo: list[Any], scratch: set[int]) -> None:
-        for name, parameter, flag, version in self.parameters:
-            _check_parameter(self.module, name, parameter, version)
+        for _, parameter, flag, _ in self.parameters:
             if parameter.requires_grad != flag:
                 undo.append(functools.partial(parameter.requires_grad_, not flag))
                 parameter.requires_grad_(flag)
-        for buffer in self.buffers:
-            buffer.check()
         if self.differs():
             self._replace(fresh, undo, scratch)
         elif self.norm:
             registry: dict[str, Any] = self.module._buffers
             undo.append(functools.partial(setattr, self.module, "_buffers", registry))
             self.module._buffers = registry | _scratch_statistics_of(registry)
+
+    def lost(self) -> str | None:
+        """Says what was changed in place and cannot be given again."""
+        for name, value, _, version in self.parameters:
+            if version_of(value) != version:
+                return f"parameter {_named(name, self.module, value)}"
+        for buffer in self.buffers:
+            if buffer.copy is None and buffer.differs:
+                return f"buffer {_named(buffer.name, self.module, buffer.tensor)}"
+        return None
 
     def differs(self) -> bool:
         """Says whether the module is not what it was, or was moved and will be again."""
@@ -195,15 +207,6 @@ class _BufferState:
     def differs(self) -> bool:
         return self.moved or version_of(self.tensor) != self.version
 
-    def check(self) -> None:
-        if self.copy is None and self.differs:
-            raise RecomputeError(
-                f"buffer {self.name!r} of {type(self.module).__name__}, "
-                f"{tuple(self.tensor.shape)}, was changed in place after the forward read it, so "
-                "the second run cannot repeat the first. Change it after the backward; one that "
-                "the forward itself moves is copied from the next forward on."
-            )
-
     def again(self) -> Tensor:
         """Returns the buffer as the first run found it."""
         return self.copy.clone() if self.differs and self.copy is not None else self.tensor
@@ -212,17 +215,46 @@ class _BufferState:
 class _VariableState:
     """A variable of a function, before the first run."""
 
-    __slots__ = ("before", "variable")
+    __slots__ = ("after", "before", "variable")
 
     def __init__(self, variable: Variable) -> None:
         self.variable = variable
         self.before = note(variable.read())
+        self.after = 0
+
+    def close(self) -> None:
+        if isinstance(self.before.value, Tensor):
+            self.after = version_of(self.before.value)
 
     def restore(self, fresh: dict[int, Any], undo: list[Any]) -> None:
         now = self.variable.read()
+        value = self.before.value
+        if isinstance(value, Tensor) and version_of(value) != self.after:
+            raise RecomputeError(
+                f"tensor {self.variable.name!r}, {tuple(value.shape)}, was changed in place after "
+                "the forward used it, so the second run cannot repeat the first. Change it after "
+                "the backward, or change a copy."
+            )
         if not unchanged(self.before, now):
             undo.append(lambda: self.variable.write(now))
             self.variable.write(thaw(self.before, fresh))
+
+
+class _ObjectState:
+    """The attributes of an object that is no module, before the first run."""
+
+    __slots__ = ("before", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.before = {name: note(part) for name, part in vars(value).items()}
+
+    def restore(self, fresh: dict[int, Any], undo: list[Any]) -> None:
+        now = vars(self.value)
+        same = now.keys() == self.before.keys()
+        if not same or not all(unchanged(noted, now[name]) for name, noted in self.before.items()):
+            undo.append(functools.partial(_put_back, self.value, dict(now)))
+            _put_back(self.value, {name: thaw(noted, fresh) for name, noted in self.before.items()})
 
 
 _moves: "weakref.WeakKeyDictionary[nn.Module, dict[str, bool]]" = weakref.WeakKeyDictionary()
@@ -253,9 +285,9 @@ def _equal(one: Any, other: Any) -> bool:
     return isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other)
 
 
-def _put_back(module: nn.Module, attributes: dict[str, Any]) -> None:
-    vars(module).clear()
-    vars(module).update(attributes)
+def _put_back(value: Any, attributes: dict[str, Any]) -> None:
+    vars(value).clear()
+    vars(value).update(attributes)
 
 
 def _scratch_statistics_of(buffers: dict[str, Any]) -> dict[str, Tensor]:
@@ -270,13 +302,8 @@ def _scratch_parameter(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
 
-def _check_parameter(module: nn.Module, name: str, parameter: Tensor, version: int) -> None:
-    if version_of(parameter) != version:
-        raise RecomputeError(
-            f"parameter {name!r} of {type(module).__name__}, {tuple(parameter.shape)}, was changed "
-            f"in place after the forward used it (version {version}, now {version_of(parameter)}), "
-            "so the second run cannot repeat the first. Step the optimizer after the backward."
-        )
+def _named(name: str, module: nn.Module, tensor: Tensor) -> str:
+    return f"{name!r} of {type(module).__name__}, {tuple(tensor.shape)},"
 
 
 def _is_comparable(tensor: Tensor) -> bool:
@@ -288,8 +315,8 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def scratch_statistics(reached: Sequence[nn.Module]) -> Iterator[None]:
-    """Gives each norm that runs in the block and was not reached scratch statistics.
+def _watched(reached: Sequence[nn.Module], lost: Mapping[nn.Module, str]) -> Iterator[None]:
+    """Refuses modules whose state is lost; gives norms that were not reached scratch statistics.
 
     A function may get at modules in ways that reading it does not show, so a forward pre-hook for
     all modules watches. Only modules on this thread are touched.
@@ -298,7 +325,15 @@ def scratch_statistics(reached: Sequence[nn.Module]) -> Iterator[None]:
     thread = threading.get_ident()
 
     def replace(module: nn.Module, inputs: Any) -> None:
-        if threading.get_ident() == thread and module not in replaced and _moves_statistics(module):
+        if threading.get_ident() != thread:
+            return
+        if module in lost:
+            raise RecomputeError(
+                f"{lost[module]} was changed in place after the forward used it, so the second run "
+                "cannot repeat the first. Change it after the backward (step the optimizer there); "
+                "a buffer that the forward itself moves is copied from the next forward on."
+            )
+        if module not in replaced and _moves_statistics(module):
             replaced[module] = dict(module._buffers)
             module._buffers.update(_scratch_statistics_of(module._buffers))
 
