@@ -144,7 +144,7 @@ def test_a_parameter_changed_before_the_backward_is_refused() -> None:
     loss = recompute(lambda x: model(x.exp()), torch.rand(2, 3).requires_grad_()).sum()
     with torch.no_grad():
         model.weight.add_(1)
-    with pytest.raises(RecomputeError, match="parameter 'weight' of Linear.*changed in place"):
+    with pytest.raises(RecomputeError, match=r"parameter 'weight' of Linear.*changed in place"):
         loss.backward()
 
 

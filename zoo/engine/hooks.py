@@ -50,6 +50,7 @@ class Hooks:
                 self.acting.add(key)
             return result
 
+        watched.__wrapped__ = hook  # type: ignore[attr-defined]
         return hook if _is_torch(hook) else watched
 
     def _if_acting(self, key: Key, module: nn.Module, hook: Hook) -> Hook | None:

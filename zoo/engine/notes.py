@@ -68,17 +68,19 @@ def unchanged(noted: Noted, now: Any) -> bool:
         return value is now or (
             isinstance(value, PLAIN) and type(value) is type(now) and value == now
         )
-    if value is not now:
-        return False
+    return value is now and _same_parts(value, parts)
+
+
+def _same_parts(value: Any, parts: Any) -> bool:
     if _is_array(value):
-        return bool((parts == now).all())
+        return bool((parts == value).all())
     if isinstance(parts, int):
-        return len(now) == parts
+        return len(value) == parts
     if isinstance(parts, dict):
-        return parts.keys() == now.keys() and all(
-            unchanged(part, now[key]) for key, part in parts.items()
+        return parts.keys() == value.keys() and all(
+            unchanged(part, value[key]) for key, part in parts.items()
         )
-    return len(parts) == len(now) and all(map(unchanged, parts, now))
+    return len(parts) == len(value) and all(map(unchanged, parts, value))
 
 
 def thaw(noted: Noted, fresh: dict[int, Any]) -> Any:

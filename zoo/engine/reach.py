@@ -11,6 +11,7 @@ string, what a generator function goes through) is not found.
 """
 
 import functools
+import inspect
 import random
 import sys
 import types
@@ -91,7 +92,7 @@ class _Visit:
             self.module(value, depth)
         elif isinstance(value, types.MethodType):
             self.method(value, depth)
-        elif isinstance(value, PLAIN) or isinstance(value, Tensor) or id(value) in self.seen:
+        elif isinstance(value, (PLAIN, Tensor)) or id(value) in self.seen:
             return
         elif isinstance(value, types.FunctionType):
             self.function(value, depth)
@@ -151,7 +152,7 @@ class _Visit:
             if name not in BOOKKEEPING and not isinstance(value, PLAIN):
                 self.value(value, depth + 1)
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            self.value(hook, depth + 1)
+            self.value(inspect.unwrap(hook), depth + 1)
         if not _is_library(type(module)):
             self.attributes_of(type(module))
 

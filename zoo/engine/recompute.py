@@ -177,13 +177,19 @@ class _Recording(_Mode):
         return _Recording(inner).run(inputs)
 
     def pack(self, tensor: Tensor) -> "_Holder | _Kept":
-        if _is_parameter(tensor):
+        if self._is_parameter(tensor):
             kept = _Kept(tensor.detach(), "parameter")
             self.target.slots.append(kept)
             return kept
         holder = _Holder(self.target, tensor)
         self.target.slots.append(weakref.ref(holder))
         return holder
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        """Says whether a saved tensor is a parameter or a view of one: in memory anyway."""
+        assert self.target.state is not None
+        base = tensor._base if tensor._base is not None else tensor
+        return isinstance(base, Parameter) or self.target.state.owns(base)
 
 
 class _Replay(_Mode):
@@ -473,14 +479,15 @@ def _run_in(mode: Any, function: Function, inputs: Sequence[Any]) -> Any:
 
 
 def _is_transformed() -> bool:
-    """Says whether torch.func or forward-mode derivatives are at work: nothing is saved then."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Says whether torch.func, forward-mode derivatives or a tracer are at work.
 
-
-def _is_parameter(tensor: Tensor) -> bool:
-    """Says whether a saved tensor is a parameter or a view of one: in memory anyway."""
-    base = tensor._base if tensor._base is not None else tensor
-    return base.is_leaf and (base.requires_grad or isinstance(base, Parameter))
+    The function then just runs, and nothing is saved.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    )
 
 
 def _version(value: Any) -> int:

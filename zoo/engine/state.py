@@ -44,6 +44,11 @@ class State:
         self.modules = [_ModuleState(module) for module in reached.modules]
         self.variables = [_VariableState(variable) for variable in reached.variables.values()]
         self.objects = [_ObjectState(value) for value in reached.objects.values()]
+        self.parameters = {id(entry[1]) for state in self.modules for entry in state.parameters}
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Says whether a tensor is a parameter of a module that the function reaches."""
+        return id(tensor) in self.parameters
 
     def close(self) -> None:
         """Looks at the end of the first run what it moved; drops the copies that nobody needs."""
@@ -226,6 +231,9 @@ class _VariableState:
         if isinstance(self.before.value, Tensor):
             self.after = version_of(self.before.value)
 
+    def changed(self) -> bool:
+        return not unchanged(self.before, self.variable.read())
+
     def restore(self, fresh: dict[int, Any], undo: list[Any]) -> None:
         now = self.variable.read()
         value = self.before.value
@@ -235,7 +243,7 @@ class _VariableState:
                 "the forward used it, so the second run cannot repeat the first. Change it after "
                 "the backward, or change a copy."
             )
-        if not unchanged(self.before, now):
+        if self.changed():
             undo.append(lambda: self.variable.write(now))
             self.variable.write(thaw(self.before, fresh))
 
@@ -249,11 +257,15 @@ class _ObjectState:
         self.value = value
         self.before = {name: note(part) for name, part in vars(value).items()}
 
-    def restore(self, fresh: dict[int, Any], undo: list[Any]) -> None:
+    def changed(self) -> bool:
         now = vars(self.value)
-        same = now.keys() == self.before.keys()
-        if not same or not all(unchanged(noted, now[name]) for name, noted in self.before.items()):
-            undo.append(functools.partial(_put_back, self.value, dict(now)))
+        return now.keys() != self.before.keys() or not all(
+            unchanged(noted, now[name]) for name, noted in self.before.items()
+        )
+
+    def restore(self, fresh: dict[int, Any], undo: list[Any]) -> None:
+        if self.changed():
+            undo.append(functools.partial(_put_back, self.value, dict(vars(self.value))))
             _put_back(self.value, {name: thaw(noted, fresh) for name, noted in self.before.items()})
 
 

@@ -1,0 +1,223 @@
+"""Hooks of modules and tensors fire as often as without, and act in the second run, too."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from tests.engine.pitfalls.program import (
+    WAYS,
+    Call,
+    Way,
+    assert_exact,
+    module,
+    net,
+    rows,
+    state_of,
+)
+
+Log = list[Any]
+
+
+class Book:
+    """Notes what hooks see; no list, which a second run might find as it was."""
+
+    def __init__(self) -> None:
+        self.entries: Log = []
+        self.note = self.entries.append
+
+
+def trace_of(call: Call, way: Way, add: Callable[[nn.Sequential, Book], Any]) -> Any:
+    """Trains two steps with the hooks that `add` registers, and returns all they saw."""
+    model, book = net(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4)), Book()
+    add(model, book)
+    found: Log = []
+    for _ in range(2):
+        (x,) = rows()
+        output = way(call, model, x)
+        book.note("between")
+        output.square().sum().backward()
+        found += [output.detach(), x.grad]
+    return found, book.entries, state_of(model)
+
+
+def looks(model: nn.Sequential, book: Book) -> None:
+    model.register_forward_pre_hook(lambda m, xs: book.note(("pre", xs[0].detach())))
+    model.register_forward_hook(lambda m, xs, y: book.note(("post", y.detach())))
+    model[2].register_forward_hook(lambda m, xs, y: book.note(("inner", y.detach())))
+
+
+def takes_keywords(model: nn.Sequential, book: Book) -> None:
+    model[2].register_forward_pre_hook(
+        lambda m, xs, ks: book.note(("pre", len(ks))), with_kwargs=True
+    )
+    model[2].register_forward_hook(
+        lambda m, xs, ks, y: book.note(("post", len(ks))), with_kwargs=True, always_call=True
+    )
+
+
+def modifies(model: nn.Sequential, book: Book) -> None:
+    model[2].register_forward_pre_hook(lambda m, xs: (xs[0] * 2,))
+    model[2].register_forward_hook(lambda m, xs, y: y.sin() * 3)
+    model[4].register_forward_hook(lambda m, xs, y: y.cos(), always_call=True)
+    model[4].register_forward_hook(lambda m, xs, y: y.exp(), prepend=True)
+
+
+def modifies_in_place(model: nn.Sequential, book: Book) -> None:
+    def double(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.mul_(2)
+
+    model[2].register_forward_hook(double)
+
+
+def modifies_and_looks(model: nn.Sequential, book: Book) -> None:
+    entries = book.entries
+
+    def both(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        entries.append("both")
+        return output * 2
+
+    model[2].register_forward_hook(both)
+
+
+def modifies_sometimes(model: nn.Sequential, book: Book) -> None:
+    """Returns None for its first call and something else from then on."""
+    calls: Log = []
+
+    def sometimes(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        calls.append(1)
+        return output * 2 if len(calls) > 1 else None
+
+    model[2].register_forward_hook(sometimes)
+
+
+def sets_an_attribute(model: nn.Sequential, book: Book) -> None:
+    def mask(layer: Any, inputs: Any) -> None:
+        layer.mask = (inputs[0].detach() > 0).float().mean()
+
+    model[2].register_forward_pre_hook(mask)
+    model[2].register_forward_hook(lambda m, xs, y: y * m.mask)
+
+
+def prunes(model: nn.Sequential, book: Book) -> None:
+    prune.l1_unstructured(model[2], "weight", amount=0.5)
+
+
+def removes_itself(model: nn.Sequential, book: Book) -> None:
+    handle = model[2].register_forward_hook(
+        lambda m, xs, y: (book.note("once"), handle.remove())[0]
+    )
+
+
+def steers_by_a_switch(model: nn.Sequential, book: Book) -> None:
+    """A pre-hook that only writes to an object, which the forward reads through a closure."""
+    switch = {"scale": 1.0}
+
+    def turn(layer: Any, inputs: Any) -> None:
+        switch["scale"] = switch["scale"] + 1
+
+    model[2].register_forward_pre_hook(turn)
+    model[2].register_forward_hook(lambda m, xs, y: y * switch["scale"])
+
+
+def looks_at_gradients(model: nn.Sequential, book: Book) -> None:
+    model[2].register_full_backward_hook(
+        lambda m, down, up: book.note(("full", down[0].clone(), up[0].clone()))
+    )
+    model[2].register_full_backward_pre_hook(lambda m, up: book.note(("pre", up[0].clone())))
+    model.register_full_backward_hook(lambda m, down, up: book.note("whole"))
+
+
+def modifies_gradients(model: nn.Sequential, book: Book) -> None:
+    model[2].register_full_backward_hook(lambda m, down, up: (down[0] * 2,))
+    model[4].register_full_backward_pre_hook(lambda m, up: (up[0] * 3,))
+
+
+def hooks_tensors(model: nn.Sequential, book: Book) -> None:
+    def on_output(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: book.note(("tensor", gradient.clone())))
+
+    model[2].register_forward_hook(on_output)
+    model[2].weight.register_hook(lambda gradient: gradient * 2)
+
+
+HOOKS = [
+    looks, takes_keywords, modifies, modifies_in_place, modifies_and_looks, modifies_sometimes,
+    sets_an_attribute, prunes, removes_itself, looks_at_gradients, modifies_gradients,
+    hooks_tensors,
+    pytest.param(steers_by_a_switch, marks=pytest.mark.xfail(
+        strict=True, reason="a hook that only writes to a variable counts as one that looks")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("add", HOOKS)
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_of_every_kind(add: Callable[[nn.Sequential, Book], None], way: Way) -> None:
+    """pytorch#143573: they fire once per forward; those that act do so in both runs."""
+    assert_exact(lambda call: trace_of(call, way, add))
+
+
+@pytest.mark.xfail(strict=True, reason="hooks for all modules fire again in the second run")
+def test_global_hooks_fire_once_per_forward() -> None:
+    """register_module_forward_hook and its like, as profilers use them."""
+
+    def program(call: Call) -> Any:
+        book = Book()
+        register = torch.nn.modules.module
+        handles = [
+            register.register_module_forward_pre_hook(lambda m, xs: book.note(type(m).__name__)),
+            register.register_module_forward_hook(lambda m, xs, y: book.note(type(m).__name__)),
+            register.register_module_full_backward_hook(lambda m, a, b: book.note("backward")),
+        ]
+        try:
+            found = trace_of(call, module, lambda model, other: None)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found, book.entries
+
+    assert_exact(program)
+
+
+def test_a_tensor_hooked_inside_fires_once() -> None:
+    """pytorch#81296: reentrant cannot register; a second run must not fire it again."""
+
+    def program(call: Call) -> Any:
+        layer, (x,), book = nn.Linear(4, 4), rows(), Book()
+
+        def function(x: Tensor) -> Tensor:
+            y = torch.tanh(layer(x))
+            y.register_hook(lambda gradient: book.note(gradient.clone()))
+            z = y.exp()
+            z.register_hook(lambda gradient: gradient * 2)
+            return z.sin()
+
+        output = call(function, x)
+        output.sum().backward(retain_graph=True)
+        output.square().sum().backward()
+        return book.entries, x.grad, state_of(layer)
+
+    assert_exact(program)
+
+
+def test_a_hook_that_always_fires_does_so_after_an_exception() -> None:
+    """always_call=True: the forward of the module raises, in the segment."""
+
+    def program(call: Call) -> Any:
+        model, book = net(nn.Linear(4, 4)), Book()
+        model.register_forward_hook(lambda m, xs, y: book.note(y is None), always_call=True)
+
+        def function(x: Tensor) -> Tensor:
+            try:
+                return model(x[:, :3])
+            except RuntimeError:
+                return model(x).sin()
+
+        (x,) = rows()
+        call(function, x).sum().backward()
+        return book.entries, x.grad, state_of(model)
+
+    assert_exact(program)

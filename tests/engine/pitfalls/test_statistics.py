@@ -1,0 +1,287 @@
+"""Statistics and other buffers that a forward moves: moved once, and seen again as they were."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import zoo
+from tests.engine.pitfalls.program import (
+    WAYS,
+    Call,
+    Way,
+    assert_exact,
+    assert_exact_or_refused,
+    assert_trains,
+    images,
+    module,
+    net,
+    rows,
+    state_of,
+    train,
+)
+from zoo.measure.memory import trace
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batch_norm_moves_once(way: Way) -> None:
+    """pytorch#96136, pytorch#62471, efficient_densenet#73, YOLO-Master#262."""
+    assert_trains(lambda: net(nn.BatchNorm1d(4)), way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cumulative_average_moves_once(way: Way) -> None:
+    """pytorch-pfn-extras#117: momentum=None averages over all batches."""
+    assert_trains(lambda: net(nn.BatchNorm1d(4, momentum=None)), way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batch_norm_without_moving_statistics(way: Way) -> None:
+    """Regression guard: frozen statistics, none, and no parameters."""
+    assert_trains(lambda: net(nn.BatchNorm1d(4).eval()), way=way)
+    assert_trains(lambda: net(nn.BatchNorm1d(4, track_running_stats=False)), way=way)
+    assert_trains(lambda: net(nn.BatchNorm1d(4, affine=False)), way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_instance_norm_moves_once(way: Way) -> None:
+    """Fairscale's patch_batchnorm and pytorch-pfn-extras skip _InstanceNorm."""
+    norm = nn.InstanceNorm2d
+    assert_trains(
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3), norm(4, track_running_stats=True), nn.GELU()),
+        images,
+        way,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_statistics_move_once_without_gradients(way: Way) -> None:
+    """fairscale#1035: recalibration of statistics in training mode under no_grad."""
+
+    def program(call: Call) -> Any:
+        model = net(nn.BatchNorm1d(4))
+        with torch.no_grad():
+            output = way(call, model, *rows())
+        return output, state_of(model), train(call, model, rows, way, 1)
+
+    assert_exact(program)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_spectral_norm_iterates_once(way: Way, iterations: int) -> None:
+    """As pytorch#96136: the power iteration of the parametrization."""
+    norm = parametrizations.spectral_norm
+    assert_trains(
+        lambda: net(norm(nn.Linear(4, 4), n_power_iterations=iterations), nn.Dropout(0.3)), way=way
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_spectral_norm_as_a_hook_iterates_once(way: Way) -> None:
+    """As pytorch#96136: the older form, a forward pre-hook that sets the weight."""
+    assert_trains(lambda: net(nn.utils.spectral_norm(nn.Linear(4, 4))), way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, parametrizations.weight_norm])
+def test_weight_norm_keeps_its_gradients(way: Way, norm: Callable[..., nn.Module]) -> None:
+    """The older form sets a weight with history in a forward pre-hook."""
+    assert_trains(lambda: net(norm(nn.Linear(4, 4)), nn.BatchNorm1d(4)), way=way)
+
+
+@pytest.mark.parametrize("where", ["forward", "forward and backward", "two segments"])
+def test_cached_parametrizations_are_exact_or_refused(where: str) -> None:
+    """`parametrize.cached` computes a weight once for several uses."""
+
+    def program(call: Call) -> Any:
+        model = net(parametrizations.spectral_norm(nn.Linear(4, 4)))
+        with parametrize.cached():
+            loss = call(model, *rows()).square().sum()
+            if where == "two segments":
+                loss = loss + call(model, *rows()).square().sum()
+            if where != "forward":
+                loss.backward()
+        if where == "forward":
+            loss.backward()
+        return loss, state_of(model)
+
+    assert_exact_or_refused(program)
+
+
+class Averaging(nn.Module):
+    """Keeps a moving average and a token counter in place, and may use them."""
+
+    def __init__(self, feeds: bool = True, wide: int = 1) -> None:
+        super().__init__()
+        self.feeds = feeds
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(wide, 4))
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(y.mean(0), alpha=0.5)
+            self.tokens += x.shape[0]
+        return torch.tanh(y - self.average.mean(0) / self.tokens) if self.feeds else torch.tanh(y)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_buffer_that_is_only_kept_moves_once(way: Way) -> None:
+    """torchtitan#3686 (tokens // 2), NeMo Automodel#3247."""
+    assert_trains(lambda: Averaging(feeds=False), way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wide", [1, 5000])
+def test_a_buffer_that_feeds_the_output_is_seen_as_it_was(way: Way, wide: int) -> None:
+    """Observers, FP8 amax (TransformerEngine#24), codebooks: a small and a big buffer."""
+    assert_trains(lambda: Averaging(wide=wide), way=way)
+
+
+@pytest.mark.parametrize("wide", [1, 5000])
+def test_segments_that_reach_the_state_of_one_another(wide: int) -> None:
+    """Each function has the whole model in its closure and runs one layer of it.
+
+    A buffer of more than 64 KiB is not copied for a segment that left it alone once.
+    """
+
+    def program(call: Call) -> Any:
+        model = nn.Sequential(*[Averaging(wide=wide) for _ in range(3)])
+        for _ in range(3):
+            (y,) = rows()
+            for number in range(3):
+                y = call(lambda y, n=number: model[n](y), y)
+            y.square().sum().backward()
+        return state_of(model)
+
+    (assert_exact if wide == 1 else assert_exact_or_refused)(program)
+
+
+class Codebook(nn.Module):
+    """Vector quantization by a codebook that moves towards its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.randn(8, 4))
+        self.register_buffer("counts", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        nearest = torch.cdist(y.detach(), self.codes).argmin(1)
+        hits = F.one_hot(nearest, 8).to(y)
+        self.counts.mul_(0.9).add_(hits.sum(0), alpha=0.1)
+        self.codes.copy_(0.5 * self.codes + 0.5 * (hits.t() @ y.detach()) / self.counts[:, None])
+        return y * self.codes[nearest] + (self.codes[nearest] - y).detach() * y
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_codebook_moves_once(way: Way) -> None:
+    """Buffers that feed the output: VQ-VAE's moving average."""
+    assert_trains(Codebook, way=way)
+
+
+class Functional(nn.Module):
+    """Calls F.batch_norm on buffers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.batch_norm(self.linear(x), self.mean, self.variance, training=True)
+        return torch.tanh(y * self.variance.clone())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_functional_batch_norm_moves_its_buffers_once(way: Way) -> None:
+    """pytorch#96136 without a norm that could be recognized."""
+    assert_trains(Functional, way=way)
+
+
+class Lazy(nn.Module):
+    """Creates its buffer in the first call, and replaces rather than changes it later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", y.detach().abs().mean(0))
+        self.scale = 0.9 * self.scale + 0.1 * y.detach().abs().mean(0)
+        return torch.tanh(y / self.scale)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_buffer_created_in_the_first_call(way: Way) -> None:
+    """register_buffer in the forward, and a buffer that is assigned anew."""
+    assert_trains(Lazy, way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lazy_modules_are_initialized_once(way: Way) -> None:
+    """LazyLinear and LazyBatchNorm1d change their class in the first call."""
+    assert_trains(lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh()), way=way)
+
+
+class Switching(nn.Module):
+    """Leaves its big buffer alone for two calls and moves it from the third on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("average", torch.ones(5000, 4))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.linear(x) * self.average.mean(0)
+        if self.calls > 2:
+            self.average.mul_(0.5).add_(y.detach().mean(0))
+        return torch.tanh(y)
+
+
+def test_a_big_buffer_that_moves_late_is_exact_or_refused() -> None:
+    """Observers that start after some steps."""
+    assert_exact_or_refused(lambda call: train(call, Switching(), rows, module, 5))
+
+
+@pytest.mark.parametrize("kind", [Averaging, Functional, Codebook])
+def test_the_second_run_bumps_no_version_that_a_graph_saved(kind: type[nn.Module]) -> None:
+    """The buffers after the backward are the same objects in the same version."""
+
+    def program(call: Call) -> Any:
+        model = kind()
+        output = call(model, *rows())
+        weight = torch.rand(()).requires_grad_()
+        kept = sum((weight * buffer.float()).sum() for buffer in model.buffers())
+        found = [(id(buffer), buffer._version) for buffer in model.buffers()]
+        output.square().sum().backward()
+        assert found == [(id(buffer), buffer._version) for buffer in model.buffers()]
+        kept.backward()
+        return weight.grad, state_of(model)
+
+    assert_exact(program)
+
+
+def test_a_big_buffer_that_never_moves_is_not_copied() -> None:
+    """Cost is paid only by segments that move state."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model.register_buffer("table", torch.rand(1_000_000))
+
+    def step() -> None:
+        zoo.recompute(model, *rows()).sum().backward()
+
+    step()
+    step()
+    assert trace(step).peak < 1_000_000
