@@ -114,3 +114,13 @@ def test_a_hook_on_a_stage_fires_once() -> None:
     model.layer4.register_forward_hook(lambda _, inputs, output: shapes.append(output.shape))
     assert torch.equal(model(x), expected)
     assert shapes == [(2, 512, 2, 2)]
+
+
+@pytest.mark.parametrize("wrong", [None, {"tail.0.bias": "two"}])
+def test_what_is_no_weight_loads_nothing(wrong: Any) -> None:
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    zeros = {name: torch.zeros_like(value) for name, value in before.items()}
+    with pytest.raises(WeightsError, match=r"got NoneType|1 no tensor"):
+        model.load_state_dict(zeros | wrong if wrong else wrong)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -97,7 +97,7 @@ class Chain(nn.Module):
         Raises:
             WeightsError: keys are missing, unknown or of another shape; the model is unchanged.
         """
-        translated = self.translate(state_dict)
+        translated = self.translate(state_dict) if isinstance(state_dict, Mapping) else state_dict
         check_weights(self, translated, strict)
         return super().load_state_dict(translated, strict=strict, assign=assign)
 
@@ -141,6 +141,8 @@ def step_names(chain: nn.Module, steps: Sequence[Step]) -> list[str]:
 
 def check_weights(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
     """Raises WeightsError, before anything is loaded, when a state dict does not fit a model."""
+    if not isinstance(state_dict, Mapping):
+        raise WeightsError(f"a state dict maps names to tensors; got {type(state_dict).__name__}")
     own = model.state_dict()
     missing = sorted(own.keys() - state_dict.keys()) if strict else []
     missing = [key for key in missing if not key.endswith("num_batches_tracked")]
@@ -151,9 +153,18 @@ def check_weights(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         if key in own and isinstance(value, Tensor) and isinstance(own[key], Tensor)
         if value.shape != own[key].shape
     ]
+    others = [
+        f"{key} ({type(value).__name__})"
+        for key, value in state_dict.items()
+        if isinstance(own.get(key), Tensor) and not isinstance(value, Tensor)
+    ]
+    kinds = (
+        ("missing", missing), ("unknown", unknown), ("of another shape", shapes),
+        ("no tensor", others),
+    )  # fmt: skip
     faults = [
         f"{len(keys)} {what}: {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
-        for what, keys in (("missing", missing), ("unknown", unknown), ("of another shape", shapes))
+        for what, keys in kinds
         if keys
     ]
     if faults:

@@ -339,3 +339,17 @@ def test_a_plan_for_another_chain_is_refused_before_anything_runs() -> None:
     with pytest.raises(PlanError, match="covers 3 steps but the chain has 10"):
         by("(0-2)", model)(x)
     assert_same(everything(model), before)
+
+
+def test_a_segment_may_reach_a_buffer_that_another_step_moves() -> None:
+    """The code of each step names the list of all convolutions, one of which moves its vectors."""
+
+    def model() -> Residuals:
+        torch.manual_seed(0)
+        chain = Residuals()
+        nn.utils.parametrizations.spectral_norm(chain.convs[1])
+        return chain
+
+    expected = train(model(), batch)
+    chain = model()
+    assert_same(train(chain, batch, forward=by("(0-2) 3-5 (6-8) 9", chain)), expected)

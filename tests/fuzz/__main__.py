@@ -94,11 +94,11 @@ def parse() -> argparse.Namespace:
         "--stateful",
         nargs="*",
         choices=STATEFUL,
-        help="also draw these ingredients, that a second run could move; all when none is named",
+        default=STATEFUL,
+        help="of the ingredients that a second run could move draw only these (all)",
     )
     arguments = parser.parse_args()
-    named = arguments.stateful
-    arguments.stateful = () if named is None else tuple(named) or STATEFUL
+    arguments.stateful = tuple(arguments.stateful)
     return arguments
 
 

@@ -113,7 +113,7 @@ def _choices(kind: str) -> list[tuple[str, list[Any]]]:
 
 
 @st.composite
-def descriptions(draw: st.DrawFn, stateful: tuple[str, ...] = ()) -> Description:
+def descriptions(draw: st.DrawFn, stateful: tuple[str, ...] = STATEFUL) -> Description:
     """Draws chains of one to eight steps and a head, with ingredients of `stateful` among them."""
     plan = draw(plans(most=9).filter(lambda plan: len(plan.flatten()) > 1))
     axes = draw(st.sampled_from([1, 2]))

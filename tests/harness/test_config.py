@@ -123,6 +123,7 @@ def test_a_vision_transformer_is_built_for_the_size_it_is_given():
         ("models: [{batch_size: 2}]", "a model is a name or a mapping with one"),
         ("- resnet18", "holds no keys"),
         ("models: [", "is no YAML"),
+        ("models: [resnet18]\nsteps: 3\nsteps: 2", "hold the key 'steps' twice"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_nearest_right_one(write, text, message):

@@ -134,3 +134,10 @@ def test_a_device_that_is_not_there_is_refused_before_anything_runs(config, monk
     with pytest.raises(ConfigError, match="no CUDA device here; --device cpu"):
         run(replace(config, device="cuda"), quiet())
     assert not results_of(config).path.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(config, results, tmp_path):
+    (tmp_path / "file").write_text("")
+    results(broken)
+    with pytest.raises(ConfigError, match=r"cannot be written to: .*--output names another"):
+        run(replace(config, output=str(tmp_path / "file")), quiet())

@@ -134,6 +134,7 @@ def test_single_values_pass_where_the_norm_can_take_them():
     [
         ({"in_channels": 3}, r"to 2 channels; 3 does not divide 2"),
         ({"classes": 0}, r"classes of at least 1; got 0"),
+        ({"classes": 1}, r"classes of at least 2; got 1"),
         ({"drop_rate": 1.0}, r"drop_rate from 0 up to below 1; got 1\.0"),
         ({"activation": "relu"}, r"activation elu or prelu; got 'relu'"),
         ({"norm": "group"}, r"norm batch or instance; got 'group'"),

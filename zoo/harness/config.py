@@ -209,9 +209,24 @@ def _entries_of(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, 
     return [entry for entry in entries if entry["name"] == name] or [{"name": name}]
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads safe YAML in which no key stands twice: the second would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Returns a mapping as a dict."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(
+                f"line {node.start_mark.line + 1} ff. hold the key {twice!r} twice"
+            )
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ _IMPORTED = ["__main__", "torch._dynamo", "zoo.harness.worker", "sklearn.dataset
 def outcome(function: Callable[[Cell], Result], cell: Cell, timeout: float) -> Result:
     """Returns what a function of a module returns for a cell, or why not under "reason"."""
     if _FORKS:
-        _CONTEXT.set_forkserver_preload(_IMPORTED)
+        _start_server()
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, receiver:
         said = Path(folder) / "said"
@@ -42,6 +43,18 @@ def outcome(function: Callable[[Cell], Result], cell: Cell, timeout: float) -> R
         finally:
             process.kill()
             process.join()
+
+
+def _start_server() -> None:
+    """Starts what cells are forked from; Ctrl-C is not for it, least of all while it imports."""
+    _CONTEXT.set_forkserver_preload(_IMPORTED)
+    if threading.current_thread() is not threading.main_thread():
+        return
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, earlier)
 
 
 def _await(process: Any, receiver: Connection, said: Path, timeout: float) -> Result:

@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from zoo.errors import ConfigError
+
 Record = dict[str, Any]
 
 
@@ -17,6 +19,17 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def check(self) -> None:
+        """Raises ConfigError when nothing can be written there."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.open("ab").close()
+        except OSError as error:
+            raise ConfigError(
+                f"output {str(self.path.parent)!r} cannot be written to: {error.strerror}; "
+                "--output names another folder"
+            ) from None
 
     def read(self) -> dict[str, Record]:
         """Returns the last whole record of each key."""
@@ -33,7 +46,6 @@ class Results:
 
     def append(self, record: Record) -> None:
         """Adds a record, on a line of its own even where the last one broke off."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             if file.tell() and not self._ends_in_newline():
                 file.write(b"\n")

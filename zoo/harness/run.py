@@ -36,10 +36,11 @@ def run(config: Config, console: Console) -> list[Comparison]:
     """Runs every cell of a config that has no result yet and returns the results by model.
 
     Raises:
-        ConfigError: the device is not there.
+        ConfigError: the device is not there, or the folder for results cannot be written.
         KeyboardInterrupt: passed on; the cells that finished are on disk.
     """
     _check_device(config.device)
+    results_of(config).check()
     if config.fresh:
         results_of(config).clear()
     with Shown(console, total=len(KINDS) * len(config.models)) as shown:

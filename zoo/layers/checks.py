@@ -16,7 +16,8 @@ def check_input(model: str, tensor: Tensor, axes: str, channels: int, weight: Te
     that of the model's first `weight`, or any floating one under autocast.
 
     Raises:
-        InputError: the tensor does not have these axes, this many channels, or this type.
+        InputError: the tensor does not have these axes, this many channels, this type, or is
+            elsewhere than the weight.
     """
     names = axes.split()
     if not isinstance(tensor, Tensor):
@@ -27,6 +28,11 @@ def check_input(model: str, tensor: Tensor, axes: str, channels: int, weight: Te
     if not tensor.is_floating_point():
         raise InputError(
             f"{model} takes floating numbers; got {tensor.dtype}. Convert with .float() and scale"
+        )
+    if tensor.device != weight.device:
+        raise InputError(
+            f"{model}'s weights are on {weight.device}; got a tensor on {tensor.device}. Move it "
+            f"with .to({str(weight.device)!r})"
         )
     if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
         raise InputError(
@@ -40,6 +46,13 @@ def check_input(model: str, tensor: Tensor, axes: str, channels: int, weight: Te
         )
     if 0 in shape:
         raise InputError(f"{model} needs at least one element on each axis; got {shape}")
+
+
+def check_classes(model: str, classes: Any) -> None:
+    """Raises ArgumentError unless there are two classes or more, as a segmentation needs."""
+    check_positive(model, classes=classes)
+    if classes < 2:
+        raise ArgumentError(f"{model} takes classes of at least 2; got {classes}")
 
 
 def only_input(model: str, inputs: Sequence[Any]) -> Any:

@@ -29,6 +29,7 @@ from zoo.chain import Chain, State, Steps, spread
 from zoo.errors import ArgumentError, InputError
 from zoo.layers.checks import (
     check_choice,
+    check_classes,
     check_input,
     check_positive,
     check_rate,
@@ -230,7 +231,8 @@ class VNet(Chain):
         width: int = 16,
     ) -> None:
         super().__init__()
-        check_positive("vnet", classes=classes, in_channels=in_channels, width=width)
+        check_positive("vnet", in_channels=in_channels, width=width)
+        check_classes("vnet", classes)
         check_rate("vnet", drop_rate=drop_rate)
         check_choice("vnet", "activation", activation, ("elu", "prelu"))
         check_choice("vnet", "norm", norm, ("batch", "instance"))
