@@ -285,3 +285,32 @@ def test_an_inference_tensor_may_be_an_input() -> None:
     w = torch.rand(3).requires_grad_()
     recompute(lambda x, w: (x + w).sin().sin(), x, w).sum().backward()
     assert w.grad is not None
+
+
+def test_what_a_module_remembers_of_the_last_step_is_freed_as_without() -> None:
+    """The graph of an attribute that the forward replaces is gone, also without a backward."""
+
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = self.linear(x).tanh()
+            return self.last.sin()
+
+    def kept(steps: int, call: Any) -> int:
+        model = Remembering()
+
+        def run() -> None:
+            for _ in range(steps):
+                call(model, torch.rand(512, 64))
+
+        return trace(run).kept
+
+    gc.disable()
+    try:
+        assert kept(12, recompute) == kept(2, recompute)
+    finally:
+        gc.enable()

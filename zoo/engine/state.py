@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from zoo.engine.notes import PLAIN, SMALL, note, thaw, unchanged, version_of
+from zoo.engine.notes import PLAIN, SMALL, Noted, note, thaw, unchanged, version_of
 from zoo.engine.reach import BOOKKEEPING, Reached, Variable
 from zoo.errors import RecomputeError
 
@@ -86,18 +86,22 @@ class _ModuleState:
     """A module before the first run: attributes, what they hold, parameters and buffers."""
 
     __slots__ = (
-        "attributes", "buffers", "module", "norm", "notes", "parameters", "registries", "written",
+        "buffers", "module", "names", "norm", "notes", "parameters", "plain", "registries",
+        "written",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.norm = module.training and _is_norm(module)
-        self.attributes = dict(vars(module))
-        self.notes = {
-            name: note(value)
-            for name, value in self.attributes.items()
-            if name not in BOOKKEEPING and not isinstance(value, PLAIN)
-        }
+        attributes = vars(module)
+        self.names = len(attributes)
+        self.plain: dict[str, Any] = {}
+        self.notes: dict[str, Noted] = {}
+        for name, value in attributes.items():
+            if isinstance(value, PLAIN):
+                self.plain[name] = value
+            elif name not in BOOKKEEPING:
+                self.notes[name] = note(value)
         self.registries = [dict(registry) for registry in _registries(module)]
         self.parameters = [
             (name, parameter, parameter.requires_grad, version_of(parameter))
@@ -150,12 +154,12 @@ class _ModuleState:
         return (
             bool(self.written)
             or any(buffer.differs for buffer in self.buffers)
-            or len(now) != len(self.attributes)
+            or len(now) != self.names
             or not all(
                 now.get(name) is value or name in BOOKKEEPING or _equal(now.get(name), value)
-                for name, value in self.attributes.items()
+                for name, value in self.plain.items()
             )
-            or not all(unchanged(noted, now[name]) for name, noted in self.notes.items())
+            or not all(unchanged(noted, now.get(name)) for name, noted in self.notes.items())
             or not all(map(_identical, self.registries, _registries(self.module)))
         )
 
@@ -172,7 +176,7 @@ class _ModuleState:
             parameters[name] = _scratch_parameter(parameters[name])
             scratch.add(parameters[name].untyped_storage()._cdata)
         kept = {name: value for name, value in now.items() if name in BOOKKEEPING}
-        had = {name: value for name, value in self.attributes.items() if name not in BOOKKEEPING}
+        had = {name: value for name, value in self.plain.items() if name not in BOOKKEEPING}
         notes = {name: thaw(noted, fresh) for name, noted in self.notes.items()}
         registries = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
         _put_back(module, kept | had | notes | registries)
