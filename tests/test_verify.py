@@ -44,7 +44,22 @@ def _seed() -> None:
     torch.manual_seed(1)
 
 
-RUNS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+class Runs:
+    """Counts runs of models in a slot, which is not given back to a second run."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+    def __getitem__(self, model: nn.Module) -> int:
+        return self.counts.get(model, 0)
+
+    def __setitem__(self, model: nn.Module, count: int) -> None:
+        self.counts[model] = count
+
+
+RUNS = Runs()
 
 
 class Counted(Residuals):
@@ -58,7 +73,7 @@ class Counted(Residuals):
         y, x = super().normalize(block, y, x)
         if block != 1:
             return y, x
-        RUNS[self] = RUNS.get(self, 0) + 1
+        RUNS[self] += 1
         return self.spoil(y, RUNS[self] > 1), x
 
     def spoil(self, y: Tensor, again: bool) -> Tensor:
@@ -216,7 +231,7 @@ def test_state_that_moves_otherwise_is_named(kind: str, place: int | None) -> No
                 self.tally = 0
 
         def forward(self, *inputs: Tensor | None) -> Any:
-            before[self] = RUNS.get(self, 0)
+            before[self] = RUNS[self]
             return super().forward(*inputs)
 
         def convolve(self, block: int, x: Tensor) -> tuple[Tensor, Tensor]:
