@@ -201,7 +201,11 @@ def _hooked(module: nn.Module) -> bool:
 
 def _name(step: Step, paths: Mapping[int, str]) -> str:
     if isinstance(step, functools.partial):
-        shown = ", ".join(str(value) for value in step.args if isinstance(value, int | str))
+        shown = ", ".join(
+            paths.get(id(value), str(value))
+            for value in step.args
+            if isinstance(value, int | str) or id(value) in paths
+        )
         return f"{_name(step.func, paths)}({shown})" if shown else _name(step.func, paths)
     if isinstance(step, nn.Module):
         return paths.get(id(step), type(step).__name__)

@@ -22,12 +22,10 @@ Key = tuple[int, str, int]
 
 
 class Hooks:
-    """The modules that have hooks, and the hooks that acted in the first run."""
+    """Modules that have hooks, and the hooks that acted in the first run."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = [
-            module for module in modules if module._forward_pre_hooks or module._forward_hooks
-        ]
+        self.modules = list(modules)
         self.acting: set[Key] = set()
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 number, string, None ...    itself
 list, set, dict             its parts, so that an append or a new key is seen and undone
+tuple of numbers            itself
 tensor                      its storage and version, and a copy where it is small
 any other object            itself: what happens inside is not seen
 """
@@ -14,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from zoo.errors import RecomputeError
 
 SMALL = 1 << 16
 LONG = 64
 PLAIN = int | float | str | bytes | bool | None | torch.dtype | torch.device
+ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.dtype, torch.device})
 LISTS = (list, tuple, set, deque)
 NOTABLE = (list, set, deque, dict, tuple, Tensor)
 
@@ -34,20 +35,43 @@ class Noted(NamedTuple):
 
 def note(value: Any) -> Noted:
     """Notes a value."""
+    if is_fixed(value):
+        return Noted(value)
     if isinstance(value, Tensor):
         kept = value.detach()
         small = kept.clone() if value.nbytes <= SMALL else None
         return Noted(kept, (value.requires_grad, version_of(value), small))
     if _is_array(value):
         return Noted(value, value.copy() if value.nbytes <= SMALL else None)
+    return Noted(value, _parts_of(value))
+
+
+def _parts_of(value: Any) -> Any:
     if isinstance(value, NOTABLE) and len(value) > LONG:
         # a log that grows all through training is not gone through at each step
-        return Noted(value, len(value))
+        return len(value)
+    if type(value) is list and all(type(part) in ATOMS for part in value):
+        return tuple(value)
     if type(value) in LISTS:
-        return Noted(value, [note(part) for part in value])
+        return [note(part) for part in value]
     if isinstance(value, dict):
-        return Noted(value, {key: note(part) for key, part in value.items()})
-    return Noted(value)
+        return {key: note(part) for key, part in value.items()}
+    return None
+
+
+def is_fixed(value: Any) -> bool:
+    """Says whether a value can neither change nor lead to another: a number, a tuple of some."""
+    kind = type(value)
+    return (
+        kind in ATOMS
+        or (kind in (tuple, torch.Size) and all(type(part) in ATOMS for part in value))
+        or isinstance(value, PLAIN)
+    )
+
+
+def is_flat(noted: Noted) -> bool:
+    """Says whether what was noted is a list of numbers."""
+    return isinstance(noted.parts, tuple) and isinstance(noted.value, list)
 
 
 def _is_array(value: Any) -> bool:
@@ -66,7 +90,7 @@ def unchanged(noted: Noted, now: Any) -> bool:
         )
     if parts is None:
         return value is now or (
-            isinstance(value, PLAIN) and type(value) is type(now) and value == now
+            isinstance(value, PLAIN) and type(value) is type(now) and bool(value == now)
         )
     return value is now and _same_parts(value, parts)
 
@@ -80,7 +104,13 @@ def _same_parts(value: Any, parts: Any) -> bool:
         return parts.keys() == value.keys() and all(
             unchanged(part, value[key]) for key, part in parts.items()
         )
+    if isinstance(parts, tuple):
+        return len(parts) == len(value) and all(map(_is_same_atom, parts, value))
     return len(parts) == len(value) and all(map(unchanged, parts, value))
+
+
+def _is_same_atom(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and bool(one == other))
 
 
 def thaw(noted: Noted, fresh: dict[int, Any]) -> Any:
@@ -105,11 +135,11 @@ def _rebuilt(value: Any, parts: Any, fresh: dict[int, Any]) -> Any:
         rebuilt.clear()
         rebuilt.update(known or {key: thaw(part, fresh) for key, part in parts.items()})
         return rebuilt
-    entries: Any = (
-        itertools.islice(value, parts)
-        if isinstance(parts, int)
-        else (thaw(part, fresh) for part in parts)
-    )
+    entries: Any = parts
+    if isinstance(parts, int):
+        entries = itertools.islice(value, parts)
+    elif isinstance(parts, list):
+        entries = (thaw(part, fresh) for part in parts)
     return deque(entries, value.maxlen) if isinstance(value, deque) else type(value)(entries)
 
 
@@ -127,4 +157,8 @@ def _rebuilt_tensor(value: Tensor, flag: bool, version: int, small: Tensor | Non
 
 def version_of(tensor: Tensor) -> int:
     """Returns the version of a tensor, 0 where there is none."""
-    return 0 if is_lazy(tensor) or tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        # a tensor made in inference mode has none
+        return 0

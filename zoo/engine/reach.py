@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from zoo.engine.notes import PLAIN
+from zoo.engine.snapshot import BOOKKEEPING, Snapshot, snapshot
 
 LONG = 1000
-BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 DEEP = 4
 CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 LIBRARIES = ("torch", "numpy", "einops", "builtins", "collections", "functools", "itertools")
@@ -38,9 +38,13 @@ FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 @dataclass
 class Reached:
-    """What was found: modules, other objects, random generators, and variables of functions."""
+    """What was found: modules as they are, those of them with hooks, other objects, generators.
 
-    modules: dict[nn.Module, None] = field(default_factory=dict)
+    And variables of functions.
+    """
+
+    modules: dict[nn.Module, Snapshot] = field(default_factory=dict)
+    hooked: list[nn.Module] = field(default_factory=list)
     objects: dict[int, Any] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)
     variables: dict[tuple[int, str], "Variable"] = field(default_factory=dict)
@@ -88,6 +92,7 @@ class _Visit:
     def __init__(self) -> None:
         self.reached = Reached()
         self.seen: set[int] = set()
+        self.seen_types: set[tuple[type, str]] = set()
 
     def value(self, value: Any, depth: int) -> None:
         if isinstance(value, nn.Module):
@@ -121,20 +126,24 @@ class _Visit:
 
     def module(self, module: nn.Module, depth: int) -> None:
         """Everything below a module that is called may run."""
-        for part in module.modules():
-            if id(part) not in self.seen:
-                self.seen.add(id(part))
-                self.own(part, depth)
-                if not _is_library(type(part)):
-                    self.methods(type(part), type(part).forward, depth)
+        if id(module) in self.seen:
+            return
+        self.seen.add(id(module))
+        self.own(module, depth)
+        owner = type(module)
+        if not _is_library(owner) and (owner, "forward") not in self.seen_types:
+            self.seen_types.add((owner, "forward"))
+            self.methods(owner, owner.forward, depth)
+        for part in module._modules.values():
+            if part is not None:
+                self.module(part, depth)
 
     def method(self, method: types.MethodType, depth: int) -> None:
         owner, function = method.__self__, method.__func__
         if isinstance(owner, nn.Module):
-            if owner not in self.reached.modules:
-                self.own(owner, depth)
-            for name in _names(type(owner), function):
-                child = owner._modules.get(name)
+            self.own(owner, depth)
+            for name in _names(type(owner), function) & owner._modules.keys():
+                child = owner._modules[name]
                 if child is not None:
                     self.module(child, depth)
         else:
@@ -148,17 +157,24 @@ class _Visit:
             self.function(getattr(owner, name, None), depth)
 
     def own(self, module: nn.Module, depth: int) -> None:
-        self.reached.modules[module] = None
-        attributes = vars(module)
-        for name, value in attributes.items():
-            if name not in BOOKKEEPING and not isinstance(value, PLAIN):
-                self.value(value, depth + 1)
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            self.value(inspect.unwrap(hook), depth + 1)
+        if module in self.reached.modules:
+            return
+        found = self.reached.modules[module] = snapshot(module)
+        if not found.simple:
+            for name, value in list(vars(module).items()):
+                if name not in BOOKKEEPING:
+                    self.value(value, depth + 1)
+        if module._forward_pre_hooks or module._forward_hooks:
+            self.reached.hooked.append(module)
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                self.value(inspect.unwrap(hook), depth + 1)
         if not _is_library(type(module)):
             self.attributes_of(type(module))
 
     def attributes_of(self, owner: Any) -> None:
+        if (owner, "attributes") in self.seen_types:
+            return
+        self.seen_types.add((owner, "attributes"))
         for name, value in vars(owner).items():
             if isinstance(value, (PLAIN, Tensor, *CONTAINERS)) and not name.startswith("__"):
                 self.reached.variables[id(owner), name] = Variable(name, owner)
@@ -208,7 +224,11 @@ def _is_object(value: Any) -> bool:
 
 
 def _is_library(owner: Any) -> bool:
-    origin = getattr(owner, "__module__", None) or ""
+    return _is_library_name(getattr(owner, "__module__", None) or "")
+
+
+@functools.cache
+def _is_library_name(origin: str) -> bool:
     return origin.partition(".")[0] in LIBRARIES or origin.startswith(OURS)
 
 

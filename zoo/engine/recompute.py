@@ -37,6 +37,7 @@ from torch.nn import Parameter
 
 from zoo.engine.ambient import Ambient
 from zoo.engine.hooks import Hooks
+from zoo.engine.notes import version_of
 from zoo.engine.randomness import Stream, read_streams, replayed_streams, sources
 from zoo.engine.reach import reach
 from zoo.engine.state import State
@@ -156,7 +157,7 @@ class _Recording(_Mode):
         reached = reach(segment.task.roots)
         segment.streams = read_streams(sources(inputs, reached.generators.values()))
         segment.state = State(reached)
-        segment.hooks = Hooks(reached.modules)
+        segment.hooks = Hooks(reached.hooked)
         if segment.parent is None:
             segment.inputs = _Inputs(inputs)
         earlier = _thread.recordings
@@ -391,7 +392,7 @@ class _Kept:
 
     def __init__(self, tensor: Tensor, what: str = "tensor") -> None:
         self.tensor = tensor
-        self.version = _version(tensor)
+        self.version = version_of(tensor)
         self.what = what
 
     def check_same(self, tensor: Tensor) -> None:
@@ -405,10 +406,10 @@ class _Kept:
             )
 
     def unpack(self) -> Tensor:
-        if _version(self.tensor) != self.version:
+        if version_of(self.tensor) != self.version:
             raise RecomputeError(
                 f"a {self.what} {tuple(self.tensor.shape)} that this gradient needs was changed in "
-                f"place after it was used (version {self.version}, now {_version(self.tensor)}). "
+                f"place after it was used (version {self.version}, now {version_of(self.tensor)}). "
                 "Change it after the backward, or change a copy."
             )
         return self.tensor
@@ -491,9 +492,7 @@ def _is_transformed() -> bool:
 
 
 def _version(value: Any) -> int:
-    if not isinstance(value, Tensor) or value.is_inference():
-        return 0
-    return value._version
+    return version_of(value) if isinstance(value, Tensor) else 0
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -21,40 +21,63 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from zoo.engine.notes import PLAIN, SMALL, Noted, note, thaw, unchanged, version_of
-from zoo.engine.reach import BOOKKEEPING, Reached, Variable
+from zoo.engine.notes import SMALL, note, thaw, unchanged, version_of
+from zoo.engine.reach import Reached, Variable
+from zoo.engine.snapshot import BOOKKEEPING, Snapshot, is_norm
 from zoo.errors import RecomputeError
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# a count may be divided by; what the others hold is written over or thrown away
+STATISTICS = {
+    "running_mean": torch.empty_like,
+    "running_var": torch.empty_like,
+    "num_batches_tracked": torch.zeros_like,
+}
 
 
 class State:
     """What a function reaches, as a first run found it."""
 
     def __init__(self, reached: Reached) -> None:
-        self.modules = [_ModuleState(module) for module in reached.modules]
+        self.modules = [_ModuleState(*found) for found in reached.modules.items()]
         self.variables = [_VariableState(variable) for variable in reached.variables.values()]
         self.objects = [_ObjectState(value) for value in reached.objects.values()]
-        self.parameters = {id(entry[1]) for state in self.modules for entry in state.parameters}
+        self.buffers = [
+            _BufferState(state.module, name, buffer)
+            for state in self.modules
+            for name, buffer in state.buffers.items()
+            if buffer is not None and not is_lazy(buffer)
+        ]
+        self.parameters = [
+            parameter
+            for state in self.modules
+            for parameter in state.parameters.values()
+            if parameter is not None
+        ]
+        self.owned = frozenset(map(id, self.parameters))
+        self.flags = [parameter.requires_grad for parameter in self.parameters]
+        self.versions = list(map(version_of, self.parameters))
+        self.written: set[int] = set()
 
     def owns(self, tensor: Tensor) -> bool:
         """Says whether a tensor is a parameter of a module that the function reaches."""
-        return id(tensor) in self.parameters
+        return id(tensor) in self.owned
 
     def close(self) -> None:
         """Looks at the end of the first run what it moved; drops the copies that nobody needs."""
-        states: list[Any] = [*self.modules, *self.variables]
+        states: list[Any] = [*self.buffers, *self.variables]
         for state in states:
             state.close()
+        self.written = self._parameters_moved()
+        self.versions = list(map(version_of, self.parameters))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[set[int]]:
@@ -62,124 +85,123 @@ class State:
 
         What cannot be given again is refused once its module is called: more is reached than runs.
         """
-        fresh: dict[int, Any] = {}
-        undo: list[Any] = []
-        scratch: set[int] = set()
-        lost: dict[nn.Module, str] = {}
+        scratch = _Scratch()
         try:
-            holders: list[Any] = [*self.variables, *self.objects]
-            for holder in holders:
-                holder.restore(fresh, undo)
-            for module in self.modules:
-                module.restore(fresh, undo, scratch)
-                if message := module.lost():
-                    lost[module.module] = message
-            norms = [state.module for state in self.modules if state.norm]
+            lost = self._lost()
+            self._restore(scratch)
+            norms = [state.module for state in self.modules if state.snapshot.norm]
             with _watched(norms, lost):
-                yield scratch
+                yield scratch.storages
         finally:
-            for action in reversed(undo):
+            for action in reversed(scratch.undo):
                 action()
+
+    def _restore(self, scratch: "_Scratch") -> None:
+        holders: list[Any] = [*self.variables, *self.objects]
+        for holder in holders:
+            holder.restore(scratch)
+        for parameter, flag in zip(self.parameters, self.flags, strict=True):
+            if parameter.requires_grad != flag:
+                scratch.undo.append(functools.partial(parameter.requires_grad_, not flag))
+                parameter.requires_grad_(flag)
+        moved: dict[nn.Module, dict[str, Tensor]] = {}
+        for buffer in self.buffers:
+            if buffer.differs:
+                moved.setdefault(buffer.module, {})[buffer.name] = buffer.again()
+        for state in self.modules:
+            state.restore(moved.get(state.module, {}), self.written, scratch)
+
+    def _parameters_moved(self) -> set[int]:
+        versions = list(map(version_of, self.parameters))
+        if versions == self.versions:
+            return set()
+        found = zip(self.parameters, versions, self.versions, strict=True)
+        return {id(parameter) for parameter, now, before in found if now != before}
+
+    def _lost(self) -> dict[nn.Module, str]:
+        """Says what was changed in place since and cannot be given again, module by module."""
+        lost: dict[nn.Module, str] = {}
+        if changed := self._parameters_moved():
+            for state in self.modules:
+                for name, parameter in state.parameters.items():
+                    if parameter is not None and id(parameter) in changed:
+                        named = _named(name, state.module, parameter)
+                        lost.setdefault(state.module, f"parameter {named}")
+        for buffer in self.buffers:
+            if buffer.copy is None and buffer.differs:
+                named = _named(buffer.name, buffer.module, buffer.tensor)
+                lost.setdefault(buffer.module, f"buffer {named}")
+        return lost
+
+
+class _Scratch:
+    """What a second run changes, how to undo it, and the storages of its own parameters.
+
+    `fresh` has the copies of containers that several places share.
+    """
+
+    def __init__(self) -> None:
+        self.fresh: dict[int, Any] = {}
+        self.undo: list[Callable[[], object]] = []
+        self.storages: set[int] = set()
+
+    def parameter(self, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """Returns a copy to be written in the place of a parameter."""
+        if parameter is None:
+            return None
+        copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        self.storages.add(copy.untyped_storage()._cdata)
+        return copy
 
 
 class _ModuleState:
-    """A module before the first run: attributes, what they hold, parameters and buffers."""
+    """A module before the first run: attributes, parameters, children, and buffers that matter."""
 
-    __slots__ = (
-        "buffers", "module", "names", "norm", "notes", "parameters", "plain", "registries",
-        "written",
-    )  # fmt: skip
+    __slots__ = ("buffers", "children", "module", "parameters", "snapshot")
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.norm = module.training and _is_norm(module)
-        attributes = vars(module)
-        self.names = len(attributes)
-        self.plain: dict[str, Any] = {}
-        self.notes: dict[str, Noted] = {}
-        for name, value in attributes.items():
-            if isinstance(value, PLAIN):
-                self.plain[name] = value
-            elif name not in BOOKKEEPING:
-                self.notes[name] = note(value)
-        self.registries = [dict(registry) for registry in _registries(module)]
-        self.parameters = [
-            (name, parameter, parameter.requires_grad, version_of(parameter))
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        self.written: list[str] = []
-        self.buffers: list[_BufferState] = []
-        if module._buffers and not self.norm:
-            self.buffers = [
-                _BufferState(module, name, buffer)
-                for name, buffer in module._buffers.items()
-                if buffer is not None and not is_lazy(buffer)
-            ]
+    def __init__(self, module: nn.Module, found: Snapshot) -> None:
+        self.module, self.snapshot = module, found
+        self.parameters = dict(module._parameters)
+        self.buffers: dict[str, Tensor | None] = {} if found.norm else dict(module._buffers)
+        self.children = dict(module._modules)
 
-    def close(self) -> None:
-        for buffer in self.buffers:
-            buffer.close()
-        found = [(name, value, flag, version_of(value)) for name, value, flag, _ in self.parameters]
-        if found != self.parameters:
-            pairs = zip(found, self.parameters, strict=True)
-            self.written = [now[0] for now, before in pairs if now[3] != before[3]]
-            self.parameters = found
-
-    def restore(self, fresh: dict[int, Any], undo: list[Any], scratch: set[int]) -> None:
-        for _, parameter, flag, _ in self.parameters:
-            if parameter.requires_grad != flag:
-                undo.append(functools.partial(parameter.requires_grad_, not flag))
-                parameter.requires_grad_(flag)
-        if self.differs():
-            self._replace(fresh, undo, scratch)
-        elif self.norm:
+    def restore(self, moved: dict[str, Tensor], written: set[int], scratch: _Scratch) -> None:
+        """Gives the module what it had; `moved` are buffers, `written` parameters to be copied."""
+        if moved or not written.isdisjoint(map(id, self.parameters.values())) or self._differs():
+            self._replace(moved, written, scratch)
+        elif self.snapshot.norm:
             registry: dict[str, Any] = self.module._buffers
-            undo.append(functools.partial(setattr, self.module, "_buffers", registry))
-            self.module._buffers = registry | _scratch_statistics_of(registry)
+            scratch.undo.append(functools.partial(registry.update, dict(registry)))
+            registry.update(_scratch_statistics_of(registry))
 
-    def lost(self) -> str | None:
-        """Says what was changed in place and cannot be given again."""
-        for name, value, _, version in self.parameters:
-            if version_of(value) != version:
-                return f"parameter {_named(name, self.module, value)}"
-        for buffer in self.buffers:
-            if buffer.copy is None and buffer.differs:
-                return f"buffer {_named(buffer.name, self.module, buffer.tensor)}"
-        return None
-
-    def differs(self) -> bool:
-        """Says whether the module is not what it was, or was moved and will be again."""
-        now = vars(self.module)
+    def _differs(self) -> bool:
+        module = self.module
         return (
-            bool(self.written)
-            or any(buffer.differs for buffer in self.buffers)
-            or len(now) != self.names
-            or not all(
-                now.get(name) is value or name in BOOKKEEPING or _equal(now.get(name), value)
-                for name, value in self.plain.items()
-            )
-            or not all(unchanged(noted, now.get(name)) for name, noted in self.notes.items())
-            or not all(map(_identical, self.registries, _registries(self.module)))
+            not self.snapshot.holds(module)
+            or not _identical(self.parameters, module._parameters)
+            or not _identical(self.children, module._modules)
+            or (not self.snapshot.norm and not _identical(self.buffers, module._buffers))
         )
 
-    def _replace(self, fresh: dict[int, Any], undo: list[Any], scratch: set[int]) -> None:
+    def _replace(self, moved: dict[str, Tensor], written: set[int], scratch: _Scratch) -> None:
         module = self.module
         now = dict(vars(module))
-        undo.append(lambda: _put_back(module, now))
-        parameters, buffers, modules = map(dict, self.registries)
-        if self.norm:
+        scratch.undo.append(functools.partial(_put_back, module, now))
+        buffers: dict[str, Any] = dict(module._buffers if self.snapshot.norm else self.buffers)
+        buffers |= moved
+        if self.snapshot.norm:
             buffers |= _scratch_statistics_of(buffers)
-        buffers |= {buffer.name: buffer.again() for buffer in self.buffers}
-        for name in self.written:
+        registries = {
             # what a first run initialized it initializes again, to the same values
-            parameters[name] = _scratch_parameter(parameters[name])
-            scratch.add(parameters[name].untyped_storage()._cdata)
+            "_parameters": {
+                name: scratch.parameter(value) if id(value) in written else value
+                for name, value in self.parameters.items()
+            },
+            "_buffers": buffers,
+            "_modules": dict(self.children),
+        }
         kept = {name: value for name, value in now.items() if name in BOOKKEEPING}
-        had = {name: value for name, value in self.plain.items() if name not in BOOKKEEPING}
-        notes = {name: thaw(noted, fresh) for name, noted in self.notes.items()}
-        registries = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
-        _put_back(module, kept | had | notes | registries)
+        _put_back(module, kept | self.snapshot.thawed(scratch.fresh) | registries)
 
 
 class _BufferState:
@@ -238,7 +260,8 @@ class _VariableState:
     def changed(self) -> bool:
         return not unchanged(self.before, self.variable.read())
 
-    def restore(self, fresh: dict[int, Any], undo: list[Any]) -> None:
+    def restore(self, scratch: _Scratch) -> None:
+        """Binds the variable to what it was."""
         now = self.variable.read()
         value = self.before.value
         if isinstance(value, Tensor) and version_of(value) != self.after:
@@ -248,8 +271,8 @@ class _VariableState:
                 "the backward, or change a copy."
             )
         if self.changed():
-            undo.append(lambda: self.variable.write(now))
-            self.variable.write(thaw(self.before, fresh))
+            scratch.undo.append(lambda: self.variable.write(now))
+            self.variable.write(thaw(self.before, scratch.fresh))
 
 
 class _ObjectState:
@@ -267,10 +290,12 @@ class _ObjectState:
             unchanged(noted, now[name]) for name, noted in self.before.items()
         )
 
-    def restore(self, fresh: dict[int, Any], undo: list[Any]) -> None:
+    def restore(self, scratch: _Scratch) -> None:
+        """Gives the object the attributes that it had."""
         if self.changed():
-            undo.append(functools.partial(_put_back, self.value, dict(vars(self.value))))
-            _put_back(self.value, {name: thaw(noted, fresh) for name, noted in self.before.items()})
+            scratch.undo.append(functools.partial(_put_back, self.value, dict(vars(self.value))))
+            before = {name: thaw(noted, scratch.fresh) for name, noted in self.before.items()}
+            _put_back(self.value, before)
 
 
 _moves: "weakref.WeakKeyDictionary[nn.Module, dict[str, bool]]" = weakref.WeakKeyDictionary()
@@ -289,16 +314,9 @@ def _shared_copy(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     return copy
 
 
-def _registries(module: nn.Module) -> Sequence[dict[str, Any]]:
-    return module._parameters, module._buffers, module._modules
-
-
 def _identical(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    return before.keys() == now.keys() and all(now[key] is value for key, value in before.items())
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other)
+    same_length = len(before) == len(now)
+    return same_length and all(map(is_, before.values(), map(now.get, before)))
 
 
 def _put_back(value: Any, attributes: dict[str, Any]) -> None:
@@ -308,14 +326,10 @@ def _put_back(value: Any, attributes: dict[str, Any]) -> None:
 
 def _scratch_statistics_of(buffers: dict[str, Any]) -> dict[str, Tensor]:
     return {
-        name: torch.zeros_like(value)
-        for name in STATISTICS
+        name: empty(value)
+        for name, empty in STATISTICS.items()
         if (value := buffers.get(name)) is not None
     }
-
-
-def _scratch_parameter(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
 
 def _named(name: str, module: nn.Module, tensor: Tensor) -> str:
@@ -324,10 +338,6 @@ def _named(name: str, module: nn.Module, tensor: Tensor) -> str:
 
 def _is_comparable(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.device.type == "cpu"
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and type(module).__module__.startswith("torch.")
 
 
 @contextlib.contextmanager
@@ -363,4 +373,4 @@ def _watched(reached: Sequence[nn.Module], lost: Mapping[nn.Module, str]) -> Ite
 
 
 def _moves_statistics(module: nn.Module) -> bool:
-    return _is_norm(module) and module.training and module._buffers.get("running_mean") is not None
+    return is_norm(module) and module.training and module._buffers.get("running_mean") is not None

@@ -13,8 +13,9 @@ name counts one layer less than the paper's table. Deviations, shared with torch
 follows the 3x3 convolutions only, weights are normal with variance 2 / fan in, not fan out.
 """
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -129,13 +130,16 @@ class DenseNet(Chain):
         stem: list[Step] = [self.features["conv0"]]
         body: list[nn.Module] = []
         if "pool0" in self.features:
-            stem += [self._normalize0, self.features["pool0"]]
+            norm, relu = self.features["norm0"], self.features["relu0"]
+            stem += [functools.partial(_normalize, norm, relu), self.features["pool0"]]
         for part in self.features.values():
             if isinstance(part, nn.ModuleDict):
                 body += part.values()
             elif isinstance(part, Transition):
                 body.append(part)
-        return [stem, *body, [self._normalize5, self._classify]]
+        last_relu = functools.partial(F.relu, inplace=True)
+        normalize = functools.partial(_normalize, self.features["norm5"], last_relu)
+        return [stem, *body, [normalize, self._classify]]
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
@@ -149,13 +153,6 @@ class DenseNet(Chain):
         """Renames the keys of torchvision's published files, `norm.1` for `norm1`."""
         dotted = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(?=[12]\.)")
         return {dotted.sub(r"\1", key): value for key, value in state_dict.items()}
-
-    def _normalize0(self, images: Tensor) -> Tensor:
-        features: Tensor = self.features["relu0"](self.features["norm0"](images))
-        return features
-
-    def _normalize5(self, *features: Tensor) -> Tensor:
-        return F.relu(self.features["norm5"](torch.cat(features, 1)), inplace=True)
 
     def _classify(self, features: Tensor) -> Tensor:
         logits: Tensor = self.classifier(F.adaptive_avg_pool2d(features, (1, 1)).flatten(1))
@@ -173,6 +170,10 @@ class DenseNet(Chain):
         norm = self.features["norm5"]
         if isinstance(norm, nn.BatchNorm2d) and norm.training:
             check_values("DenseNet", images, len(images) * prod(left))
+
+
+def _normalize(norm: nn.Module, relu: Callable[[Tensor], Tensor], *features: Tensor) -> Tensor:
+    return relu(norm(torch.cat(features, 1) if len(features) > 1 else features[0]))
 
 
 def _stem(in_channels: int, channels: int) -> dict[str, nn.Module]:
