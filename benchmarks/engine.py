@@ -1,11 +1,17 @@
 """Times the engine against `torch.utils.checkpoint` with the same segments.
 
     python benchmarks/engine.py               # all
-    python benchmarks/engine.py resnet50
+    python benchmarks/engine.py resnet50      # at batch 32
 
-Every block is a segment in both; the two alternate in the order A B B A. torch's updates running
-statistics twice, ours once; otherwise they do the same work. The plain chain is beside them. Peaks
-are allocator bytes of one step.
+Every block is a segment in both; a round runs them in the order A B B A, and the ratio is that of
+their seconds in a round: median, and in brackets the quartiles. torch's updates running statistics
+twice, ours once; otherwise they do the same work. The plain chain is beside them. Small inputs show
+what a segment costs beside its kernels. Peaks are allocator bytes of one step.
+
+On Linux at large batches most of a step may be the kernel's, giving pages that the last step gave
+back. These let the process keep them, and the ratios stand still:
+
+    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=99999999999 python benchmarks/engine.py resnet50
 """
 
 import functools
@@ -27,9 +33,10 @@ from zoo.planner.schemes import each_block
 from zoo.units import format_bytes
 
 MODELS: dict[str, tuple[Callable[[], Chain], tuple[int, ...], int]] = {
-    "resnet50": (zoo.resnet50, (32, 3, 224, 224), 4),
-    "vit_small_patch16": (zoo.vit_small_patch16, (4, 3, 224, 224), 10),
-    "resnet1001": (zoo.resnet1001, (4, 3, 32, 32), 10),
+    "resnet50": (zoo.resnet50, (32, 3, 224, 224), 8),
+    "vit_small_patch16": (zoo.vit_small_patch16, (4, 3, 224, 224), 6),
+    "resnet1001": (zoo.resnet1001, (4, 3, 32, 32), 6),
+    "densenet121": (zoo.densenet121, (2, 3, 32, 32), 20),
 }
 
 
@@ -57,9 +64,16 @@ def timed(forward: Callable[[Tensor], Tensor], model: Chain, x: Tensor) -> float
     return time.perf_counter() - start
 
 
+def ratio(some: list[float], others: list[float]) -> str:
+    """Returns the median of the ratios and their quartiles as text."""
+    ratios = [one / other for one, other in zip(some, others, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"x{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
 def compare(name: str) -> None:
-    """Prints one line: medians of the time ratios, and the peaks of ours and torch's."""
-    build, shape, pairs = MODELS[name]
+    """Prints one line: the time ratios, and the peaks of ours and torch's."""
+    build, shape, rounds = MODELS[name]
     torch.manual_seed(0)
     model, x = build(), torch.randn(shape)
     found = outline(model.steps_for(x))
@@ -75,16 +89,15 @@ def compare(name: str) -> None:
         model.zero_grad(set_to_none=True)
         peaks[key] = trace(lambda run=forward: run(x).square().mean().backward()).peak
     seconds: dict[str, list[float]] = {key: [] for key in forwards}
-    for pair in range(pairs):
-        for key in list(forwards) if pair % 2 else list(forwards)[::-1]:
-            seconds[key].append(timed(forwards[key], model, x))
-    ratio = {
-        f"{a}/{b}": statistics.median(u / v for u, v in zip(seconds[a], seconds[b], strict=True))
-        for a, b in (("ours", "plain"), ("torch", "plain"), ("ours", "torch"))
-    }
+    for _ in range(rounds):
+        there = {key: timed(forward, model, x) for key, forward in forwards.items()}
+        back = {key: timed(forwards[key], model, x) for key in reversed(forwards)}
+        for key in forwards:
+            seconds[key].append(there[key] + back[key])
+    pairs = (("ours", "plain"), ("torch", "plain"), ("ours", "torch"))
     print(
         f"{name:18} {'x'.join(map(str, shape)):12} time",
-        "   ".join(f"{key} x{value:.3f}" for key, value in ratio.items()),
+        "   ".join(f"{a}/{b} {ratio(seconds[a], seconds[b])}" for a, b in pairs),
         f"  peak ours {format_bytes(peaks['ours'])}, torch {format_bytes(peaks['torch'])}:",
         f"x{peaks['ours'] / peaks['torch']:.4f}",
         flush=True,
