@@ -3,7 +3,7 @@
 import copy
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from zoo import checkpointing
 from zoo.chain import Chain, Steps
 from zoo.checkpointing import attach
 from zoo.errors import ArgumentError, PlanError
+from zoo.measure.memory import trace
 
 OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
 
@@ -280,18 +281,58 @@ def test_modules_that_differ_in_a_list_are_measured_apart() -> None:
     attach(Pools(), True)(images(2, 4, 8)).sum().backward()
 
 
+compiled: Any = functools.partial(torch.compile, backend="aot_eager")
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
-def test_a_compiled_model_is_exact() -> None:
+@pytest.mark.parametrize("checkpoint", [2, True, ((0, 1), (2, 3, (4, 5)), 6, 7, 8, 9)])
+def test_a_compiled_model_is_exact(checkpoint: Any) -> None:
     def results(option: Any) -> list[Record]:
         torch.manual_seed(1)
-        model = attach(Residuals(rate=0.0), option)
-        compiled = torch.compile(model, backend="aot_eager")
+        model = attach(Residuals(rate=0.4), option)
+        forward = compiled(model)
         found = []
-        for forward in (compiled, compiled):
+        for _ in range(2):
             model.zero_grad()
             forward(images()).square().sum().backward()
             found.append(everything(model))
         return found
 
-    for actual, expected in zip(results(2), results(False), strict=True):
+    for actual, expected in zip(results(checkpoint), results(False), strict=True):
         assert_same(actual, expected)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_compiled_model_saves_what_it_would_uncompiled() -> None:
+    def peak(option: Any) -> int:
+        model = attach(Sines(), option)
+        forward = compiled(model)
+        x = torch.rand(1 << 16, requires_grad=True)
+        forward(x).sum().backward()
+        return trace(lambda: forward(x).sum().backward()).peak
+
+    assert peak((tuple(range(6)), tuple(range(6, 12)))) < 0.7 * peak(False)
+
+
+class Sines(Chain):
+    def steps(self) -> Steps:
+        return [torch.sin] * 12
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_whole_graph_needs_a_plan_before() -> None:
+    model = attach(Sines(), 2)
+    forward = compiled(model, fullgraph=True)
+    x = torch.rand(3, requires_grad=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="run one before compiling"):
+        forward(x)
+    model(x)
+    forward(x).sum().backward()

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from zoo.chain import Chain, Outline, State, fold
-from zoo.engine.schedule import run_plan
+from zoo.engine.schedule import run_compiled, run_plan
 from zoo.errors import ArgumentError, PlanError, ZooError
 from zoo.measure.profile import profile
-from zoo.plan import Plan
+from zoo.plan import Plan, indices
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts
 from zoo.planner.least_memory import least_memory
@@ -44,7 +44,10 @@ def attach(chain: AnyChain, checkpoint: Checkpoint) -> AnyChain:
             f"checkpoint= needs a zoo.Chain; got {type(chain).__name__}. Write the model as a "
             "chain, or call its parts through zoo.recompute"
         )
-    chain.runner = None if checkpoint is False else PlannedRunner(_decide_by(checkpoint))
+    runner = None if checkpoint is False else PlannedRunner(_decide_by(checkpoint))
+    if runner is not None and isinstance(checkpoint, tuple | list):
+        runner.force(Plan(checkpoint))
+    chain.runner = runner
     return chain
 
 
@@ -55,21 +58,54 @@ class PlannedRunner:
     decide: Decide
     plan: Plan | None = None
     plans: dict[Any, Plan] = field(default_factory=dict)
+    compiled: tuple[tuple[Any, ...], ...] = ()
 
     def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
         """Decides if need be, then runs.
 
-        Under `torch.compile` and `torch.func` the chain runs plainly and saves nothing.
+        Under `torch.func` and `torch.export` the chain runs plainly and saves nothing. Under
+        `torch.compile` it runs by the latest plan for as many steps; deciding one is a break in the
+        graph, and so is a chain that cannot be compiled whole.
         """
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
             return fold(outline.steps, inputs)
+        if torch.compiler.is_compiling():
+            if not self.compiled or self.compiled[-1][-1] != len(outline.steps) - 1:
+                _settle_uncompiled(self, chain, outline, inputs)
+            assert self.plan is not None
+            return run_compiled(self.plan, self.compiled, outline.steps, inputs)
+        self.settle(chain, outline, inputs)
+        assert self.plan is not None
+        return run_plan(self.plan, outline.steps, inputs)
+
+    def settle(self, chain: Chain, outline: Outline, inputs: State) -> None:
+        """Puts the plan for inputs like these in force."""
         kind = (len(outline.steps), *map(_kind, inputs), *_autocast(inputs))
         if kind not in self.plans:
             plan = self.decide(chain, outline, inputs)
             plan.check(len(outline.steps))
             self.plans[kind] = plan
-        self.plan = self.plans[kind]
-        return run_plan(self.plan, outline.steps, inputs)
+        if self.plan is not self.plans[kind]:
+            self.force(self.plans[kind])
+
+    def force(self, plan: Plan) -> None:
+        """Puts a plan in force."""
+        self.plan = plan
+        self.compiled = tuple((isinstance(item, tuple), *indices(item)) for item in plan)
+
+
+def _settle_uncompiled(
+    runner: PlannedRunner, chain: Chain, outline: Outline, inputs: State
+) -> None:
+    torch.compiler.disable(runner.settle)(chain, outline, inputs)  # type: ignore[no-untyped-call]
+
+
+# what torch.compiler.disable sets on a function; to call it here would import the compiler
+vars(_settle_uncompiled).update(
+    _torchdynamo_disable=True,
+    _torchdynamo_disable_msg="zoo decides a plan at the first training forward. For fullgraph=True "
+    "run one before compiling, or pass checkpoint= a Plan.",
+)
 
 
 def _decide_by(checkpoint: Any) -> Decide:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as compiled_checkpoint
 
-from zoo.chain import State, Step
+from zoo.chain import State, Step, fold
 from zoo.engine.ambient import Ambient
 from zoo.engine.recompute import run_segment
+from zoo.errors import RecomputeError
 from zoo.plan import Item, Plan, indices
 
 
@@ -29,11 +30,49 @@ def _run(items: Sequence[Item], steps: Sequence[Step], ambient: Ambient, *state:
         state = value if isinstance(value, tuple) else (value,)
         if isinstance(item, int):
             value = steps[item](*state)
-        elif torch.compiler.is_compiling():
-            inner = functools.partial(_run, item, steps, ambient)
-            value = compiled_checkpoint(inner, *state, use_reentrant=False)
         else:
             roots = [steps[step] for step in indices(item)]
             inner = functools.partial(_run, item, steps, ambient)
             value = run_segment(inner, state, ambient, roots)
     return value
+
+
+def run_compiled(
+    plan: Plan, items: Sequence[tuple[int, ...]], steps: Sequence[Step], inputs: State
+) -> Any:
+    """Runs the steps inside a graph that `torch.compile` makes, segments by torch's checkpoint.
+
+    `items` is the plan without nesting, each with a first entry that says whether it is a segment.
+    What cannot be compiled runs by the plan, in a graph break.
+    """
+    if not torch.compiler.is_compiling():
+        # without `disable` single steps were compiled, but not in their second runs
+        return torch.compiler.disable(run_plan)(plan, steps, inputs)  # type: ignore[no-untyped-call]
+    value: Any = inputs
+    try:
+        for again, *numbers in items:
+            state = value if isinstance(value, tuple) else (value,)
+            part = [steps[number] for number in numbers]
+            if again:
+                inner = functools.partial(_compiled, part)
+                value = compiled_checkpoint(inner, *state, use_reentrant=False)
+            else:
+                value = fold(part, state)
+    except _Never:
+        # a frame with a `try` is compiled whole or not at all: else a segment that cannot be
+        # compiled would run by torch's checkpoint, which is not exact
+        raise
+    return value
+
+
+class _Never(Exception):
+    """Is never raised."""
+
+
+def _compiled(steps: Sequence[Step], *state: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        raise RecomputeError(
+            "torch.compile did not compile a segment and runs it by torch's checkpoint, which is "
+            "not exact. Compile the parts of the model, not the model."
+        )
+    return fold(steps, state)
