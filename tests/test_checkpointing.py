@@ -121,7 +121,12 @@ def test_names_and_weights_are_those_of_the_baseline(family: str) -> None:
     assert type(plain) is type(checkpointed)
 
 
-@pytest.mark.parametrize("checkpoint", [*OPTIONS, ((0, 1), *range(2, 10))])
+def test_a_given_plan_is_in_force_at_once() -> None:
+    plan = ((0, 1), *range(2, 10))
+    assert attach(Residuals(), plan).plan == plan
+
+
+@pytest.mark.parametrize("checkpoint", OPTIONS)
 def test_the_plan_is_none_until_the_first_training_forward(checkpoint: Any) -> None:
     model = attach(Residuals(), checkpoint)
     assert model.plan is None

@@ -82,7 +82,7 @@ class Chain(nn.Module):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None for plain training and before the first forward decides one."""
+        """The plan in force; None for plain training and before a first forward decides one."""
         return self.runner.plan if self.runner is not None else None
 
     def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

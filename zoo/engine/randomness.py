@@ -128,11 +128,11 @@ def replayed_streams(streams: Sequence[Stream]) -> Iterator[None]:
 
 
 def drawing_devices(tensors: Sequence[object]) -> list[torch.device]:
-    """Lists the CUDA devices whose generator a function of these tensors may use."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return []
-    found = {value.device for value in tensors if isinstance(value, Tensor) and value.is_cuda}
-    found.add(torch.device("cuda", torch.cuda.current_device()))
+    """Lists the accelerators whose generator a function of these tensors may use."""
+    found = {value.device for value in tensors if isinstance(value, Tensor)}
+    found = {device for device in found if device.type in ("cuda", "mps")}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found.add(torch.device("cuda", torch.cuda.current_device()))
     return sorted(found, key=str)
 
 
@@ -154,6 +154,8 @@ def _of_numpy(module: Any) -> Source:
 
 
 def _of_device(device: torch.device) -> Source:
+    if device.type == "mps":
+        return Source("mps", torch.mps.get_rng_state, torch.mps.set_rng_state, torch.equal)
     return Source(
         str(device),
         functools.partial(torch.cuda.get_rng_state, device),
