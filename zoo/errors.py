@@ -16,6 +16,10 @@ class PlanError(ZooError, ValueError):
     """Says that a plan is malformed or does not fit its chain."""
 
 
+class BudgetError(ZooError, ValueError):
+    """Says that no plan keeps to a budget, and the least that one needs."""
+
+
 class InputError(ZooError, ValueError):
     """Says that a model cannot take this input: shape, type or range."""
 

@@ -38,7 +38,7 @@ def chains(draw: st.DrawFn, most: int = 6) -> StepCosts:
         sum(sizes[s] for s in (live[i + 1] | saved[i]) - live[i]) for i in range(steps)
     ]  # a step allocates at least what it returns and saves
     forward = tuple(least + extra for least, extra in zip(made, numbers(steps), strict=True))
-    flops = numbers(steps)
+    flops, seconds = numbers(steps), numbers(steps)
     return StepCosts(
         sizes=tuple(sizes),
         live=tuple(map(frozenset, live)),
@@ -49,6 +49,9 @@ def chains(draw: st.DrawFn, most: int = 6) -> StepCosts:
         gradients=numbers(steps + 1),
         flops=flops,
         flops_until_saved=tuple(draw(st.integers(0, count)) for count in flops),
+        seconds=tuple(map(float, seconds)),
+        seconds_until_saved=tuple(float(draw(st.integers(0, count))) for count in seconds),
+        seconds_backward=tuple(map(float, numbers(steps))),
         blocks=tuple(range(steps)),
     )
 

@@ -24,6 +24,9 @@ def uniform(steps: int, size: int = 10, flops: int = 1) -> StepCosts:
         gradients=(0, *(size,) * steps),
         flops=(flops,) * steps,
         flops_until_saved=(0,) * steps,
+        seconds=(float(flops),) * steps,
+        seconds_until_saved=(0.0,) * steps,
+        seconds_backward=(2.0 * flops,) * steps,
         blocks=tuple(step // 2 for step in range(steps)),
     )
 

@@ -71,6 +71,8 @@ class _Profile:
             gives.append(given)
             live.append(self._live())
             states.append(self.state)
+        flops = tuple(run.flops for run in runs)
+        flops_until_saved = tuple(run.flops_until_saved for run in runs)
         return StepCosts(
             sizes=tuple(self.sizes),
             live=tuple(live),
@@ -79,8 +81,11 @@ class _Profile:
             forward_until_saved=tuple(run.forward_until_saved for run in runs),
             backward=tuple(run.backward for run in runs),
             gradients=_gradient_bytes(states, gives),
-            flops=tuple(run.flops for run in runs),
-            flops_until_saved=tuple(run.flops_until_saved for run in runs),
+            flops=flops,
+            flops_until_saved=flops_until_saved,
+            seconds=_seconds(flops),
+            seconds_until_saved=_seconds(flops_until_saved),
+            seconds_backward=_seconds([2 * count for count in flops]),
             blocks=outline.blocks,
         )
 
@@ -162,6 +167,11 @@ def _setting(value: Any) -> Hashable:
     if isinstance(value, tuple):
         return tuple(map(_setting, value))
     return value if isinstance(value, PLAIN) else id(value)
+
+
+def _seconds(flops: Sequence[int]) -> tuple[float, ...]:
+    """Stands in for times that nobody measured: 10^12 operations a second, nothing for bytes."""
+    return tuple(count * 1e-12 for count in flops)
 
 
 def _gradient_bytes(

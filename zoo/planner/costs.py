@@ -26,6 +26,11 @@ class StepCosts:
         gradients: for each of the n + 1 states, bytes of its gradient.
         flops: for each step, floating point operations of its forward.
         flops_until_saved: those that a second run which ends with this step does.
+        seconds: for each step, seconds of its forward. Who does not know them puts in numbers that
+            are in proportion to them: planners compare seconds only with each other.
+        seconds_until_saved: seconds of a second run of the step that ends with it, stopped when its
+            last tensor is saved.
+        seconds_backward: for each step, seconds of its backward; the same under every plan.
         blocks: for each step, the number of its block.
     """
 
@@ -38,6 +43,9 @@ class StepCosts:
     gradients: tuple[int, ...]
     flops: tuple[int, ...]
     flops_until_saved: tuple[int, ...]
+    seconds: tuple[float, ...]
+    seconds_until_saved: tuple[float, ...]
+    seconds_backward: tuple[float, ...]
     blocks: tuple[int, ...]
 
     def __len__(self) -> int:

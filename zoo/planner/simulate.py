@@ -6,6 +6,7 @@ bytes are: what is held for later, the state in hand, what the step itself alloc
 backward the gradient of the state.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from zoo.planner.costs import StepCosts
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan costs: peak bytes of activations, and the operations that it does again.
+    """What a plan costs: peak bytes of activations, and the work that it does again.
 
     `turns` is the peak in the backward of each item of the plan.
     """
 
     peak: int
     recomputed_flops: int
+    recomputed_seconds: float
     turns: tuple[int, ...]
 
 
@@ -42,7 +44,9 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
         clock.peak = 0
         clock.backward(item)
         turns.append(clock.peak)
-    return Simulation(max(forward, *turns, 0), clock.recomputed, tuple(reversed(turns)))
+    peak = max(forward, *turns, 0)
+    # an exact sum: plans that repeat equal steps in another order take equal time
+    return Simulation(peak, clock.flops, math.fsum(clock.seconds), tuple(reversed(turns)))
 
 
 class _Clock:
@@ -51,7 +55,8 @@ class _Clock:
         self.holders: Counter[int] = Counter()
         self.held = 0
         self.peak = 0
-        self.recomputed = 0
+        self.flops = 0
+        self.seconds: list[float] = []
 
     def first_run(self, item: Item) -> None:
         if isinstance(item, int):
@@ -79,25 +84,29 @@ class _Clock:
         costs = self.costs
         for inner in segment[:-1]:
             if isinstance(inner, int):
-                self.run(inner, gradient)
-                self.recomputed += costs.flops[inner]
+                self.run_again(inner, gradient)
                 self.hold(costs.saved[inner])
             else:
                 steps = list(indices(inner))
                 self.hold(costs.live[steps[0]])
                 for step in steps:
-                    self.run(step, gradient)
-                    self.recomputed += costs.flops[step]
+                    self.run_again(step, gradient)
         last = segment[-1]
         if isinstance(last, int):
             self.note(self.extra(costs.live[last]) + costs.forward_until_saved[last] + gradient)
-            self.recomputed += costs.flops_until_saved[last]
+            self.flops += costs.flops_until_saved[last]
+            self.seconds.append(costs.seconds_until_saved[last])
             self.hold(costs.saved[last])
         else:
             self.hold(costs.live[next(indices(last))])
 
     def run(self, step: int, gradient: int) -> None:
         self.note(self.extra(self.costs.live[step]) + self.costs.forward[step] + gradient)
+
+    def run_again(self, step: int, gradient: int) -> None:
+        self.run(step, gradient)
+        self.flops += self.costs.flops[step]
+        self.seconds.append(self.costs.seconds[step])
 
     def note(self, above: int) -> None:
         self.peak = max(self.peak, self.held + above)
