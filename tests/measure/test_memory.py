@@ -7,7 +7,7 @@ from torch import nn
 from zoo.errors import ArgumentError
 from zoo.measure.memory import (
     MemoryTrace,
-    cuda_trace,
+    cuda_events,
     gradient_addresses,
     measure_step,
     resident_bytes,
@@ -140,7 +140,7 @@ def test_cuda_history_counts_requested_frees_and_ignores_segments():
         {"action": "free_completed", "addr": 0, "size": 512},
         {"action": "free_requested", "addr": 9999, "size": 4096},
     ]
-    record = cuda_trace(entries)
+    record = MemoryTrace.within(cuda_events(entries))
     assert (record.peak, record.kept) == (1536, 1024)
 
 

@@ -41,10 +41,22 @@ class MemoryTrace:
     """What was allocated and freed while a callable ran: (address, bytes) in the order of time.
 
     Bytes are positive for an allocation and negative for its end. Blocks that existed before are
-    not in it, nor is their end.
+    not in it, nor is their end unless it was asked for.
     """
 
     events: tuple[Event, ...]
+
+    @classmethod
+    def within(cls, events: Iterable[Event]) -> "MemoryTrace":
+        """Drops the ends of blocks that the callable did not allocate."""
+        alive: set[int] = set()
+        kept: list[Event] = []
+        for address, size in events:
+            if size < 0 and address not in alive:
+                continue
+            (alive.add if size > 0 else alive.discard)(address)
+            kept.append((address, size))
+        return cls(tuple(kept))
 
     @property
     def peak(self) -> int:
@@ -101,8 +113,17 @@ class StepMemory:
     resident: ResidentBytes
 
 
-def trace(function: Callable[[], object], device: torch.device | str = "cpu") -> MemoryTrace:
+def trace(
+    function: Callable[[], object],
+    device: torch.device | str = "cpu",
+    *,
+    collect: bool = True,
+    earlier: bool = False,
+) -> MemoryTrace:
     """Runs a function and records what the allocator of a device did meanwhile.
+
+    With `earlier` the ends of blocks that existed before are in the record, too. The garbage
+    collector runs before, so that it has less to do meanwhile; `collect=False` leaves it out.
 
     Raises:
         ArgumentError: a device that is neither a CPU nor a CUDA device.
@@ -110,8 +131,15 @@ def trace(function: Callable[[], object], device: torch.device | str = "cpu") ->
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):
         raise ArgumentError(f"memory is measured on cpu and cuda devices; got {device!s}")
-    gc.collect()
-    return _trace_cpu(function) if kind == "cpu" else _trace_cuda(function, torch.device(device))
+    if collect:
+        gc.collect()
+    if kind == "cpu":
+        events = _trace_cpu(function)
+        return MemoryTrace(tuple(events)) if earlier else MemoryTrace.within(events)
+    events, peak = _trace_cuda(function, torch.device(device))
+    record = MemoryTrace(tuple(events)) if earlier else MemoryTrace.within(events)
+    # another allocator backend keeps no history: its peak, without addresses, is all there is
+    return record if record.events or not peak else MemoryTrace(((0, peak),))
 
 
 def measure_step(
@@ -162,14 +190,14 @@ def gradient_addresses(model: nn.Module) -> frozenset[int]:
     )
 
 
-def _trace_cpu(function: Callable[[], object]) -> MemoryTrace:
+def _trace_cpu(function: Callable[[], object]) -> list[Event]:
     with profile(use_cpu=True, profile_memory=True) as profiler:
         function()
     results: Any = profiler.kineto_results
     found = [event for event in _walk(results.experimental_event_tree()) if _is_cpu(event)]
     found.sort(key=lambda event: event.start_time_ns)
     fields = (event.extra_fields for event in found)
-    return _within((entry.ptr, entry.alloc_size) for entry in fields)
+    return [(entry.ptr, entry.alloc_size) for entry in fields]
 
 
 def _walk(events: Iterable[Any]) -> Iterator[Any]:
@@ -185,7 +213,7 @@ def _is_cpu(event: Any) -> bool:
     return bool(event.name == "[memory]" and event.extra_fields.device.type == "cpu")
 
 
-def _trace_cuda(function: Callable[[], object], device: torch.device) -> MemoryTrace:
+def _trace_cuda(function: Callable[[], object], device: torch.device) -> tuple[list[Event], int]:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     start = torch.cuda.memory_allocated(device)
@@ -198,29 +226,15 @@ def _trace_cuda(function: Callable[[], object], device: torch.device) -> MemoryT
     finally:
         memory._record_memory_history(enabled=None)
     index = device.index if device.index is not None else torch.cuda.current_device()
-    record = cuda_trace(traces[index] if index < len(traces) else [])
-    # another allocator backend keeps no history: its peak, without addresses, is all there is
     peak = torch.cuda.max_memory_allocated(device) - start
-    return record if record.events or not peak else MemoryTrace(((0, peak),))
+    return cuda_events(traces[index] if index < len(traces) else []), peak
 
 
-def cuda_trace(entries: Iterable[dict[str, Any]]) -> MemoryTrace:
+def cuda_events(entries: Iterable[dict[str, Any]]) -> list[Event]:
     """Reads the history of the caching allocator, as its snapshot lists it for one device."""
     signs = {"alloc": 1, "free_requested": -1}
     chosen = (entry for entry in entries if entry["action"] in signs)
-    return _within((entry["addr"], signs[entry["action"]] * entry["size"]) for entry in chosen)
-
-
-def _within(events: Iterable[Event]) -> MemoryTrace:
-    """Drops the end of blocks that the callable did not allocate."""
-    alive: set[int] = set()
-    kept: list[Event] = []
-    for address, size in events:
-        if size < 0 and address not in alive:
-            continue
-        (alive.add if size > 0 else alive.discard)(address)
-        kept.append((address, size))
-    return MemoryTrace(tuple(kept))
+    return [(entry["addr"], signs[entry["action"]] * entry["size"]) for entry in chosen]
 
 
 def _sums(sizes: Iterable[int]) -> Iterator[int]:

@@ -6,8 +6,8 @@ so a model is measured that would not fit, and the kernels chosen are those of t
 kept, only their kinds; so steps that do the same to the same kinds are run once.
 
 What kernels allocate inside themselves (oneDNN's reordered tensors, cuDNN's workspaces) is not
-seen. The model is left as it was: buffers, hooks and attributes are put back, no random number is
-drawn.
+seen, unless each kind of step is also run for real (`timed`). The model is left as it was: buffers,
+hooks and attributes are put back, no random number is drawn.
 """
 
 import contextlib
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from zoo.chain import Outline, State, Step
+from zoo.measure.devices import Device, device_named
 from zoo.measure.step import Given, Kind, Kinds, StepRun, kind_of, renumber, run_step
+from zoo.measure.trial import Trial, run_trial, undisturbed_streams
 from zoo.planner.costs import StepCosts
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -28,11 +30,21 @@ PLAIN = int | float | str | bool | None | torch.dtype
 BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 
 
-def profile(chain: nn.Module, outline: Outline, inputs: State) -> StepCosts:
+def profile(
+    chain: nn.Module,
+    outline: Outline,
+    inputs: State,
+    *,
+    device: Device | None = None,
+    timed: bool = False,
+) -> StepCosts:
     """Measures the steps of a chain for inputs like these (real, fake or meta tensors).
 
-    Grad mode, autocast and the training flags are those of the caller.
+    Seconds are those of a roofline of `device`, by default one like the inputs'. With `timed` every
+    kind of step also runs for real, alone, on the inputs' device: that gives its seconds and what
+    its kernels allocate. Grad mode, autocast and the training flags are those of the caller.
     """
+    found = _Profile(inputs)
     with (
         _untouched(chain),
         _without_autocast_cache(),
@@ -43,53 +55,90 @@ def profile(chain: nn.Module, outline: Outline, inputs: State) -> StepCosts:
                 name: _scratch(mode, value) for name, value in module._buffers.items()
             }
         fakes = [value for value in chain.buffers() if isinstance(value, FakeTensor)]
-        fixed = [*map(mode.from_tensor, chain.parameters()), *fakes]
-        return _Profile(inputs, fixed).run(outline)
+        found.follow(outline, [*map(mode.from_tensor, chain.parameters()), *fakes])
+    if timed:
+        with _untouched(chain), _without_autocast_cache(), undisturbed_streams(found.device):
+            for module in chain.modules():
+                module._buffers = {
+                    name: value if value is None else value.detach().clone()
+                    for name, value in module._buffers.items()
+                }
+            found.try_out()
+    return found.costs(outline, device or device_named(_like(found.device)))
 
 
 class _Profile:
     """Follows the kinds of the state through the chain and numbers storages for all steps."""
 
-    def __init__(self, inputs: State, fixed: Sequence[Tensor]) -> None:
-        self.fixed = {tensor.untyped_storage()._cdata for tensor in fixed}
+    def __init__(self, inputs: State) -> None:
+        self.fixed: set[int] = set()
         self.sizes: list[int] = []
         self.inputs: set[int] = set()
         self.tensors = 0
         self.state = self._input_kinds(inputs)
+        self.states = [self.state]
+        self.live = [self._live()]
+        self.saved: list[frozenset[int]] = []
+        self.gives: list[dict[int, Given]] = []
+        self.keys: list[Hashable] = []
         self.known: dict[Hashable, StepRun] = {}
+        self.samples: dict[Hashable, tuple[Step, Kinds, tuple[int, ...]]] = {}
+        self.trials: dict[Hashable, Trial] = {}
         self.shapes: dict[int, Hashable] = {}
+        given = [value for value in inputs if value is not None]
+        self.device = given[0].device if given else torch.device("cpu")
 
-    def run(self, outline: Outline) -> StepCosts:
-        live, saved = [self._live()], []
-        states = [self.state]
-        runs: list[StepRun] = []
-        gives: list[dict[int, Given]] = []
+    def follow(self, outline: Outline, fixed: Sequence[Tensor]) -> None:
+        """Runs each kind of step once on fake tensors."""
+        self.fixed = {tensor.untyped_storage()._cdata for tensor in fixed}
         for step in outline.steps:
-            run, kept, given = self._advance(step)
-            runs.append(run)
-            saved.append(kept)
-            gives.append(given)
-            live.append(self._live())
-            states.append(self.state)
-        flops = tuple(run.flops for run in runs)
-        flops_until_saved = tuple(run.flops_until_saved for run in runs)
+            self._advance(step)
+            self.states.append(self.state)
+            self.live.append(self._live())
+
+    def try_out(self) -> None:
+        """Runs each kind of step for real."""
+        for key, (step, kinds, sizes) in self.samples.items():
+            self.trials[key] = run_trial(step, kinds, sizes, self.device)
+
+    def costs(self, outline: Outline, device: Device) -> StepCosts:
+        """Puts the numbers of all steps together."""
+        runs = [self.known[key] for key in self.keys]
+        trials = [self.trials.get(key) for key in self.keys]
+        pairs = list(zip(runs, trials, strict=True))
         return StepCosts(
             sizes=tuple(self.sizes),
-            live=tuple(live),
-            saved=tuple(saved),
-            forward=tuple(run.forward for run in runs),
-            forward_until_saved=tuple(run.forward_until_saved for run in runs),
-            backward=tuple(run.backward for run in runs),
-            gradients=_gradient_bytes(states, gives),
-            flops=flops,
-            flops_until_saved=flops_until_saved,
-            seconds=_seconds(flops),
-            seconds_until_saved=_seconds(flops_until_saved),
-            seconds_backward=_seconds([2 * count for count in flops]),
+            live=tuple(self.live),
+            saved=tuple(self.saved),
+            forward=tuple(run.forward + _hidden(run, trial) for run, trial in pairs),
+            forward_until_saved=tuple(
+                run.forward_until_saved + _hidden(run, trial) * _is_past_kernels(run)
+                for run, trial in pairs
+            ),
+            backward=tuple(
+                max(run.backward, trial.backward if trial else 0) for run, trial in pairs
+            ),
+            gradients=_gradient_bytes(self.states, self.gives),
+            flops=tuple(run.flops for run in runs),
+            flops_until_saved=tuple(run.flops_until_saved for run in runs),
+            seconds=tuple(
+                trial.seconds if trial else device.seconds(run.work, run.dtype)
+                for run, trial in pairs
+            ),
+            seconds_until_saved=tuple(
+                trial.seconds_until_saved
+                if trial
+                else device.seconds(run.work_until_saved, run.dtype)
+                for run, trial in pairs
+            ),
+            seconds_backward=tuple(
+                trial.seconds_backward if trial else device.seconds(run.work_backward, run.dtype)
+                for run, trial in pairs
+            ),
             blocks=outline.blocks,
         )
 
-    def _advance(self, step: Step) -> tuple[StepRun, frozenset[int], dict[int, Given]]:
+    def _advance(self, step: Step) -> None:
         tensors: dict[int, int] = {}
         storages: dict[int, int] = {}
         kinds = tuple(kind and renumber(kind, tensors, storages) for kind in self.state)
@@ -97,14 +146,15 @@ class _Profile:
         key = (self._step_key(step), kinds, sizes)
         if key not in self.known:
             self.known[key] = run_step(step, kinds, sizes, self.fixed)
+            self.samples[key] = step, kinds, sizes
         run = self.known[key]
+        self.keys.append(key)
         numbers = [*storages, *range(len(self.sizes), len(self.sizes) + len(run.new_sizes))]
         names = list(tensors)
         self.sizes += run.new_sizes
-        given = {names[tensor]: gradient for tensor, gradient in run.gives.items()}
+        self.gives.append({names[tensor]: gradient for tensor, gradient in run.gives.items()})
         self.state = tuple(kind and self._back(kind, names, numbers) for kind in run.outputs)
-        saved = frozenset(numbers[number] for number in run.saved) - self.inputs
-        return run, saved, given
+        self.saved.append(frozenset(numbers[number] for number in run.saved) - self.inputs)
 
     def _back(self, kind: Kind, names: list[int], numbers: list[int]) -> Kind:
         while kind.tensor >= len(names):
@@ -169,9 +219,18 @@ def _setting(value: Any) -> Hashable:
     return value if isinstance(value, PLAIN) else id(value)
 
 
-def _seconds(flops: Sequence[int]) -> tuple[float, ...]:
-    """Stands in for times that nobody measured: 10^12 operations a second, nothing for bytes."""
-    return tuple(count * 1e-12 for count in flops)
+def _hidden(run: StepRun, trial: Trial | None) -> int:
+    """Returns the bytes that a forward took for real and its tensors do not show."""
+    return max(0, trial.forward - run.forward) if trial is not None else 0
+
+
+def _is_past_kernels(run: StepRun) -> bool:
+    """Says whether a step has done its arithmetic when it saves its last tensor."""
+    return bool(run.forward_until_saved) and run.flops_until_saved == run.flops
+
+
+def _like(device: torch.device) -> str:
+    return "cpu" if device.type in ("cpu", "meta") else "a100"
 
 
 def _gradient_bytes(

@@ -47,6 +47,8 @@ class Kind(NamedTuple):
 
 
 Kinds = tuple[Kind | None, ...]
+# for each kernel its floating point operations and the bytes that it reads and writes
+Work = tuple[tuple[int, int], ...]
 
 
 class Given(NamedTuple):
@@ -66,7 +68,7 @@ class StepRun:
         saved: storages that autograd saved, parameters left out.
         forward, forward_until_saved, backward: peak bytes; see `planner.costs`.
         gives: for the tensors of the state that it took part in, the gradient that they get.
-        flops, flops_until_saved: operations of the forward.
+        work, work_until_saved, work_backward: floating point operations and bytes of each kernel.
     """
 
     outputs: Kinds
@@ -76,8 +78,25 @@ class StepRun:
     forward_until_saved: int
     backward: int
     gives: Mapping[int, Given]
-    flops: int
-    flops_until_saved: int
+    work: Work
+    work_until_saved: Work
+    work_backward: Work
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers that it returns."""
+        kinds = [kind.dtype for kind in self.outputs if kind is not None]
+        return next((dtype for dtype in kinds if dtype.is_floating_point), torch.float32)
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations of the forward."""
+        return sum(flops for flops, _ in self.work)
+
+    @property
+    def flops_until_saved(self) -> int:
+        """Those of them that are done when the last tensor is saved."""
+        return sum(flops for flops, _ in self.work_until_saved)
 
 
 def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[int]) -> StepRun:
@@ -99,13 +118,13 @@ def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[in
         if isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata in fixed:
             return _Saved(tensor)
         saved.add(storages.number(tensor))
-        until_saved = (watch.peak, watch.flops)
+        until_saved = (watch.peak, len(watch.work))
         return released.saved(tensor)
 
     with _Watch(fixed) as watch, saved_tensors_hooks(pack, _Saved.get):
         value = step(*leaves)
     outputs = value if isinstance(value, tuple) else (value,)
-    backward, gives = _run_backward(outputs, leaves, released, fixed, start)
+    backward, gives, work_backward = _run_backward(outputs, leaves, released, fixed, start)
     return StepRun(
         outputs=storages.kinds(outputs, leaves),
         saved=frozenset(saved),
@@ -118,8 +137,9 @@ def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[in
             if kind is not None and id(leaf) in gives
         },
         new_sizes=tuple(storages.sizes[len(sizes) :]),
-        flops=watch.flops,
-        flops_until_saved=until_saved[1],
+        work=tuple(watch.work),
+        work_until_saved=tuple(watch.work[: until_saved[1]]),
+        work_backward=work_backward,
     )
 
 
@@ -129,8 +149,8 @@ def _run_backward(
     released: "_Released",
     fixed: Container[int],
     start: int,
-) -> tuple[int, dict[int, Given]]:
-    """Runs a step's backward: the most that it adds, and what it gives to which leaf (by id).
+) -> tuple[int, dict[int, Given], Work]:
+    """Runs a step's backward: the most that it adds, what it gives to which leaf (by id), its work.
 
     The most that it adds to the saved tensors and the gradients that it is given. Both are freed on
     the way, as autograd frees them: a gradient when it was used, a saved tensor when its node is
@@ -139,12 +159,12 @@ def _run_backward(
     """
     ends = {id(output): output for output in outputs if output is not None and output.grad_fn}
     inputs = {id(leaf): leaf for leaf in leaves if leaf is not None and leaf.requires_grad}
-    starts = inputs | _parameters_behind(ends.values())
-    shared = _parameters_behind(ends.values(), before=start).keys() - inputs.keys()
+    starts = inputs | parameters_behind(ends.values())
+    shared = parameters_behind(ends.values(), before=start).keys() - inputs.keys()
     if not starts or not ends:
-        return 0, {}
+        return 0, {}, ()
     given = sum(output.numel() * output.element_size() for output in ends.values())
-    root = _Root.apply(*ends.values())
+    root = root_of(ends.values())
     wanted = list(starts.values())
     del ends, outputs
     with _Watch(fixed) as watch:
@@ -157,12 +177,16 @@ def _run_backward(
         for name, gradient in zip(starts, found, strict=True)
         if gradient is not None and name in inputs
     }
-    return int(max(watch.peak_without(sums) - given, 0)), gives
+    return int(max(watch.peak_without(sums) - given, 0)), gives, tuple(watch.work)
+
+
+def root_of(outputs: Iterable[Tensor]) -> Tensor:
+    """Returns a scalar whose backward gives each output a gradient that only autograd holds."""
+    root: Tensor = _Root.apply(*outputs)
+    return root
 
 
 class _Root(torch.autograd.Function):
-    """Gives each output a gradient that nobody but autograd holds."""
-
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
         ctx.kinds = [(output.shape, output.dtype, output.device) for output in outputs]
@@ -171,8 +195,19 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         return tuple(
-            torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds
+            torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds
         )
+
+
+def make_inputs(kinds: Kinds, sizes: Sequence[int]) -> tuple[Tensor | None, ...]:
+    """Makes real tensors of these kinds: random numbers where they are floating, else zeros."""
+    leaves = _Storages(sizes).tensors(kinds)
+    with torch.no_grad():
+        for leaf in leaves:
+            if leaf is not None:
+                plain = leaf.detach()
+                plain.normal_() if leaf.is_floating_point() else plain.zero_()
+    return leaves
 
 
 class _Storages:
@@ -294,8 +329,12 @@ class _Released:
             self.watch.add(-1, -self.storages.sizes[number])
 
 
+# these start no kernel
+_FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the bytes of the storages that operations make, and counts operations.
+    """Follows the bytes of the storages that operations make, and notes each operation's work.
 
     Those in `fixed` were there before: views of real parameters lie in them.
     """
@@ -305,18 +344,22 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fixed = fixed
         self.bytes = 0
         self.peak = 0
-        self.flops = 0
+        self.work: list[tuple[int, int]] = []
         self.known: dict[int, int] = {}
         self.events: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        inputs = _tensors((args, kwargs))
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        outputs = _tensors(result)
+        for tensor in outputs:
             self._notice(tensor, given)
-        if (count := _flop_formulas().get(func._overloadpacket)) is not None:
-            self.flops += int(count(*args, **kwargs, out_val=result))
+        if not (func.is_view or func in _FREE):
+            count = _flop_formulas().get(func._overloadpacket)
+            flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+            self.work.append((flops, sum(tensor.nbytes for tensor in (*inputs, *outputs))))
         return result
 
     def _notice(self, tensor: Tensor, given: set[int]) -> None:
@@ -357,7 +400,7 @@ def _tensors(nested: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
-def _parameters_behind(outputs: Iterable[Any], before: int | None = None) -> dict[int, Tensor]:
+def parameters_behind(outputs: Iterable[Any], before: int | None = None) -> dict[int, Tensor]:
     """Finds the parameters that a step used, through the graph of its outputs.
 
     With `before`, those behind a node that was made before this number: parameters that other steps

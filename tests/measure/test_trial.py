@@ -1,0 +1,50 @@
+"""A profile with trials: the bytes that only a real run shows, and a model that it leaves alone."""
+
+import torch
+from torch import Tensor
+
+from tests.training import Residuals, images
+from zoo.chain import Chain, Steps, outline
+from zoo.measure.profile import profile
+from zoo.planner.costs import StepCosts
+
+
+class Median(Chain):
+    """Its kernel sorts a copy that no tensor of Python shows."""
+
+    def steps(self) -> Steps:
+        return [self.median]
+
+    def median(self, x: Tensor) -> Tensor:
+        return torch.median(x)
+
+
+def costs(chain: Chain, *inputs: Tensor, timed: bool = True) -> StepCosts:
+    return profile(chain, outline(chain.steps_for(*inputs)), inputs, timed=timed)
+
+
+def test_what_a_kernel_allocates_inside_is_seen_by_a_trial_only() -> None:
+    x = torch.rand(1 << 16, requires_grad=True)
+    assert costs(Median(), x, timed=False).forward[0] == 4
+    assert costs(Median(), x).forward[0] == x.nbytes + 4
+
+
+def test_a_profile_with_trials_leaves_everything_as_it_was() -> None:
+    model, x = Residuals(), images().requires_grad_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    stream = torch.get_rng_state()
+    costs(model, x)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in (*model.parameters(), x))
+
+
+def test_bytes_without_hidden_kernels_are_those_of_fake_tensors() -> None:
+    model, x = Residuals(), images().requires_grad_()
+    fake, real = costs(model, x, timed=False), costs(model, x)
+    assert fake.sizes == real.sizes
+    assert fake.saved == real.saved
+    pairs = zip(fake.forward + fake.backward, real.forward + real.backward, strict=True)
+    assert all(one <= other for one, other in pairs)
+    assert all(map(float.__gt__, real.seconds, [0.0] * len(real)))
+    assert all(map(float.__ge__, real.seconds, real.seconds_until_saved))

@@ -1,0 +1,136 @@
+"""One step run for real: the seconds that it takes, and what its kernels allocate inside.
+
+Fake tensors show what a step's operations return and save; a convolution's reordered weights or a
+library's workspace they do not show, and no seconds. Here the step runs on tensors of random
+numbers of the same kinds, alone: no more memory is needed than one step takes.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from zoo.chain import Step
+from zoo.measure.memory import trace
+from zoo.measure.step import Kinds, make_inputs, parameters_behind, root_of
+
+# a quick step is timed so often; a slow one only until so many seconds went by
+RUNS = 10
+SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a step took: most new bytes in its forward and backward, and seconds (medians).
+
+    `seconds_until_saved` ends when autograd has saved the step's last tensor. Bytes are counted as
+    in `planner.costs`: in the backward above what is saved and the gradients that it is given.
+    """
+
+    forward: int
+    backward: int
+    seconds: float
+    seconds_until_saved: float
+    seconds_backward: float
+
+
+def run_trial(step: Step, kinds: Kinds, sizes: Sequence[int], device: torch.device) -> Trial:
+    """Runs a step several times on random tensors of these kinds.
+
+    The caller lets it work on scratch buffers and puts the random streams back.
+    """
+    leaves = make_inputs(kinds, sizes)
+    attempt = _Attempt(step, leaves, device)
+    attempt.timed()
+    forward, backward = attempt.traced()
+    times: list[tuple[float, float, float]] = []
+    while len(times) < RUNS and sum(map(sum, times)) < SECONDS:
+        times.append(attempt.timed())
+    until_saved, whole, behind = map(statistics.median, zip(*times, strict=True))
+    return Trial(forward, backward, whole, min(until_saved, whole), behind)
+
+
+class _Attempt:
+    """A step and its inputs, ready to be run any number of times."""
+
+    def __init__(self, step: Step, leaves: Sequence[Tensor | None], device: torch.device) -> None:
+        self.step, self.leaves, self.device = step, leaves, device
+        self.moment = _cuda_moment if device.type == "cuda" else time.perf_counter
+        self.last_saved: Any = None
+
+    def timed(self) -> tuple[float, float, float]:
+        """Returns the seconds until the last tensor was saved, of the forward, of the backward."""
+        start = self.last_saved = self.moment()
+        with saved_tensors_hooks(self._pack, _same):
+            outputs = self._forward()
+        end = self.moment()
+        grad, _ = self._backward_of([outputs])
+        del outputs
+        before = self.moment()
+        if grad is not None:
+            grad()
+        after = self.moment()
+        return (
+            _seconds(start, self.last_saved), _seconds(start, end), _seconds(before, after),
+        )  # fmt: skip
+
+    def traced(self) -> tuple[int, int]:
+        """Returns the peaks of the forward and the backward in bytes."""
+        kept: list[Any] = []
+        forward = trace(lambda: kept.append(self._forward()), self.device, collect=False).peak
+        grad, given = self._backward_of(kept)
+        if grad is None:
+            return forward, 0
+        backward = trace(grad, self.device, collect=False, earlier=True).peak - given
+        return forward, max(backward, 0)
+
+    def _forward(self) -> tuple[Tensor | None, ...]:
+        value = self.step(*self.leaves)
+        return value if isinstance(value, tuple) else (value,)
+
+    def _backward_of(
+        self, kept: list[tuple[Tensor | None, ...]]
+    ) -> tuple[Callable[[], object] | None, int]:
+        """Takes the outputs out of a list, so that only their graph holds them."""
+        ends = {id(end): end for end in kept.pop() if end is not None and end.grad_fn is not None}
+        starts = {id(leaf): leaf for leaf in self.leaves if leaf is not None and leaf.requires_grad}
+        wanted = list((starts | parameters_behind(ends.values())).values())
+        if not wanted or not ends:
+            return None, 0
+        given = sum(end.numel() * end.element_size() for end in ends.values())
+        root = root_of(ends.values())
+        return lambda: torch.autograd.grad(root, wanted, allow_unused=True), given
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.last_saved = self.moment()
+        return tensor
+
+
+def _cuda_moment() -> Any:
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def undisturbed_streams(device: torch.device) -> Iterator[None]:
+    """Puts torch's random streams back after the block."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
