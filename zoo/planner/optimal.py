@@ -1,0 +1,159 @@
+"""The plan of least time for a budget in bytes, among all nested plans.
+
+A table is made once for a chain and answers for every budget. Grids divide the memory of plain
+training, a third of it, a ninth and so on into equal levels; from them plans are traced for some
+hundreds of budgets and simulated. What a budget gets is the best of those that keep to it: a
+larger budget never gets a slower plan.
+
+With a resolution of one byte (small numbers, as in tests) there is one grid and nothing is rounded.
+In chains of more than `FLAT` steps, long segments begin and end at cuts; see `layout`.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from zoo.errors import BudgetError
+from zoo.plan import Plan
+from zoo.planner.costs import StepCosts
+from zoo.planner.grid import Grid
+from zoo.planner.layout import Layout, lay_out
+from zoo.planner.simulate import simulate
+
+FLAT = 150
+LONGEST = 12  # steps between two cuts
+ENTRIES = 2 * 10**8  # values of one grid
+SCALE = 3
+
+
+class Point(NamedTuple):
+    """A plan, the peak bytes of its activations, and the seconds that it runs again."""
+
+    peak: int
+    recomputed_seconds: float
+    plan: Plan
+
+
+class Table:
+    """Plans of least time for a chain, for every budget.
+
+    levels: amounts of memory for which a grid knows the least time.
+    resolution: bytes between two of them, instead of `levels`.
+    cuts: states where long segments may begin and end; by default all in a short chain.
+    plans: about how many plans are traced.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        *,
+        levels: int = 500,
+        resolution: int | None = None,
+        cuts: Collection[int] | None = None,
+        plans: int | None = None,
+    ) -> None:
+        layout = lay_out(costs, default_cuts(costs) if cuts is None else cuts)
+        keep_all = Plan.keep_all(len(costs))
+        self.baseline = simulate(keep_all, costs).peak
+        if resolution is None:
+            levels = min(levels, ENTRIES // layout.entries)
+            plans = plans or max(120, min(300, 30_000 // len(costs)))
+            traced = _scaled(layout, self.baseline, levels, plans)
+        else:
+            traced = _traced(Grid(layout, resolution, self.baseline // resolution + 2))
+        self._points = _undominated([keep_all, *traced], costs)
+
+    @property
+    def least(self) -> int:
+        """The least peak, in bytes."""
+        return self._points[0].peak
+
+    def plan(self, budget: int) -> Plan:
+        """Returns the plan of least recomputed seconds whose peak is at most a budget in bytes.
+
+        Of plans of equal time, that of fewer operations is chosen, then that of less memory.
+
+        Raises:
+            BudgetError: every plan needs more.
+        """
+        found = [point for point in self._points if point.peak <= budget]
+        if not found:
+            raise BudgetError(
+                f"the activations need at least {self.least} bytes; the budget is {budget} bytes; "
+                f"keeping everything takes {self.baseline} bytes"
+            )
+        return found[-1].plan
+
+    def plan_within(self, seconds: float) -> Plan:
+        """Returns the plan of least peak that runs at most so many seconds again."""
+        return next(p.plan for p in self._points if p.recomputed_seconds <= max(seconds, 0.0))
+
+    def frontier(self) -> list[Point]:
+        """Returns the plans without the dominated ones, by rising peak and falling seconds."""
+        first, *rest = self._points
+        return [first, *(q for p, q in pairwise([first, *rest]) if q.recomputed_seconds < p.recomputed_seconds)]
+
+
+def optimal(costs: StepCosts, budget: int) -> Plan:
+    """Returns the plan of least recomputed seconds whose simulated peak is at most a budget.
+
+    For several budgets of one chain, make a `Table`.
+
+    Raises:
+        BudgetError: every plan needs more.
+    """
+    return Table(costs).plan(budget)
+
+
+def frontier(costs: StepCosts) -> list[Point]:
+    """Returns the best plans of a chain, by rising peak and falling seconds."""
+    return Table(costs).frontier()
+
+
+def default_cuts(costs: StepCosts) -> list[int]:
+    """Chooses the states where long segments begin and end: all, or those between blocks.
+
+    A block of many steps is cut inside too, where the state is smallest.
+    """
+    steps = len(costs)
+    if steps <= FLAT:
+        return list(range(steps + 1))
+    return [0, *(k for k in range(1, steps) if costs.blocks[k] != costs.blocks[k - 1]), steps]
+
+
+def _scaled(layout: Layout, baseline: int, levels: int, plans: int) -> Iterator[Plan]:
+    """Traces plans from grids for ever smaller parts of the baseline's memory."""
+    top = baseline
+    while True:
+        grid = Grid(layout, max(1, -(-top // (levels - 1))), levels)
+        bottom = top // SCALE
+        last = bottom < grid.least
+        budgets = [budget for budget in grid.budgets() if bottom < budget <= top]
+        every = max(1, 3 * len(budgets) // plans)
+        for budget in budgets[::every]:
+            yield grid.trace(budget)
+        if last:
+            yield grid.trace(grid.least)
+            return
+        top = bottom
+
+
+def _traced(grid: Grid) -> Iterator[Plan]:
+    for budget in (grid.least, *grid.budgets()):
+        yield grid.trace(budget)
+
+
+def _undominated(plans: Iterable[Plan], costs: StepCosts) -> list[Point]:
+    """Simulates plans and leaves out those that are no better than one of less memory."""
+    found = []
+    for plan in dict.fromkeys(plans):
+        result = simulate(plan, costs)
+        time = (result.recomputed_seconds, result.recomputed_flops)
+        found.append((result.peak, time, plan))
+    points: list[Point] = []
+    least = None
+    for peak, time, plan in sorted(found, key=lambda entry: entry[:2]):
+        if least is None or time < least:
+            least = time
+            points.append(Point(peak, time[0], plan))
+    return points
