@@ -25,6 +25,7 @@ Source: the recurrence of rotor (Beaumont et al. 2019, arXiv:1911.13214), here f
 shared storages and early stop.
 """
 
+import bisect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,36 +40,46 @@ Bytes = NDArray[np.int64]
 
 
 class Start(NamedTuple):
-    """What it takes to run from a state to each stop: seconds, and most bytes beside the state."""
+    """What it takes to run from a state to each stop: seconds, and most bytes beside the state.
+
+    gradients: bytes of the gradient in hand for each end; in the first run there is none.
+    """
 
     seconds: NDArray[np.float64]
     through: Bytes
+    gradients: Bytes
+
+
+class Part(NamedTuple):
+    """V for one row of a state, each with an entry for every end and the first run."""
+
+    values: Values
+    needs: Bytes
+    at_need: Values  # seconds with just what is needed
 
 
 class Grid:
-    """The values of a chain at `levels` multiples of `step` bytes, from 0.
+    """The values of a chain at some amounts of free memory, the first of which is 0.
 
-    Time is cubic and memory quadratic in the number of cuts, both linear in the levels.
+    Time is cubic and memory quadratic in the number of cuts, both linear in the amounts.
     """
 
-    def __init__(self, layout: Layout, step: int, levels: int) -> None:
+    def __init__(self, layout: Layout, amounts: Bytes, exact: bool = False) -> None:
         self.layout = layout
-        self.step = step
-        self.levels = levels
-        self.type = np.float64 if step == 1 else np.float32
+        self.amounts = amounts
+        self.type = np.float64 if exact else np.float32
         costs = layout.costs
         # operations decide between plans of equal times
         weight = 1e-9 * (sum(costs.seconds) or 1.0) / (sum(costs.flops) or 1)
         self.seconds = _weighed(costs.seconds, costs.flops, weight)
         self.until_saved = _weighed(costs.seconds_until_saved, costs.flops_until_saved, weight)
-        self.values: list[list[Values]] = [[] for _ in costs.live]
-        self.needs: list[list[Bytes]] = [[] for _ in costs.live]
+        self.parts: list[list[Part]] = [[] for _ in costs.live]
         self.choices: list[NDArray[np.int16]] = []
         self.starts: list[Start] = []
-        last = len(costs)
-        self.values[last] = [np.zeros((1, levels), self.type) for _ in layout.rows[last]]
-        self.needs[last] = [np.zeros(1, np.int64) for _ in layout.rows[last]]
-        for state in reversed(range(last)):
+        done = np.zeros((1, len(amounts)), self.type)
+        end = Part(done, np.zeros(1, np.int64), np.zeros(1, self.type))
+        self.parts[-1] = [end for _ in layout.rows[-1]]
+        for state in reversed(range(len(costs))):
             self._solve(state)
         self.choices.reverse()
         self.starts.reverse()
@@ -76,13 +87,13 @@ class Grid:
     @property
     def least(self) -> int:
         """The least peak of all plans, in bytes."""
-        return int(self.needs[0][0][-1])
+        return int(self.parts[0][0].needs[-1])
 
     def budgets(self) -> list[int]:
-        """Returns the multiples of the step from which on less time is needed, rising."""
-        whole = self.values[0][0][-1]
+        """Returns the amounts from which on less time is needed, rising."""
+        whole = self.parts[0][0].values[-1]
         lower = np.flatnonzero(whole[1:] < whole[:-1]) + 1
-        return [self.step * int(level) for level in lower]
+        return [int(amount) for amount in self.amounts[lower]]
 
     def trace(self, budget: int) -> Plan:
         """Returns the plan that the values lead to from a budget that is not below `least`."""
@@ -91,19 +102,17 @@ class Grid:
     def _solve(self, state: int) -> None:
         layout = self.layout
         self.starts.append(self._start(state))
-        kept = [self._keep(state, row) for row in layout.rows[state]]
-        values, needs = kept[layout.own[state]]
-        self.choices.append(np.full(values.shape, -1, np.int16))
+        parts = [self._keep(state, row) for row in layout.rows[state]]
+        own = parts[layout.own[state]]
+        self.choices.append(np.full(own.values.shape, -1, np.int16))
         for place in range(layout.stops[state]):
-            self._offer_segment(state, place, values, needs)
-        for (missing, _, _), (other, other_needs) in zip(layout.rows[state], kept, strict=True):
-            if missing:
-                handed = self._moved(values, needs, missing)
-                self._close(handed, needs + missing)
-                np.minimum(other, handed, out=other)
-                np.minimum(other_needs, needs + missing, out=other_needs)
-        self.values[state] = [found for found, _ in kept]
-        self.needs[state] = [found for _, found in kept]
+            self._offer_segment(state, place, own)
+        for row, part in zip(layout.rows[state], parts, strict=True):
+            if row.missing:
+                handed = Part(self._moved(own, row.missing), own.needs + row.missing, own.at_need)
+                self._close(handed)
+                _lower(part, handed)
+        self.parts[state] = parts
 
     def _start(self, state: int) -> Start:
         costs = self.layout.costs
@@ -114,74 +123,120 @@ class Grid:
         return Start(
             np.cumsum(self.seconds[state : stops[-1]])[places],
             np.maximum.accumulate(np.array(beside, np.int64))[places],
+            np.array([*(costs.gradients[end] for end in self.layout.ends[state]), 0], np.int64),
         )
 
-    def _gradients(self, state: int) -> Bytes:
-        """Returns the bytes of the gradient in hand for each end; in the first run there is none."""
-        gradients = self.layout.costs.gradients
-        return np.array([*(gradients[end] for end in self.layout.ends[state]), 0], np.int64)
-
-    def _keep(self, step: int, row: Row) -> tuple[Values, Bytes]:
-        """Returns the values and needs of a state in a row when its step is kept."""
+    def _keep(self, step: int, row: Row) -> Part:
+        """Returns the part of a state's row when its step is kept."""
         costs = self.layout.costs
         count = len(self.layout.ends[step])
-        rest = self.values[step + 1][row.following][-count:]
-        rest_needs = self.needs[step + 1][row.following][-count:]
-        values = np.empty((count + 1, self.levels), self.type)
-        values[0] = self.until_saved[step]
-        values[1:] = self._moved(rest, rest_needs, row.grown)
-        values[1:-1] += self.type(self.seconds[step])
-        needs = self._gradients(step) + (costs.forward[step] + row.missing)
+        rest = _last(self.parts[step + 1][row.following], count)
+        seconds = np.full(count + 1, self.seconds[step], self.type)
+        seconds[0], seconds[-1] = self.until_saved[step], 0
+        values = np.zeros((count + 1, len(self.amounts)), self.type)
+        values[1:] = self._moved(rest, row.grown)
+        values += seconds[:, None]
+        needs = self.starts[-1].gradients + (costs.forward[step] + row.missing)
         needs[0] += costs.forward_until_saved[step] - costs.forward[step]
         backward = costs.gradients[step + 1] + costs.backward[step]
         np.maximum(needs, row.grown + backward, out=needs)
-        np.maximum(needs[1:], row.grown + rest_needs, out=needs[1:])
-        self._close(values, needs)
-        return values, needs
+        np.maximum(needs[1:], row.grown + rest.needs, out=needs[1:])
+        seconds[1:] += self._at(rest, needs[1:] - row.grown)
+        part = Part(values, needs, seconds)
+        self._close(part)
+        return part
 
-    def _offer_segment(self, start: int, place: int, values: Values, needs: Bytes) -> None:
+    def _offer_segment(self, start: int, place: int, part: Part) -> None:
         """Lowers the values of a state by what it costs to start with a segment."""
         layout = self.layout
         stop, row = layout.ends[start][place], layout.after[start][place]
-        seconds, through = self.starts[-1]
-        count = len(values) - place - 1
-        rest, rest_needs = self.values[stop][row][-count:], self.needs[stop][row][-count:]
-        offered = rest + (values[place] + self.type(seconds[place]))
-        offered[-1] = rest[-1] + values[place]
-        fits = np.maximum(rest_needs, needs[place])
-        moment = through[place] + self._gradients(start)[-count:]
-        for late in np.flatnonzero(moment > fits):
-            offered[late, : -(-int(moment[late]) // self.step)] = np.inf
-        later = slice(place + 1, None)
-        np.minimum(needs[later], np.maximum(fits, moment), out=needs[later])
-        better = offered < values[later]
-        np.copyto(values[later], offered, where=better)
-        np.copyto(self.choices[-1][later], np.int16(place), where=better)
+        seconds, through, gradients = self.starts[-1]
+        rest = _last(self.parts[stop][row], len(part.needs) - place - 1)
+        turn = Part(*(found[place : place + 1] for found in part))
+        later = Part(*(found[place + 1 :] for found in part))
+        again = self.type(seconds[place])
+        offered = rest.values + (turn.values + again)
+        offered[-1] = rest.values[-1] + turn.values[0]
+        needs = np.maximum(rest.needs, turn.needs)
+        moment = through[place] + gradients[place + 1 :]
+        for late in np.flatnonzero(moment > needs):
+            offered[late, : self.amounts.searchsorted(moment[late])] = np.inf
+        np.maximum(needs, moment, out=needs)
+        better = offered < later.values
+        np.copyto(later.values, offered, where=better)
+        np.copyto(self.choices[-1][place + 1 :], np.int16(place), where=better)
+        lower = np.flatnonzero(needs <= later.needs)
+        if lower.size:
+            free = needs[lower]
+            at_need = self._at(_entries(rest, lower), free) + self._at(turn, free)
+            at_need += np.where(lower < len(needs) - 1, again, 0)
+            less = (free < later.needs[lower]) | (at_need < later.at_need[lower])
+            later.needs[lower[less]], later.at_need[lower[less]] = free[less], at_need[less]
 
-    def _moved(self, values: Values, needs: Bytes, paid: int) -> Values:
+    def _at(self, part: Part, free: Bytes) -> Values:
+        """Returns the seconds of each entry (or the only one) with so much memory, enough for it."""
+        entry = np.arange(len(part.needs))  # one entry is meant for all
+        upper = np.minimum(self.amounts.searchsorted(free), len(self.amounts) - 1)
+        lower = np.maximum(upper - 1, 0)
+        above, below = part.values[entry, upper], part.values[entry, lower]
+        start = np.maximum(self.amounts[lower], part.needs)
+        below = np.where(self.amounts[lower] < part.needs, part.at_need, below)
+        share = (self.amounts[upper] - free) / np.maximum(self.amounts[upper] - start, 1)
+        share = np.clip(share, 0, 1)
+        with np.errstate(invalid="ignore"):
+            below = np.where(share > 0, share * below, 0)
+            above = np.where(share < 1, (1 - share) * above, 0)
+        return np.asarray(below + above, self.type)
+
+    def _moved(self, part: Part, paid: int) -> Values:
         """Returns the values for those who have yet to pay so many bytes."""
-        moved = np.full(values.shape, np.inf, self.type)
-        down, part = divmod(paid, self.step)
-        stop = self.levels - down
-        if stop <= 0:
-            return moved
-        if not part:
-            moved[:, down:] = values[:, :stop]
-            return moved
-        share = self.type(part / self.step)
-        inner = moved[:, down + 1 :]
-        np.multiply(values[:, 1:stop], 1 - share, out=inner)
-        inner += values[:, : stop - 1] * share
-        # where only the upper of two neighbors exists, it stands for both
-        first = -(-needs // self.step)
-        found = np.flatnonzero((first >= 1) & (first < stop))
-        moved[found, first[found] + down] = values[found, first[found]]
+        if not paid:
+            return part.values.copy()
+        amounts = self.amounts
+        left = amounts - paid
+        upper = amounts.searchsorted(left)
+        lower = np.maximum(upper - 1, 0)
+        share = (amounts[upper] - left) / np.maximum(amounts[upper] - amounts[lower], 1)
+        lower[share == 0] = upper[share == 0]
+        share = share.astype(self.type)
+        moved = np.take(part.values, upper, axis=1)
+        if share.any():
+            # infinity times zero: below what is needed, where the caller shuts what comes out
+            with np.errstate(invalid="ignore"):
+                moved *= 1 - share
+                moved += np.take(part.values, lower, axis=1) * share
+            # where there is an upper neighbor but no lower one, what is needed stands in for it
+            first = amounts.searchsorted(part.needs)
+            place = upper.searchsorted(first)
+            found = np.flatnonzero(place < len(amounts))
+            found = found[
+                (upper[place[found]] == first[found]) & (left[place[found]] >= part.needs[found])
+            ]
+            moved[found, place[found]] = self._at(_entries(part, found), left[place[found]])
+        moved[:, left < 0] = np.inf
         return moved
 
-    def _close(self, values: Values, needs: Bytes) -> None:
-        """Shuts the levels that are below what is needed."""
-        first = -(-needs // self.step)
-        values[np.arange(self.levels) < first[:, None]] = np.inf
+    def _close(self, part: Part) -> None:
+        """Shuts the amounts that are less than what is needed."""
+        first = self.amounts.searchsorted(part.needs)
+        part.values[np.arange(len(self.amounts)) < first[:, None]] = np.inf
+
+
+def _entries(part: Part, entries: NDArray[np.intp]) -> Part:
+    return Part(*(found[entries] for found in part))
+
+
+def _last(part: Part, count: int) -> Part:
+    return Part(*(found[-count:] for found in part))
+
+
+def _lower(part: Part, other: Part) -> None:
+    """Takes what is better of another part into a part."""
+    np.minimum(part.values, other.values, out=part.values)
+    same = (other.needs == part.needs) & (other.at_need < part.at_need)
+    less = same | (other.needs < part.needs)
+    np.copyto(part.needs, other.needs, where=less)
+    np.copyto(part.at_need, other.at_need, where=less)
 
 
 class _Trace:
@@ -195,6 +250,7 @@ class _Trace:
         self.grid = grid
         self.layout = grid.layout
         self.costs = grid.layout.costs
+        self.amounts: list[int] = grid.amounts.tolist()
 
     def first_run(self, free: int) -> list[Item]:
         """Returns the items of a whole plan."""
@@ -243,17 +299,22 @@ class _Trace:
 
     def value(self, state: int, number: int, end: int, free: int) -> float:
         """Returns the seconds from a state on, infinite where something does not fit."""
-        grid = self.grid
-        if free < grid.needs[state][number][end]:
+        part = self.grid.parts[state][number]
+        need = int(part.needs[end])
+        if free < need:
             return np.inf
-        level, part = divmod(free, grid.step)
-        values = grid.values[state][number][end]
-        if level >= grid.levels - 1:
+        upper = bisect.bisect_left(self.amounts, free)
+        values = part.values[end]
+        if upper >= len(self.amounts):
             return float(values[-1])
-        lower, upper = float(values[level]), float(values[level + 1])
-        if lower == np.inf or not part:
-            return lower if not part else upper
-        return lower + (upper - lower) * (part / grid.step)
+        above, amount = float(values[upper]), self.amounts[upper]
+        if amount == free:
+            return above
+        lower = self.amounts[upper - 1]
+        below = float(values[upper - 1])
+        if lower < need:
+            lower, below = need, float(part.at_need[end])
+        return above + (below - above) * ((amount - free) / (amount - lower))
 
     def keep(self, step: int, end: int, row: Row, free: int) -> float:
         """Returns the seconds from a state on when its step is kept."""
@@ -279,7 +340,7 @@ class _Trace:
         Those ends are tried that are best for a little less and a little more memory; all, where
         these do not fit and the step cannot be kept.
         """
-        level = min(max(free, 0) // self.grid.step, self.grid.levels - 1)
+        level = max(bisect.bisect_right(self.amounts, free) - 1, 0)
         choices = self.grid.choices[start][end, level : level + 2].tolist()
         found = [
             (self.started(start, place, end, free), place) for place in {*choices} if place >= 0
@@ -293,7 +354,7 @@ class _Trace:
     def started(self, start: int, place: int, end: int, free: int) -> float:
         """Returns the seconds from a state on that starts with the segment to an end."""
         stop, row = self.layout.ends[start][place], self.layout.after[start][place]
-        seconds, through = self.grid.starts[start]
+        seconds, through, _ = self.grid.starts[start]
         turn = self.value(start, self.layout.own[start], self.end(start, place), free)
         rest = self.value(stop, row, end, free)
         if end == -1:

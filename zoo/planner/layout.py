@@ -86,7 +86,10 @@ def lay_out(costs: StepCosts, cuts: Collection[int]) -> Layout:
         costs,
         tuple(ends),
         tuple(stops),
-        tuple(tuple(_row(costs, held, state, found) for found in held[state]) for state in range(steps + 1)),
+        tuple(
+            tuple(_row(costs, held, state, found) for found in held[state])
+            for state in range(steps + 1)
+        ),
         tuple(held[state][live[state]] for state in range(steps + 1)),
         tuple(
             tuple(held[end][live[state] & live[end]] for end in ends[state][: stops[state]])
@@ -95,9 +98,7 @@ def lay_out(costs: StepCosts, cuts: Collection[int]) -> Layout:
     )
 
 
-def _held(
-    costs: StepCosts, ends: list[tuple[int, ...]], stops: list[int]
-) -> list[dict[Held, int]]:
+def _held(costs: StepCosts, ends: list[tuple[int, ...]], stops: list[int]) -> list[dict[Held, int]]:
     """Numbers the sets of storages that can be held at each state."""
     held: list[dict[Held, int]] = [{} for _ in costs.live]
     held[0][frozenset()] = 0

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from zoo.errors import BudgetError
 from zoo.plan import Plan
 from zoo.planner.costs import StepCosts
@@ -60,7 +62,8 @@ class Table:
             plans = plans or max(120, min(300, 30_000 // len(costs)))
             traced = _scaled(layout, self.baseline, levels, plans)
         else:
-            traced = _traced(Grid(layout, resolution, self.baseline // resolution + 2))
+            amounts = np.arange(0, self.baseline + resolution, resolution)
+            traced = _traced(Grid(layout, amounts, exact=True))
         self._points = _undominated([keep_all, *traced], costs)
 
     @property
@@ -91,7 +94,14 @@ class Table:
     def frontier(self) -> list[Point]:
         """Returns the plans without the dominated ones, by rising peak and falling seconds."""
         first, *rest = self._points
-        return [first, *(q for p, q in pairwise([first, *rest]) if q.recomputed_seconds < p.recomputed_seconds)]
+        return [
+            first,
+            *(
+                q
+                for p, q in pairwise([first, *rest])
+                if q.recomputed_seconds < p.recomputed_seconds
+            ),
+        ]
 
 
 def optimal(costs: StepCosts, budget: int) -> Plan:
@@ -125,17 +135,18 @@ def _scaled(layout: Layout, baseline: int, levels: int, plans: int) -> Iterator[
     """Traces plans from grids for ever smaller parts of the baseline's memory."""
     top = baseline
     while True:
-        grid = Grid(layout, max(1, -(-top // (levels - 1))), levels)
+        amounts = np.unique(np.ceil(top * np.linspace(0, 1, levels) ** 2).astype(np.int64))
+        grid = Grid(layout, amounts)
         bottom = top // SCALE
-        last = bottom < grid.least
         budgets = [budget for budget in grid.budgets() if bottom < budget <= top]
-        every = max(1, 3 * len(budgets) // plans)
+        every = max(1, SCALE * len(budgets) // plans)
         for budget in budgets[::every]:
             yield grid.trace(budget)
-        if last:
+        if bottom < grid.least:
             yield grid.trace(grid.least)
             return
         top = bottom
+        del grid
 
 
 def _traced(grid: Grid) -> Iterator[Plan]:
