@@ -18,14 +18,14 @@ import numpy as np
 from zoo.errors import BudgetError
 from zoo.plan import Plan
 from zoo.planner.costs import StepCosts
-from zoo.planner.grid import Grid
+from zoo.planner.grid import Bytes, Grid
 from zoo.planner.layout import Layout, lay_out
 from zoo.planner.simulate import simulate
+from zoo.planner.trace import trace
 
 FLAT = 150
-LONGEST = 12  # steps between two cuts
+NEAR = 8
 ENTRIES = 2 * 10**8  # values of one grid
-SCALE = 3
 
 
 class Point(NamedTuple):
@@ -39,8 +39,8 @@ class Point(NamedTuple):
 class Table:
     """Plans of least time for a chain, for every budget.
 
-    levels: amounts of memory for which a grid knows the least time.
-    resolution: bytes between two of them, instead of `levels`.
+    levels: amounts of memory for which a grid knows the least time; None for each whole number of
+        bytes, which makes the plans optimal and only suits small numbers.
     cuts: states where long segments may begin and end; by default all in a short chain.
     plans: about how many plans are traced.
     """
@@ -49,21 +49,18 @@ class Table:
         self,
         costs: StepCosts,
         *,
-        levels: int = 500,
-        resolution: int | None = None,
+        levels: int | None = 500,
         cuts: Collection[int] | None = None,
         plans: int | None = None,
     ) -> None:
-        layout = lay_out(costs, default_cuts(costs) if cuts is None else cuts)
+        layout = lay_out(costs, default_cuts(costs) if cuts is None else cuts, NEAR)
         keep_all = Plan.keep_all(len(costs))
         self.baseline = simulate(keep_all, costs).peak
-        if resolution is None:
-            levels = min(levels, ENTRIES // layout.entries)
-            plans = plans or max(120, min(300, 30_000 // len(costs)))
-            traced = _scaled(layout, self.baseline, levels, plans)
+        if levels is None:
+            traced = _traced_exactly(layout, self.baseline)
         else:
-            amounts = np.arange(0, self.baseline + resolution, resolution)
-            traced = _traced(Grid(layout, amounts, exact=True))
+            levels = min(levels, ENTRIES // layout.entries)
+            traced = _traced(layout, self.baseline, levels, plans or max(120, min(400, 40_000 // len(costs))))
         self._points = _undominated([keep_all, *traced], costs)
 
     @property
@@ -131,27 +128,22 @@ def default_cuts(costs: StepCosts) -> list[int]:
     return [0, *(k for k in range(1, steps) if costs.blocks[k] != costs.blocks[k - 1]), steps]
 
 
-def _scaled(layout: Layout, baseline: int, levels: int, plans: int) -> Iterator[Plan]:
-    """Traces plans from grids for ever smaller parts of the baseline's memory."""
-    top = baseline
-    while True:
-        amounts = np.unique(np.ceil(top * np.linspace(0, 1, levels) ** 2).astype(np.int64))
-        grid = Grid(layout, amounts)
-        bottom = top // SCALE
-        budgets = [budget for budget in grid.budgets() if bottom < budget <= top]
-        every = max(1, SCALE * len(budgets) // plans)
-        for budget in budgets[::every]:
-            yield grid.trace(budget)
-        if bottom < grid.least:
-            yield grid.trace(grid.least)
-            return
-        top = bottom
-        del grid
+def _traced(layout: Layout, baseline: int, levels: int, plans: int) -> Iterator[Plan]:
+    """Traces plans from a grid, more closely where memory is small."""
+    grid = Grid(layout, _amounts(0, baseline, levels))
+    for budget in _amounts(min(grid.least, baseline), baseline, plans):
+        yield trace(grid, int(budget))
 
 
-def _traced(grid: Grid) -> Iterator[Plan]:
-    for budget in (grid.least, *grid.budgets()):
-        yield grid.trace(budget)
+def _amounts(first: int, last: int, count: int) -> Bytes:
+    found = np.linspace(first**0.5, last**0.5, count) ** 2
+    return np.unique(np.clip(np.ceil(found).astype(np.int64), first, last))
+
+
+def _traced_exactly(layout: Layout, baseline: int) -> Iterator[Plan]:
+    grid = Grid(layout, np.arange(baseline + 1), exact=True)
+    for budget in grid.budgets():
+        yield trace(grid, budget)
 
 
 def _undominated(plans: Iterable[Plan], costs: StepCosts) -> list[Point]:
