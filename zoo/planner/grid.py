@@ -5,14 +5,14 @@ H of the storages in live(i) are held and m bytes are free. The run is the secon
 that ends at t, with its backwards, or the first run. F(i, t, m) is V where all of live(i) is held:
 the whole turn of the segment [i, t).
 
-    keep step i         seconds(i) + V(i + 1, t, H', m - bytes(saved(i) - H))
-    hand the rest over  F(i, t, m - bytes(live(i) - H))
-    start with [i, j)   seconds(i ... j - 1) + F(i, j, m) + V(j, t, live(i) & live(j), m)
+    keep step i      seconds(i) + V(i + 1, t, H', m - bytes(saved(i) - H))
+    hold the state   F(i, t, m - bytes(live(i) - H)), from where one can
+    cut [i, j)       seconds(i ... j - 1) + F(i, j, m) + V(j, t, live(i) & live(j), m)
 
-The least of these for which the bytes of the moment fit in what is free. A second run needs no
-segments but at its start and at its end: one between them does no less when all that follows is
-handed over with it. A last step that is kept stops early. In the first run nothing is run again,
-and nothing is handed over: there, segments are paid for as they come.
+The least of these for which the bytes of the moment fit in what is free. In the first run nothing
+is run again, and those seconds are 0. A step that is the last of a second run stops early. A second
+run that ends with a segment is not looked at: it hands that one over without running it, and with
+the segment's items in its place it does the same work in no more memory.
 
 Bytes are exact where they decide whether something fits: `needs` holds the least m of each entry,
 `at_need` the seconds there. Other seconds are known at given amounts, closer together where they
@@ -232,9 +232,7 @@ def _lower(part: Part, other: Part) -> None:
     _lower_needs(part, np.arange(len(part.needs)), other.needs, other.at_need)
 
 
-def _lower_needs(
-    part: Part, entries: NDArray[np.intp], needs: Bytes, seconds: Seconds
-) -> None:
+def _lower_needs(part: Part, entries: NDArray[np.intp], needs: Bytes, seconds: Seconds) -> None:
     """Takes lower needs, and fewer seconds at equal needs, into some entries of a part."""
     same = (needs == part.needs[entries]) & (seconds < part.at_need[entries])
     less = same | (needs < part.needs[entries])

@@ -8,8 +8,6 @@ chain of a hundred steps any two states will do. In a longer one, long segments 
     cuts      |               |               |
     segments          [-----------)               near
               [-------------------------------)   from cut to cut
-                      [-----------------------)   from anywhere to a cut, as the last item of a
-                                                  second run, which hands it over
 
 While a plan is worked through from left to right, what matters at state i of all that is held is
 which of the storages in live(i) are among it: a storage in two states is in all states between.

@@ -9,7 +9,7 @@ With a resolution of one byte (small numbers, as in tests) there is one grid and
 In chains of more than `FLAT` steps, long segments begin and end at cuts; see `layout`.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,9 +23,11 @@ from zoo.planner.layout import Layout, lay_out
 from zoo.planner.simulate import simulate
 from zoo.planner.trace import trace
 
-FLAT = 150
-NEAR = 8
-ENTRIES = 2 * 10**8  # values of one grid
+FLAT = 150  # steps of a chain in which every state is a cut
+FEW = 128  # cuts to which others are added
+MANY = 400  # cuts, at most
+NEAR = 12  # steps of a segment that begins and ends anywhere
+ENTRIES = 2 * 10**8  # values in a grid
 
 
 class Point(NamedTuple):
@@ -60,7 +62,9 @@ class Table:
             traced = _traced_exactly(layout, self.baseline)
         else:
             levels = min(levels, ENTRIES // layout.entries)
-            traced = _traced(layout, self.baseline, levels, plans or max(120, min(400, 40_000 // len(costs))))
+            traced = _traced(
+                layout, self.baseline, levels, plans or max(120, min(400, 40_000 // len(costs)))
+            )
         self._points = _undominated([keep_all, *traced], costs)
 
     @property
@@ -118,14 +122,35 @@ def frontier(costs: StepCosts) -> list[Point]:
 
 
 def default_cuts(costs: StepCosts) -> list[int]:
-    """Chooses the states where long segments begin and end: all, or those between blocks.
+    """Chooses the states where long segments begin and end.
 
-    A block of many steps is cut inside too, where the state is smallest.
+    These are all states of a short chain; else those between blocks, where there are few of them or
+    long ones also the smallest state inside, and where there are very many only some.
     """
     steps = len(costs)
     if steps <= FLAT:
         return list(range(steps + 1))
-    return [0, *(k for k in range(1, steps) if costs.blocks[k] != costs.blocks[k - 1]), steps]
+    edges = [k for k in range(1, steps) if costs.blocks[k] != costs.blocks[k - 1]]
+    cuts = [0, *edges[:: len(edges) // MANY + 1], steps]
+    sizes = [costs.bytes_of(live) for live in costs.live]
+    while len(cuts) <= FEW or (
+        len(cuts) <= MANY and max(stop - start for start, stop in pairwise(cuts)) > 2 * NEAR
+    ):
+        finer = _finer(cuts, sizes)
+        if finer == cuts:
+            break
+        cuts = finer
+    return cuts
+
+
+def _finer(cuts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Adds the smallest state about the middle between any two cuts, unless these are close."""
+    found = set(cuts)
+    for start, stop in pairwise(cuts):
+        if stop - start > 2:
+            margin = max((stop - start) // 4, 1)
+            found.add(min(range(start + margin, stop - margin + 1), key=sizes.__getitem__))
+    return sorted(found)
 
 
 def _traced(layout: Layout, baseline: int, levels: int, plans: int) -> Iterator[Plan]:

@@ -1,4 +1,4 @@
-"""From the values of a grid to a plan, with exact bytes: it keeps to its budget whatever is rounded.
+"""From the values of a grid to a plan, counting exact bytes: it keeps to its budget.
 
 Nothing is stored about which choice led to a value but where a segment ends; the others are two,
 and compared again.
@@ -6,6 +6,7 @@ and compared again.
 
 import bisect
 import math
+from collections.abc import Iterator
 
 from zoo.plan import Item, Plan
 from zoo.planner.grid import Grid
@@ -14,7 +15,7 @@ from zoo.planner.layout import FIRST_RUN, Row
 
 def trace(grid: Grid, budget: int) -> Plan:
     """Returns the plan that the values lead to from a budget of at least `grid.least` bytes."""
-    return Plan(_Trace(grid).first_run(budget))
+    return Plan(tuple(_Trace(grid).items(0, 0, FIRST_RUN, budget)))
 
 
 class _Trace:
@@ -24,46 +25,25 @@ class _Trace:
         self.costs = grid.layout.costs
         self.amounts: list[int] = grid.amounts.tolist()
 
-    def first_run(self, free: int) -> list[Item]:
-        """Returns the items of a whole plan."""
-        items: list[Item] = []
-        state, number = 0, 0
-        while state < len(self.costs):
-            row = self.layout.places[state].rows[number]
-            keep = self.keep(state, FIRST_RUN, row, free)
-            cut, place = self.segment(state, FIRST_RUN, free - row.missing, keep)
-            if keep <= cut:
-                items.append(state)
-                state, number, free = state + 1, row.following, free - row.grown
-            else:
-                free -= row.missing
-                stop = self.layout.places[state].stops[place]
-                items.append(self.turn(state, stop, free))
-                state, number = stop, self.layout.places[state].after[place]
-        return items
-
-    def turn(self, state: int, end: int, free: int) -> tuple[Item, ...]:
-        """Returns the items of a segment."""
-        place = self.layout.places[state]
-        row = place.rows[place.own]
-        keep = self.keep(state, end, row, free)
-        cut, chosen = self.segment(state, end, free, keep)
-        if keep <= cut:
-            items: list[Item] = [state]
-            state, number, free = state + 1, row.following, free - row.grown
-        else:
-            stop = place.stops[chosen]
-            items = [self.turn(state, stop, free)]
-            state, number = stop, place.after[chosen]
-        while state < end:
+    def items(self, state: int, number: int, end: int, free: int) -> Iterator[Item]:
+        """Yields the items of a run from a state, in one of its rows, to an end."""
+        last = len(self.costs) if end == FIRST_RUN else end
+        while state < last:
             place = self.layout.places[state]
             row = place.rows[number]
-            handed = self.value(state, place.own, end, free - row.missing)
-            if handed < self.keep(state, end, row, free):
-                return (*items, self.turn(state, end, free - row.missing))
-            items.append(state)
-            state, number, free = state + 1, row.following, free - row.grown
-        return tuple(items)
+            keep = self.keep(state, end, row, free)
+            left = free - row.missing
+            if keep <= self.value(state, place.own, end, left):
+                cut, chosen = math.inf, -1
+            else:
+                cut, chosen = self.segment(state, end, left, keep)
+            if keep <= cut:
+                yield state
+                state, number, free = state + 1, row.following, free - row.grown
+            else:
+                stop = place.stops[chosen]
+                yield tuple(self.items(state, place.own, stop, left))
+                state, number, free = stop, place.after[chosen], left
 
     def value(self, state: int, number: int, end: int, free: int) -> float:
         """Returns the seconds from a state on, infinite where something does not fit."""
