@@ -61,9 +61,9 @@ class Table:
         if levels is None:
             traced = _traced_exactly(layout, self.baseline)
         else:
-            levels = min(levels, ENTRIES // layout.entries)
+            levels = max(50, min(levels, ENTRIES // layout.entries))
             traced = _traced(
-                layout, self.baseline, levels, plans or max(120, min(400, 40_000 // len(costs)))
+                layout, self.baseline, levels, plans or max(160, min(400, 40_000 // len(costs)))
             )
         self._points = _undominated([keep_all, *traced], costs)
 
@@ -149,7 +149,8 @@ def _finer(cuts: Sequence[int], sizes: Sequence[int]) -> list[int]:
     for start, stop in pairwise(cuts):
         if stop - start > 2:
             margin = max((stop - start) // 4, 1)
-            found.add(min(range(start + margin, stop - margin + 1), key=sizes.__getitem__))
+            inner = range(start + margin, stop - margin + 1)
+            found.add(min((sizes[k], abs(start + stop - 2 * k), k) for k in inner)[2])
     return sorted(found)
 
 
@@ -161,8 +162,9 @@ def _traced(layout: Layout, baseline: int, levels: int, plans: int) -> Iterator[
 
 
 def _amounts(first: int, last: int, count: int) -> Bytes:
-    found = np.linspace(first**0.5, last**0.5, count) ** 2
-    return np.unique(np.clip(np.ceil(found).astype(np.int64), first, last))
+    """Returns whole numbers between two, both included, closer together where they are small."""
+    found = np.ceil(np.linspace(first**0.5, last**0.5, count) ** 2).astype(np.int64)
+    return np.unique(np.clip([first, *found, last], first, last))
 
 
 def _traced_exactly(layout: Layout, baseline: int) -> Iterator[Plan]:
