@@ -171,7 +171,7 @@ def resident_bytes(
     """Counts the bytes of a model, its gradients, its optimizer's state and its inputs now."""
     seen: set[int] = set()
     gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    state = _tensors(optimizer.state) if optimizer is not None else ()
+    state = tensors_in(optimizer.state) if optimizer is not None else ()
     return ResidentBytes(
         parameters=_distinct(model.parameters(), seen),
         buffers=_distinct(model.buffers(), seen),
@@ -254,12 +254,13 @@ def _distinct(tensors: Iterable[Tensor], seen: set[int]) -> int:
     return total
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for entry in value.values():
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _tensors(entry)
+            yield from tensors_in(entry)

@@ -12,6 +12,7 @@ hooks and attributes are put back, no random number is drawn.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ def profile(
     kind of step also runs for real, alone, on the inputs' device: that gives its seconds and what
     its kernels allocate. Grad mode, autocast and the training flags are those of the caller.
     """
-    found = _Profile(inputs)
+    trained = {id(p): p.nbytes for p in chain.parameters() if p.requires_grad}
+    found = _Profile(inputs, sum(trained.values()))
     with (
         _untouched(chain),
         _without_autocast_cache(),
@@ -70,7 +72,8 @@ def profile(
 class _Profile:
     """Follows the kinds of the state through the chain and numbers storages for all steps."""
 
-    def __init__(self, inputs: State) -> None:
+    def __init__(self, inputs: State, gradient_bytes: int) -> None:
+        self.gradient_bytes = gradient_bytes
         self.fixed: set[int] = set()
         self.sizes: list[int] = []
         self.inputs: set[int] = set()
@@ -136,6 +139,9 @@ class _Profile:
                 for run, trial in pairs
             ),
             blocks=outline.blocks,
+            parameter_gradients=_left_by(
+                [run.parameter_gradients for run in runs], self.gradient_bytes
+            ),
         )
 
     def _advance(self, step: Step) -> None:
@@ -252,6 +258,16 @@ def _gradient_bytes(
             held[tensor] = _own(before[tensor]) if tensor in after else name
         found.append(_bytes(held))
     return tuple(reversed(found))
+
+
+def _left_by(own: Sequence[int], total: int) -> tuple[int, ...]:
+    """Returns the bytes of parameters' gradients that are there when the backward reaches a state.
+
+    Each step leaves its own. Those that steps share are there from the first; where a parameter is
+    counted by several steps, not more than all are.
+    """
+    behind = list(itertools.accumulate(reversed(own), initial=max(total - sum(own), 0)))
+    return tuple(min(count, total) for count in reversed(behind))
 
 
 def _own(kind: Kind) -> Given:

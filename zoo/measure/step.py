@@ -68,6 +68,7 @@ class StepRun:
         saved: storages that autograd saved, parameters left out.
         forward, forward_until_saved, backward: peak bytes; see `planner.costs`.
         gives: for the tensors of the state that it took part in, the gradient that they get.
+        parameter_gradients: bytes of the gradients of parameters that no other step shares.
         work, work_until_saved, work_backward: floating point operations and bytes of each kernel.
     """
 
@@ -78,6 +79,7 @@ class StepRun:
     forward_until_saved: int
     backward: int
     gives: Mapping[int, Given]
+    parameter_gradients: int
     work: Work
     work_until_saved: Work
     work_backward: Work
@@ -121,26 +123,36 @@ def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[in
         until_saved = (watch.peak, len(watch.work))
         return released.saved(tensor)
 
-    with _Watch(fixed) as watch, saved_tensors_hooks(pack, _Saved.get):
+    with Watch(fixed) as watch, saved_tensors_hooks(pack, _Saved.get):
         value = step(*leaves)
     outputs = value if isinstance(value, tuple) else (value,)
-    backward, gives, work_backward = _run_backward(outputs, leaves, released, fixed, start)
+    behind = _run_backward(outputs, leaves, released, fixed, start)
     return StepRun(
         outputs=storages.kinds(outputs, leaves),
         saved=frozenset(saved),
         forward=watch.peak,
         forward_until_saved=until_saved[0],
-        backward=backward,
+        backward=behind.peak,
         gives={
-            kind.tensor: gives[id(leaf)]
+            kind.tensor: behind.gives[id(leaf)]
             for kind, leaf in zip(kinds, leaves, strict=True)
-            if kind is not None and id(leaf) in gives
+            if kind is not None and id(leaf) in behind.gives
         },
+        parameter_gradients=behind.parameter_gradients,
         new_sizes=tuple(storages.sizes[len(sizes) :]),
         work=tuple(watch.work),
         work_until_saved=tuple(watch.work[: until_saved[1]]),
-        work_backward=work_backward,
+        work_backward=behind.work,
     )
+
+
+class _Behind(NamedTuple):
+    """A step's backward: the most that it adds, what it gives to which leaf (by id), its work."""
+
+    peak: int = 0
+    gives: Mapping[int, Given] = {}
+    parameter_gradients: int = 0
+    work: Work = ()
 
 
 def _run_backward(
@@ -149,8 +161,8 @@ def _run_backward(
     released: "_Released",
     fixed: Container[int],
     start: int,
-) -> tuple[int, dict[int, Given], Work]:
-    """Runs a step's backward: the most that it adds, what it gives to which leaf (by id), its work.
+) -> _Behind:
+    """Runs a step's backward.
 
     The most that it adds to the saved tensors and the gradients that it is given. Both are freed on
     the way, as autograd frees them: a gradient when it was used, a saved tensor when its node is
@@ -162,12 +174,12 @@ def _run_backward(
     starts = inputs | parameters_behind(ends.values())
     shared = parameters_behind(ends.values(), before=start).keys() - inputs.keys()
     if not starts or not ends:
-        return 0, {}, ()
+        return _Behind()
     given = sum(output.numel() * output.element_size() for output in ends.values())
     root = root_of(ends.values())
     wanted = list(starts.values())
     del ends, outputs
-    with _Watch(fixed) as watch:
+    with Watch(fixed) as watch:
         released.watch = watch
         found = torch.autograd.grad(root, wanted, allow_unused=True)
     released.watch = None
@@ -177,7 +189,13 @@ def _run_backward(
         for name, gradient in zip(starts, found, strict=True)
         if gradient is not None and name in inputs
     }
-    return int(max(watch.peak_without(sums) - given, 0)), gives, tuple(watch.work)
+    own = {
+        gradient.untyped_storage()._cdata: gradient.untyped_storage().nbytes()
+        for name, gradient in zip(starts, found, strict=True)
+        if gradient is not None and name not in inputs and name not in shared
+    }
+    peak = int(max(watch.peak_without(sums) - given, 0))
+    return _Behind(peak, gives, sum(own.values()), tuple(watch.work))
 
 
 def root_of(outputs: Iterable[Tensor]) -> Tensor:
@@ -313,7 +331,7 @@ class _Released:
         self.storages = storages
         self.others = others
         self.count: Counter[int] = Counter()
-        self.watch: _Watch | None = None
+        self.watch: Watch | None = None
 
     def saved(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
@@ -333,7 +351,7 @@ class _Released:
 _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the bytes of the storages that operations make, and notes each operation's work.
 
     Those in `fixed` were there before: views of real parameters lie in them.

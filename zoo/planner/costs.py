@@ -5,7 +5,7 @@ steps, DenseNet's features by all that follow), so a sum over shapes would count
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class StepCosts:
             last tensor is saved.
         seconds_backward: for each step, seconds of its backward; the same under every plan.
         blocks: for each step, the number of its block.
+        parameter_gradients: for each of the n + 1 states, bytes of the gradients of parameters that
+            exist when the backward comes to it; none where it is empty.
     """
 
     sizes: tuple[int, ...]
@@ -47,9 +49,17 @@ class StepCosts:
     seconds_until_saved: tuple[float, ...]
     seconds_backward: tuple[float, ...]
     blocks: tuple[int, ...]
+    parameter_gradients: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.saved)
+
+    def with_parameter_gradients(self) -> "StepCosts":
+        """Returns costs whose peaks hold the gradients of parameters, from when they exist."""
+        if not self.parameter_gradients:
+            return self
+        both = zip(self.gradients, self.parameter_gradients, strict=True)
+        return replace(self, gradients=tuple(map(sum, both)), parameter_gradients=())
 
     def bytes_of(self, storages: Collection[int]) -> int:
         """Returns the bytes of a set of storages."""

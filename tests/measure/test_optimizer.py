@@ -1,0 +1,47 @@
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zoo.errors import ArgumentError
+from zoo.measure.memory import resident_bytes, trace
+from zoo.measure.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
+
+MAKES: list[MakeOptimizer] = [
+    torch.optim.AdamW,
+    functools.partial(torch.optim.AdamW, foreach=True),
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    torch.optim.RMSprop,
+]
+
+
+def network() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32))
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_the_bytes_are_those_of_a_real_optimizer(make: MakeOptimizer) -> None:
+    model, numbers = network(), 8
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    for _ in range(2):
+        model(torch.rand(2, 64)).sum().backward()
+        record = trace(optimizer.step)
+    found = optimizer_bytes(make, model.parameters())
+    assert found.state == resident_bytes(model, optimizer).optimizer
+    assert found.step <= record.peak <= found.step + 8 * numbers, "but for numbers in C++"
+
+
+def test_no_optimizer_and_no_gradients_need_nothing() -> None:
+    assert optimizer_bytes(None, network().parameters()) == OptimizerBytes(0, 0)
+    assert optimizer_bytes(torch.optim.AdamW, [torch.ones(3)]) == OptimizerBytes(0, 0)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    def parameters() -> list[Tensor]:
+        return list(network().parameters())
+
+    with pytest.raises(ArgumentError, match="LBFGS cannot step on fake tensors"):
+        optimizer_bytes(torch.optim.LBFGS, parameters())

@@ -1,0 +1,54 @@
+"""What an optimizer needs beside the parameters: its state, and what a step of it allocates.
+
+Run on fake parameters, so that Adam's two copies of a large model are counted and not made.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from zoo.errors import ArgumentError
+from zoo.measure.memory import tensors_in
+from zoo.measure.step import Watch
+
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """Bytes of an optimizer: its state, and the most that a step allocates beside it."""
+
+    state: int = 0
+    step: int = 0
+
+
+def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) -> OptimizerBytes:
+    """Counts the bytes of the optimizer that `make` builds for these parameters; None is no state.
+
+    Raises:
+        ArgumentError: its step needs more than gradients: a closure, or numbers in them.
+    """
+    if make is None:
+        return OptimizerBytes()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [nn.Parameter(mode.from_tensor(p.detach())) for p in parameters if p.requires_grad]
+        if not fakes:
+            return OptimizerBytes()
+        optimizer = make(fakes)
+        for fake in fakes:
+            fake.grad = torch.empty_like(fake)
+        try:
+            optimizer.step()
+            with Watch(frozenset()) as watch:
+                optimizer.step()
+        except (DataDependentOutputException, TypeError) as error:
+            raise ArgumentError(
+                f"{type(optimizer).__name__} cannot step on fake tensors ({error}). Pass "
+                "optimizer= one of like state, or None and take its bytes off the budget."
+            ) from error
+        state = {id(t): t.untyped_storage().nbytes() for t in tensors_in(optimizer.state)}
+    return OptimizerBytes(sum(state.values()), watch.peak)
