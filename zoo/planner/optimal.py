@@ -61,10 +61,9 @@ class Table:
         if levels is None:
             traced = _traced_exactly(layout, self.baseline)
         else:
-            levels = max(50, min(levels, ENTRIES // layout.entries))
-            traced = _traced(
-                layout, self.baseline, levels, plans or max(160, min(400, 40_000 // len(costs)))
-            )
+            levels = min(levels, max(50, ENTRIES // layout.entries))
+            plans = plans or max(160, min(400, 40_000 // max(len(costs), 1)))
+            traced = _traced(layout, self.baseline, levels, plans)
         self._points = _undominated([keep_all, *traced], costs)
 
     @property
@@ -94,15 +93,12 @@ class Table:
 
     def frontier(self) -> list[Point]:
         """Returns the plans without the dominated ones, by rising peak and falling seconds."""
-        first, *rest = self._points
-        return [
-            first,
-            *(
-                q
-                for p, q in pairwise([first, *rest])
-                if q.recomputed_seconds < p.recomputed_seconds
-            ),
-        ]
+        faster = (
+            point
+            for before, point in pairwise(self._points)
+            if point.recomputed_seconds < before.recomputed_seconds
+        )
+        return [self._points[0], *faster]
 
 
 def optimal(costs: StepCosts, budget: int) -> Plan:
