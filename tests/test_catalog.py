@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import zoo
-from zoo.catalog import model_arguments
+from zoo.catalog import OPTIONS, model_arguments
 from zoo.errors import ArgumentError, ModelNameError
 
 
@@ -20,7 +20,7 @@ def test_each_name_is_a_function_with_its_arguments(name: str) -> None:
     factory = getattr(zoo, name)
     assert factory.__name__ == name
     assert factory.__doc__
-    assert list(inspect.signature(factory).parameters) == ["checkpoint", *model_arguments(name)]
+    assert list(inspect.signature(factory).parameters) == [*OPTIONS, *model_arguments(name)]
     assert "drop_rate" in model_arguments(name)
 
 

@@ -43,9 +43,11 @@ from zoo.catalog import (
     wide_resnet101_2,
 )
 from zoo.chain import Chain
+from zoo.checkpointing import attach as checkpoint
 from zoo.engine.recompute import is_recomputing, recompute, remember
 from zoo.errors import (
     ArgumentError,
+    BudgetError,
     ConfigError,
     InputError,
     ModelNameError,
@@ -57,23 +59,27 @@ from zoo.errors import (
 )
 from zoo.layers.transformer import TransformerBlock
 from zoo.plan import Plan
+from zoo.planning import PlanReport, frontier, plan
 from zoo.verify import verify
 from zoo.version import __version__
 
 __all__ = [
     "ArgumentError",
+    "BudgetError",
     "Chain",
     "ConfigError",
     "InputError",
     "ModelNameError",
     "Plan",
     "PlanError",
+    "PlanReport",
     "RecomputeError",
     "TransformerBlock",
     "VerifyError",
     "WeightsError",
     "ZooError",
     "__version__",
+    "checkpoint",
     "create",
     "densenet100",
     "densenet121",
@@ -82,6 +88,7 @@ __all__ = [
     "densenet190",
     "densenet201",
     "densenet264",
+    "frontier",
     "gpt2_large",
     "gpt2_medium",
     "gpt2_small",
@@ -90,6 +97,7 @@ __all__ = [
     "is_recomputing",
     "list_models",
     "lstm",
+    "plan",
     "recompute",
     "remember",
     "resnet18",

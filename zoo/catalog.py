@@ -15,13 +15,25 @@ from zoo.errors import ArgumentError, ModelNameError, nearest
 from zoo.models import densenet, gpt2, preactivation_resnet, resnet, vit
 from zoo.models import lstm as language_model
 from zoo.models import vnet as volumetric
+from zoo.planning import Budget
 
 Builder = Callable[..., Chain]
+# what every model takes beside its own arguments, with the defaults
+OPTIONS = {"checkpoint": False, "memory_budget": None, "max_overhead": None}
 _FACTORIES: dict[str, Builder] = {}
 
 
-def create(name: str, *, checkpoint: Checkpoint = False, **model_arguments: Any) -> Chain:
+def create(
+    name: str,
+    *,
+    checkpoint: Checkpoint = False,
+    memory_budget: Budget | None = None,
+    max_overhead: float | None = None,
+    **model_arguments: Any,
+) -> Chain:
     """Builds a model by name: `create("vnet", checkpoint="blocks", in_channels=1, classes=3)`.
+
+    `memory_budget` and `max_overhead` are those of `zoo.checkpoint`.
 
     Raises:
         ModelNameError: no such model; the message offers the nearest names.
@@ -32,7 +44,12 @@ def create(name: str, *, checkpoint: Checkpoint = False, **model_arguments: Any)
             f"there is no model {name!r}.{nearest(str(name), _FACTORIES)} "
             "zoo.list_models() lists all names."
         )
-    return _FACTORIES[name](checkpoint=checkpoint, **model_arguments)
+    return _FACTORIES[name](
+        checkpoint=checkpoint,
+        memory_budget=memory_budget,
+        max_overhead=max_overhead,
+        **model_arguments,
+    )
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -55,17 +72,27 @@ def _factory(builder: Builder) -> Builder:
     known = _arguments(builder)
 
     @functools.wraps(builder)
-    def build(*, checkpoint: Checkpoint = False, **arguments: Any) -> Chain:
+    def build(
+        *,
+        checkpoint: Checkpoint = False,
+        memory_budget: Budget | None = None,
+        max_overhead: float | None = None,
+        **arguments: Any,
+    ) -> Chain:
         for argument in arguments:
             if argument not in known:
                 raise ArgumentError(
                     f"{builder.__name__} takes no argument {argument!r}.{nearest(argument, known)} "
-                    f"It takes checkpoint, {', '.join(known)}."
+                    f"It takes {', '.join([*OPTIONS, *known])}."
                 )
-        return attach(builder(**arguments), checkpoint)
+        chain = builder(**arguments)
+        return attach(chain, checkpoint, memory_budget=memory_budget, max_overhead=max_overhead)
 
-    option = inspect.Parameter("checkpoint", inspect.Parameter.KEYWORD_ONLY, default=False)
-    build.__signature__ = inspect.Signature([option, *known.values()])  # type: ignore[attr-defined]
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in OPTIONS.items()
+    ]
+    build.__signature__ = inspect.Signature([*options, *known.values()])  # type: ignore[attr-defined]
     _FACTORIES[builder.__name__] = build
     return build
 

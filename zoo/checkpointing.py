@@ -5,6 +5,7 @@ of inputs, and kept in the runner that this file attaches to a chain.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,29 +21,58 @@ from zoo.plan import Plan, indices
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts
 from zoo.planner.least_memory import least_memory
+from zoo.planning import Budget, PlanReport, Prospect
+from zoo.units import format_bytes
 
-Checkpoint = bool | int | str | Plan | tuple[Any, ...]
+Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
 Decide = Callable[[Chain, Outline, State], Plan]
+# kinds of inputs whose plans are kept; the oldest goes first
+MOST_PLANS = 64
+_log = logging.getLogger("zoo")
 AnyChain = TypeVar("AnyChain", bound=Chain)
 
 
-def attach(chain: AnyChain, checkpoint: Checkpoint) -> AnyChain:
+def attach(
+    chain: AnyChain,
+    checkpoint: Checkpoint = True,
+    *,
+    memory_budget: Budget | None = None,
+    max_overhead: float | None = None,
+) -> AnyChain:
     """Puts a `checkpoint=` option in force on a chain, in place of an earlier one, and returns it.
 
     - `False`: keep everything, plain training;
     - `True`: the plan of least peak memory in which no step runs more than twice;
+    - `"auto"`: the plan of least time within a memory budget, or of least memory within an
+      overhead; `memory_budget` and `max_overhead` are those of `zoo.plan`, and without either the
+      budget is what is free on the device. A budget alone means "auto";
     - an int k: k segments of equal numbers of blocks, the last one kept;
     - `"sqrt"`, `"blocks"`, `"cheap"`: a scheme of `zoo.planner.schemes`;
-    - a `Plan` or nested tuple: just that.
+    - a `Plan`, nested tuple or `PlanReport`: just that.
+
+    All but `False` decide at the first forward in training, for each kind of inputs anew.
 
     Raises:
-        ArgumentError: none of these, or no chain.
+        ArgumentError: none of these, no chain, or a budget beside another option.
+        BudgetError: at that forward, when no plan keeps to the budget.
         PlanError: a malformed plan; one that does not fit raises at the first forward.
     """
     if not isinstance(chain, Chain):
         raise ArgumentError(
             f"checkpoint= needs a zoo.Chain; got {type(chain).__name__}. Write the model as a "
             "chain, or call its parts through zoo.recompute"
+        )
+    bounded = memory_budget is not None or max_overhead is not None
+    if isinstance(checkpoint, PlanReport):
+        checkpoint = checkpoint.plan
+    if checkpoint == "auto" or (bounded and checkpoint is False):
+        budget = memory_budget if bounded else "device"
+        chain.runner = PlannedRunner(functools.partial(_within, budget, max_overhead))
+        return chain
+    if bounded:
+        raise ArgumentError(
+            f"memory_budget and max_overhead go with checkpoint='auto'; got {checkpoint!r}, which "
+            "decides without them"
         )
     runner = None if checkpoint is False else PlannedRunner(_decide_by(checkpoint))
     if runner is not None and isinstance(checkpoint, tuple | list):
@@ -84,6 +114,8 @@ class PlannedRunner:
         if kind not in self.plans:
             plan = self.decide(chain, outline, inputs)
             plan.check(len(outline.steps))
+            if len(self.plans) == MOST_PLANS:
+                del self.plans[next(iter(self.plans))]
             self.plans[kind] = plan
         if self.plan is not self.plans[kind]:
             self.force(self.plans[kind])
@@ -124,9 +156,30 @@ def _decide_by(checkpoint: Any) -> Decide:
         scheme = functools.partial(schemes.segments, count=checkpoint)
         return functools.partial(_from_blocks, scheme)
     raise ArgumentError(
-        f"checkpoint={checkpoint!r} is none of True, False, a number of segments, a Plan, "
+        f"checkpoint={checkpoint!r} is none of True, False, 'auto', a number of segments, a Plan, "
         f"{', '.join(schemes.NAMES)}"
     )
+
+
+def _within(
+    memory_budget: Budget | None,
+    max_overhead: float | None,
+    chain: Chain,
+    outline: Outline,
+    inputs: State,
+) -> Plan:
+    """Plans for a budget, AdamW's state counted, and says so in the log."""
+    report = Prospect(chain, outline, inputs).report(memory_budget, max_overhead)
+    shapes = ", ".join("x".join(map(str, value.shape)) for value in inputs if value is not None)
+    _log.info(
+        "%s on %s: planned peak %s with AdamW, %s of keeping everything, time x%.2f",
+        type(chain).__name__,
+        shapes,
+        format_bytes(report.predicted_peak),
+        f"{report.predicted_peak / report.baseline_peak:.2f}",
+        report.predicted_time_ratio,
+    )
+    return report.plan
 
 
 def _given(plan: Plan, chain: Chain, outline: Outline, inputs: State) -> Plan:

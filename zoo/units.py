@@ -1,6 +1,14 @@
 """Bytes and seconds as people read them; everything else in `zoo` keeps plain ints and floats."""
 
+import re
+
+from zoo.errors import ArgumentError
+
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+DECIMAL = ("B", "kB", "MB", "GB", "TB")
+UNITS = {unit.lower(): 1024**power for power, unit in enumerate(BINARY)} | {
+    unit.lower(): 1000**power for power, unit in enumerate(DECIMAL)
+}
 
 
 def format_bytes(count: int) -> str:
@@ -15,3 +23,20 @@ def format_bytes(count: int) -> str:
 def format_seconds(seconds: float) -> str:
     """Writes seconds as '12.3 ms' or '1.23 s'."""
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def parse_bytes(value: object, what: str = "size") -> int:
+    """Reads bytes: an int, or text such as '8GiB' (2^30 each), '8 GB' (10^9) or '512'.
+
+    Raises:
+        ArgumentError: it is none of these, or not above 0.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    unit = (found[2].lower() or "b") if found else ""
+    if isinstance(value, bool) or not isinstance(value, int | str) or unit not in UNITS:
+        raise ArgumentError(f"{what}={value!r} is no size; write bytes as an int, '8GiB' or '8GB'")
+    assert found is not None
+    count = int(float(found[1]) * UNITS[unit]) if isinstance(value, str) else int(value)
+    if count <= 0:
+        raise ArgumentError(f"{what}={value!r} must be above 0")
+    return count

@@ -29,6 +29,7 @@ from zoo.chain import Chain
 from zoo.checkpointing import Checkpoint, attach
 from zoo.errors import ArgumentError
 from zoo.plan import Plan
+from zoo.planning import PlanReport
 from zoo.verification.records import (
     Name,
     Record,
@@ -283,6 +284,8 @@ def _report(setting: _Setting, checkpoint: Checkpoint) -> Report:
 
 
 def _written(checkpoint: Checkpoint) -> bool | int | str:
+    if isinstance(checkpoint, PlanReport):
+        return checkpoint.plan.text()
     return Plan(checkpoint).text() if isinstance(checkpoint, tuple | list) else checkpoint
 
 

@@ -3,7 +3,7 @@
 number, string, None ...    itself
 list, set, dict             its parts, so that an append or a new key is seen and undone
 tuple of numbers            itself
-tensor                      its storage and version, and a copy where it is small
+tensor                      its storage and version, and a copy where it is small, no parameter
 any other object            itself: what happens inside is not seen
 """
 
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from zoo.errors import RecomputeError
 
@@ -39,7 +40,9 @@ def note(value: Any) -> Noted:
         return Noted(value)
     if isinstance(value, Tensor):
         kept = value.detach()
-        small = kept.clone() if value.nbytes <= SMALL else None
+        # an LSTM lists its parameters in an attribute, too: those are not written by a forward
+        copied = value.nbytes <= SMALL and not isinstance(value, Parameter)
+        small = kept.clone() if copied else None
         return Noted(kept, (value.requires_grad, version_of(value), small))
     if _is_array(value):
         return Noted(value, value.copy() if value.nbytes <= SMALL else None)

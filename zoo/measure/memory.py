@@ -248,8 +248,9 @@ def _distinct(tensors: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        # not by address: fake and meta tensors have none
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
             total += storage.nbytes()
     return total
 

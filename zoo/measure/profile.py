@@ -109,10 +109,16 @@ class _Profile:
         runs = [self.known[key] for key in self.keys]
         trials = [self.trials.get(key) for key in self.keys]
         pairs = list(zip(runs, trials, strict=True))
+        sizes, saved = list(self.sizes), list(self.saved)
+        for step, (run, trial) in enumerate(pairs):
+            # such as the workspace of an LSTM's kernel, which as a fake tensor is empty
+            if unseen := _unseen(run, trial):
+                saved[step] |= {len(sizes)}
+                sizes.append(unseen)
         return StepCosts(
-            sizes=tuple(self.sizes),
+            sizes=tuple(sizes),
             live=tuple(self.live),
-            saved=tuple(self.saved),
+            saved=tuple(saved),
             forward=tuple(run.forward + _hidden(run, trial) for run, trial in pairs),
             forward_until_saved=tuple(
                 run.forward_until_saved + _hidden(run, trial) * _is_past_kernels(run)
@@ -139,10 +145,22 @@ class _Profile:
                 for run, trial in pairs
             ),
             blocks=outline.blocks,
-            parameter_gradients=_left_by(
-                [run.parameter_gradients for run in runs], self.gradient_bytes
-            ),
+            parameter_gradients=self._left(outline, runs),
         )
+
+    def _left(self, outline: Outline, runs: Sequence[StepRun]) -> tuple[int, ...]:
+        """Returns the bytes of parameters' gradients that are there when a state is reached.
+
+        Each step leaves its own in the backward, one that comes again its last time in the chain.
+        Those that different steps share are there from the first.
+        """
+        last = {_identity(step): number for number, step in enumerate(outline.steps)}
+        own = [0] * len(runs)
+        for number in last.values():
+            own[number] = runs[number].parameter_gradients
+        shared = max(self.gradient_bytes - sum(own), 0)
+        behind = itertools.accumulate(reversed(own), initial=shared)
+        return tuple(min(count, self.gradient_bytes) for count in reversed(list(behind)))
 
     def _advance(self, step: Step) -> None:
         tensors: dict[int, int] = {}
@@ -230,6 +248,11 @@ def _hidden(run: StepRun, trial: Trial | None) -> int:
     return max(0, trial.forward - run.forward) if trial is not None else 0
 
 
+def _unseen(run: StepRun, trial: Trial | None) -> int:
+    """Returns the bytes that a forward leaves for real and its tensors do not show."""
+    return max(0, trial.kept - sum(run.new_sizes)) if trial is not None else 0
+
+
 def _is_past_kernels(run: StepRun) -> bool:
     """Says whether a step has done its arithmetic when it saves its last tensor."""
     return bool(run.forward_until_saved) and run.flops_until_saved == run.flops
@@ -260,14 +283,13 @@ def _gradient_bytes(
     return tuple(reversed(found))
 
 
-def _left_by(own: Sequence[int], total: int) -> tuple[int, ...]:
-    """Returns the bytes of parameters' gradients that are there when the backward reaches a state.
-
-    Each step leaves its own. Those that steps share are there from the first; where a parameter is
-    counted by several steps, not more than all are.
-    """
-    behind = list(itertools.accumulate(reversed(own), initial=max(total - sum(own), 0)))
-    return tuple(min(count, total) for count in reversed(behind))
+def _identity(step: Any) -> Hashable:
+    """Names what a step is bound to: two of one name use the same parameters."""
+    if isinstance(step, functools.partial):
+        bound = (*step.args, *step.keywords.values())
+        return _identity(step.func), tuple(v if isinstance(v, PLAIN) else id(v) for v in bound)
+    owner = getattr(step, "__self__", None)
+    return (id(owner), step.__func__) if owner is not None else id(step)
 
 
 def _own(kind: Kind) -> Given:

@@ -29,11 +29,13 @@ SECONDS = 0.05
 class Trial:
     """What a step took: most new bytes in its forward and backward, and seconds (medians).
 
+    `kept` are the bytes that its forward leaves, outputs and what autograd saved.
     `seconds_until_saved` ends when autograd has saved the step's last tensor. Bytes are counted as
     in `planner.costs`: in the backward above what is saved and the gradients that it is given.
     """
 
     forward: int
+    kept: int
     backward: int
     seconds: float
     seconds_until_saved: float
@@ -48,12 +50,12 @@ def run_trial(step: Step, kinds: Kinds, sizes: Sequence[int], device: torch.devi
     leaves = make_inputs(kinds, sizes)
     attempt = _Attempt(step, leaves, device)
     attempt.timed()
-    forward, backward = attempt.traced()
+    traced = attempt.traced()
     times: list[tuple[float, float, float]] = []
     while len(times) < RUNS and sum(map(sum, times)) < SECONDS:
         times.append(attempt.timed())
     until_saved, whole, behind = map(statistics.median, zip(*times, strict=True))
-    return Trial(forward, backward, whole, min(until_saved, whole), behind)
+    return Trial(*traced, whole, min(until_saved, whole), behind)
 
 
 class _Attempt:
@@ -80,15 +82,15 @@ class _Attempt:
             _seconds(start, self.last_saved), _seconds(start, end), _seconds(before, after),
         )  # fmt: skip
 
-    def traced(self) -> tuple[int, int]:
-        """Returns the peaks of the forward and the backward in bytes."""
-        kept: list[Any] = []
-        forward = trace(lambda: kept.append(self._forward()), self.device, collect=False).peak
-        grad, given = self._backward_of(kept)
+    def traced(self) -> tuple[int, int, int]:
+        """Returns bytes: the forward's peak, what it leaves, the backward's peak."""
+        outputs: list[Any] = []
+        forward = trace(lambda: outputs.append(self._forward()), self.device, collect=False)
+        grad, given = self._backward_of(outputs)
         if grad is None:
-            return forward, 0
+            return forward.peak, forward.kept, 0
         backward = trace(grad, self.device, collect=False, earlier=True).peak - given
-        return forward, max(backward, 0)
+        return forward.peak, forward.kept, max(backward, 0)
 
     def _forward(self) -> tuple[Tensor | None, ...]:
         value = self.step(*self.leaves)

@@ -67,7 +67,7 @@ def check_name(name: str) -> None:
     if name not in NAMES:
         raise ArgumentError(
             f"checkpoint={name!r} is no scheme; choose True, False, a number of segments, a Plan, "
-            f"{', '.join(NAMES)}.{nearest(name, NAMES)}"
+            f"auto, {', '.join(NAMES)}.{nearest(name, NAMES)}"
         )
 
 

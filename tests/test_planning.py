@@ -1,0 +1,202 @@
+"""Plans for a budget: honoured by a real training step, monotonic, and refused when impossible."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from tests.training import Residuals, assert_same, everything, images
+from zoo.chain import Chain
+from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.measure.memory import measure_step
+from zoo.plan import Plan
+from zoo.planning import FixedBytes, PlanReport, Prospect
+
+sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+def scores(*outputs: Any) -> Tensor:
+    return outputs[0].square().mean()
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    return torch.randint(0, 300, (2, 64)), torch.randint(0, 300, (2, 64))
+
+
+FAMILIES: dict[str, tuple[Callable[[], Chain], Callable[[], tuple[Any, ...]]]] = {
+    "resnet": (
+        functools.partial(zoo.resnet18, classes=10),
+        lambda: (torch.rand(4, 3, 96, 96),),
+    ),
+    "preactivation": (zoo.resnet110, lambda: (torch.rand(8, 3, 32, 32),)),
+    "densenet": (
+        functools.partial(zoo.densenet121, classes=10),
+        lambda: (torch.rand(4, 3, 64, 64),),
+    ),
+    "vnet": (zoo.vnet, lambda: (torch.rand(1, 1, 32, 32, 32),)),
+    "vit": (zoo.vit_tiny_patch16, lambda: (torch.rand(2, 3, 224, 224),)),
+    "gpt2": (
+        functools.partial(
+            zoo.gpt2_small, depth=4, width=64, heads=4, vocabulary=300, chunk_tokens=32
+        ),
+        tokens,
+    ),
+    "lstm": (
+        functools.partial(zoo.lstm, vocabulary=300, embedding=64, hidden=64, chunk_steps=16),
+        lambda: (tokens()[0].T.contiguous(), None, tokens()[1].T.contiguous()),
+    ),
+}
+
+
+@functools.cache
+def prospect(family: str) -> Prospect:
+    build, inputs = FAMILIES[family]
+    torch.manual_seed(1)
+    loss = None if family in ("gpt2", "lstm") else scores
+    return Prospect.of(build(), inputs(), optimizer=sgd, loss=loss)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_larger_budget_is_never_slower_and_each_is_kept_on_paper(family: str) -> None:
+    found = prospect(family)
+    least, baseline = found.points[0].peak, found.points[-1].peak
+    budgets = [least + (baseline - least) * part // 19 for part in range(20)]
+    reports = [found.report(budget, None) for budget in budgets]
+    for budget, report in zip(budgets, reports, strict=True):
+        assert report.predicted_peak <= budget
+        assert report.plan.flatten() == tuple(range(found.steps))
+    ratios = [report.predicted_time_ratio for report in reports]
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[-1] == 1, "all of the baseline's memory costs no time"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_real_step_keeps_to_its_budget(family: str) -> None:
+    build, make_inputs = FAMILIES[family]
+    found = prospect(family)
+    least, baseline = found.points[0].peak, found.points[-1].peak
+    torch.manual_seed(1)
+    model, inputs = build(), make_inputs()
+    optimizer = sgd(model.parameters())
+
+    def step() -> None:
+        outputs = model(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        (outputs[0] if family in ("gpt2", "lstm") else scores(*outputs)).backward()
+        optimizer.step()
+
+    for budget in (least, (2 * least + baseline) // 3, (least + 2 * baseline) // 3):
+        report = found.report(budget, None)
+        zoo.checkpoint(model, report)
+        step()
+        given = [value for value in inputs if value is not None]
+        measured = measure_step(step, model, optimizer, given).peak
+        assert measured <= 1.01 * budget
+        assert measured == pytest.approx(report.predicted_peak, rel=0.01)
+
+
+def test_what_is_impossible_is_refused_with_the_least() -> None:
+    found = prospect("resnet")
+    with pytest.raises(
+        BudgetError, match=rf"at least .*{found.points[0].peak} bytes.*keeping"
+    ) as e:
+        found.report(found.points[0].peak - 1, None)
+    assert str(found.points[-1].peak) in str(e.value)
+
+
+def test_no_optimizer_counts_no_state() -> None:
+    model, x = Residuals(), images()
+    with_state = Prospect.of(model, x).fixed
+    without = Prospect.of(model, x, optimizer=None).fixed
+    assert with_state.optimizer > without.optimizer == 0
+    assert isinstance(without, FixedBytes)
+
+
+def test_meta_inputs_give_the_plans_of_real_ones() -> None:
+    planned = functools.partial(zoo.plan, memory_budget=0.5, device="a100")
+    model, x = zoo.resnet110(), torch.rand(8, 3, 32, 32)
+    real = planned(model, x)
+    assert planned(model, x.to("meta")) == real
+    with torch.device("meta"):
+        nowhere = zoo.resnet110()
+    assert planned(nowhere, x.to("meta")) == real
+
+
+def test_overhead_asks_for_the_least_memory_in_that_time() -> None:
+    found = prospect("preactivation")
+    report = found.report(None, 0.2)
+    assert report.predicted_time_ratio <= 1.2
+    assert report.predicted_peak == min(p.peak for p in found.points if p.time_ratio <= 1.2)
+    assert found.report(None, 0.0).predicted_time_ratio == 1
+
+
+def test_the_frontier_holds_no_dominated_plan_and_the_classic_schemes() -> None:
+    found = prospect("resnet")
+    points = [point for point in found.frontier() if point.name == "optimal"]
+    assert [p.peak for p in points] == sorted({p.peak for p in points})
+    assert [p.time_ratio for p in points] == sorted({p.time_ratio for p in points}, reverse=True)
+    assert {p.name for p in found.frontier()} == {"optimal", "sqrt", "blocks", "cheap"}
+
+
+def test_a_report_survives_a_file(tmp_path: Any) -> None:
+    report = prospect("resnet").report(0.98, None)
+    report.save(tmp_path / "plan.json")
+    assert PlanReport.load(tmp_path / "plan.json") == report
+    assert str(report.plan) in str(report)
+    with pytest.raises(PlanError, match="no report of a plan"):
+        PlanReport.from_json("{}")
+
+
+@pytest.mark.parametrize(
+    ("budget", "overhead", "message"),
+    [
+        (None, None, "one of memory_budget and max_overhead"),
+        ("1GiB", 0.2, "one of memory_budget and max_overhead"),
+        ("lots", None, "memory_budget='lots' is no size"),
+        (0, None, "memory_budget=0 must be above 0"),
+        (1.5, None, r"memory_budget=1\.5 is no fraction"),
+        (None, -0.1, r"max_overhead=-0\.1 is below 0"),
+    ],
+)
+def test_what_is_no_budget_is_refused(budget: Any, overhead: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        prospect("resnet").report(budget, overhead)
+
+
+def test_auto_trains_the_bits_of_the_baseline_and_says_what_it_planned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def trained(**options: Any) -> Any:
+        torch.manual_seed(1)
+        model = zoo.checkpoint(Residuals(rate=0.3), **options)
+        model(images()).square().sum().backward()
+        return model
+
+    with caplog.at_level(logging.INFO, "zoo"):
+        model = trained(checkpoint="auto", max_overhead=10.0)
+    assert "planned peak" in caplog.text
+    assert isinstance(model.plan, Plan)
+    assert max(model.plan.runs()) > 1
+    assert_same(everything(model), everything(trained(checkpoint=False)))
+
+
+def test_a_budget_alone_means_auto_and_no_other_option() -> None:
+    model = zoo.resnet18(classes=3, memory_budget="1GiB")
+    model(torch.rand(2, 3, 32, 32))
+    assert model.plan == Plan.keep_all(len(model.plan.flatten()))
+    with pytest.raises(ArgumentError, match="go with checkpoint='auto'; got 'sqrt'"):
+        zoo.resnet18(checkpoint="sqrt", memory_budget="1GiB")
+
+
+def test_the_loss_is_kept_and_its_bytes_count() -> None:
+    model, x = Residuals(), images(8, 4, 32)
+    with_loss = Prospect.of(model, x, loss=scores)
+    assert all(isinstance(point.plan[-1], int) for point in with_loss.points)
+    assert with_loss.points[-1].peak >= Prospect.of(model, x).points[-1].peak
+    assert with_loss.report(None, 0.1).plan.flatten() == tuple(range(with_loss.steps))
