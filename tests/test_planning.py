@@ -98,7 +98,7 @@ def test_a_real_step_keeps_to_its_budget(family: str) -> None:
         given = [value for value in inputs if value is not None]
         measured = measure_step(step, model, optimizer, given).peak
         assert measured <= 1.01 * budget
-        assert measured == pytest.approx(report.predicted_peak, rel=0.01)
+        assert measured == pytest.approx(report.predicted_peak, rel=0.02)
 
 
 def test_what_is_impossible_is_refused_with_the_least() -> None:
@@ -175,7 +175,7 @@ def test_auto_trains_the_bits_of_the_baseline_and_says_what_it_planned(
     def trained(**options: Any) -> Any:
         torch.manual_seed(1)
         model = zoo.checkpoint(Residuals(rate=0.3), **options)
-        model(images()).square().sum().backward()
+        model(images(8, 4, 64)).square().sum().backward()
         return model
 
     with caplog.at_level(logging.INFO, "zoo"):

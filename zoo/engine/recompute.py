@@ -40,6 +40,7 @@ from zoo.engine.hooks import Hooks
 from zoo.engine.notes import version_of
 from zoo.engine.randomness import Stream, read_streams, replayed_streams, sources
 from zoo.engine.reach import reach
+from zoo.engine.sample import same_numbers, sample
 from zoo.engine.state import State
 from zoo.errors import ArgumentError, RecomputeError
 
@@ -348,11 +349,12 @@ class _Segment:
 class _Holder:
     """The place of one saved tensor: empty until its segment has run again."""
 
-    __slots__ = ("__weakref__", "kept", "kind", "segment")
+    __slots__ = ("__weakref__", "kept", "kind", "sample", "segment")
 
     def __init__(self, segment: _Segment, tensor: Tensor) -> None:
         self.segment = segment
         self.kind = (tensor.shape, tensor.dtype, tensor.device)
+        self.sample = sample(tensor)
         self.kept: _Kept | None = None
 
     @property
@@ -366,6 +368,14 @@ class _Holder:
                 f"the second run of a segment saved {_text(kind)} where the first saved "
                 f"{_text(self.kind)}. The function must do the same work each time; call "
                 "train() or eval() after the backward, not before it."
+            )
+        if not same_numbers(self.sample, sample(tensor)):
+            raise RecomputeError(
+                "the second run of a segment computed other numbers than the first: a saved tensor "
+                f"{_text(kind)} differs. Something that the function reads was changed where zoo "
+                "does not see it, an input was written in place after it was read, or a kernel is "
+                "not deterministic. Pass what changes as an argument, change a copy, or take it "
+                "through zoo.remember."
             )
         self.kept = _Kept(tensor.detach())
 
