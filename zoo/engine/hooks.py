@@ -7,8 +7,7 @@ first run. Torch's own hooks always run: they keep books that a second run needs
 """
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -18,58 +17,108 @@ from zoo.engine.notes import version_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 Hook = Callable[..., Any]
-Key = tuple[int, str, int]
+Key = tuple[int, int]
 
 
 class Hooks:
-    """Modules that have hooks, and the hooks that acted in the first run."""
+    """Modules that have hooks as a first run finds them, and the hooks that act in it."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = list(modules)
+        self.found = [
+            (module, getattr(module, name), dict(getattr(module, name)))
+            for module in modules
+            for name in HOOKS
+        ]
         self.acting: set[Key] = set()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Notes which hooks act while the block runs."""
-        with self._in_place_of(self._watch):
-            yield
+        watches: list[_Watched] = []
+        with contextlib.ExitStack() as stack:
+            for place, (module, registry, hooks) in enumerate(self.found):
+                chosen = dict(hooks)
+                for number, hook in hooks.items():
+                    if not _is_torch(hook):
+                        chosen[number] = _Watched(hook, module, self.acting, (place, number))
+                        watches.append(chosen[number])
+                stack.enter_context(_exchanged(registry, chosen, again=False))
+            try:
+                yield
+            finally:
+                for watch in watches:
+                    watch.over = True
 
     @contextlib.contextmanager
     def acting_only(self) -> Iterator[None]:
-        """Leaves only the hooks that act in place."""
-        with self._in_place_of(self._if_acting):
+        """Has the hooks in place that acted in the first run, removed ones too, and torch's own."""
+        with contextlib.ExitStack() as stack:
+            for place, (_, registry, hooks) in enumerate(self.found):
+                chosen = {
+                    number: _innermost(hook)
+                    for number, hook in (hooks | registry).items()
+                    if (place, number) in self.acting or (_is_torch(hook) and number in registry)
+                }
+                stack.enter_context(_exchanged(registry, chosen, again=True))
             yield
 
-    def _watch(self, key: Key, module: nn.Module, hook: Hook) -> Hook:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            before = _face(module, args)
-            result = hook(*args, **kwargs)
-            if result is not None or _face(module, args) != before:
-                self.acting.add(key)
-            return result
 
-        watched.__wrapped__ = hook  # type: ignore[attr-defined]
-        return hook if _is_torch(hook) else watched
+class _Watched:
+    """A hook in a first run: notes whether it acts, until that run is over."""
 
-    def _if_acting(self, key: Key, module: nn.Module, hook: Hook) -> Hook | None:
-        return hook if _is_torch(hook) or key in self.acting else None
+    def __init__(self, hook: Hook, module: nn.Module, acting: set[Key], key: Key) -> None:
+        self.__wrapped__ = hook
+        self.module, self.acting, self.key = module, acting, key
+        self.over = False
 
-    @contextlib.contextmanager
-    def _in_place_of(self, change: Callable[[Key, nn.Module, Hook], Hook | None]) -> Iterator[None]:
-        originals = [
-            (module, name, getattr(module, name)) for module in self.modules for name in HOOKS
-        ]
-        try:
-            for module, name, hooks in originals:
-                changed = (
-                    (number, change((id(module), name, number), module, hook))
-                    for number, hook in hooks.items()
-                )
-                setattr(module, name, OrderedDict(pair for pair in changed if pair[1] is not None))
-            yield
-        finally:
-            for module, name, hooks in originals:
-                setattr(module, name, hooks)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.over:
+            return self.__wrapped__(*args, **kwargs)
+        before = _face(self.module, args)
+        result = self.__wrapped__(*args, **kwargs)
+        if result is not None or _face(self.module, args) != before:
+            self.acting.add(self.key)
+        return result
+
+
+@contextlib.contextmanager
+def _exchanged(registry: Any, chosen: Mapping[int, Hook], *, again: bool) -> Iterator[None]:
+    """Fills a registry of hooks with others; what a first run adds and removes itself is kept.
+
+    Entry by entry, in the registry itself: the handles of hooks hold it, and another thread may be
+    going through it.
+    """
+    before = dict(registry)
+    _fill(registry, chosen)
+    try:
+        yield
+    finally:
+        if not again:
+            before = {n: hook for n, hook in before.items() if n in registry}
+            before |= {n: hook for n, hook in registry.items() if n not in chosen}
+        _fill(registry, {n: _without_past(hook) for n, hook in before.items()})
+
+
+def _fill(registry: Any, chosen: Mapping[int, Hook]) -> None:
+    for number in registry.keys() - chosen.keys():
+        del registry[number]
+    registry.update(chosen)
+    if list(registry) != list(chosen):
+        for number in chosen:
+            registry.move_to_end(number)
+
+
+def _without_past(hook: Hook) -> Hook:
+    """Takes off watches that are over, as another thread may have left them."""
+    while isinstance(hook, _Watched) and hook.over:
+        hook = hook.__wrapped__
+    return hook
+
+
+def _innermost(hook: Hook) -> Hook:
+    while isinstance(hook, _Watched):
+        hook = hook.__wrapped__
+    return hook
 
 
 def _face(module: nn.Module, args: Any) -> Any:
@@ -84,5 +133,6 @@ def _face(module: nn.Module, args: Any) -> Any:
 
 
 def _is_torch(hook: Hook) -> bool:
+    hook = _innermost(hook)
     origin = getattr(hook, "__module__", None) or type(hook).__module__
     return origin.partition(".")[0] == "torch"

@@ -21,6 +21,7 @@ from zoo.errors import RecomputeError
 
 SMALL = 1 << 16
 LONG = 64
+MANY = 4096
 PLAIN = int | float | str | bytes | bool | None | torch.dtype | torch.device
 ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.dtype, torch.device})
 LISTS = (list, tuple, set, deque)
@@ -50,11 +51,11 @@ def note(value: Any) -> Noted:
 
 
 def _parts_of(value: Any) -> Any:
+    if type(value) is list and len(value) <= MANY and all(type(part) in ATOMS for part in value):
+        return tuple(value)
     if isinstance(value, NOTABLE) and len(value) > LONG:
         # a log that grows all through training is not gone through at each step
         return len(value)
-    if type(value) is list and all(type(part) in ATOMS for part in value):
-        return tuple(value)
     if type(value) in LISTS:
         return [note(part) for part in value]
     if isinstance(value, dict):
@@ -86,16 +87,34 @@ def unchanged(noted: Noted, now: Any) -> bool:
     """Says whether a value is still what was noted."""
     value, parts = noted
     if isinstance(value, Tensor):
-        return (
-            isinstance(now, Tensor)
-            and now.untyped_storage()._cdata == value.untyped_storage()._cdata
-            and (now.requires_grad, version_of(now)) == parts[:2]
-        )
+        return isinstance(now, Tensor) and _same_tensor(value, parts, now)
     if parts is None:
         return value is now or (
             isinstance(value, PLAIN) and type(value) is type(now) and bool(value == now)
         )
     return value is now and _same_parts(value, parts)
+
+
+def _same_tensor(value: Tensor, parts: Any, now: Tensor) -> bool:
+    flag, version, small = parts
+    return (
+        now.untyped_storage()._cdata == value.untyped_storage()._cdata
+        and _look(now) == _look(value)
+        and (now.requires_grad, version_of(now)) == (flag, version)
+        # writes through .data bump no version
+        and (small is None or not is_comparable(now) or torch.equal(small, now))
+    )
+
+
+def _look(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        return tensor.shape
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def is_comparable(tensor: Tensor) -> bool:
+    """Says whether looking at a tensor's numbers costs no waiting."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu"
 
 
 def _same_parts(value: Any, parts: Any) -> bool:
@@ -147,10 +166,10 @@ def _rebuilt(value: Any, parts: Any, fresh: dict[int, Any]) -> Any:
 
 
 def _rebuilt_tensor(value: Tensor, flag: bool, version: int, small: Tensor | None) -> Tensor:
-    if version_of(value) == version:
-        return value.detach().requires_grad_(flag)
     if small is not None:
         return small.clone().requires_grad_(flag)
+    if version_of(value) == version:
+        return value.detach().requires_grad_(flag)
     raise RecomputeError(
         f"a tensor {tuple(value.shape)} kept as an attribute or variable was changed in place "
         "after the forward read it, so the second run cannot repeat the first. Change it after "

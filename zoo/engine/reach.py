@@ -33,6 +33,18 @@ CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 LIBRARIES = ("torch", "numpy", "einops", "builtins", "collections", "functools", "itertools")
 # what watches a second run must not be put back by it
 OURS = ("zoo.engine.", "zoo.verification.", "zoo.verify")
+# a method that names one of these may get at any child
+ANY_CHILD = frozenset(
+    (
+        "children",
+        "named_children",
+        "modules",
+        "named_modules",
+        "_modules",
+        "getattr",
+        "get_submodule",
+    )
+)
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -141,9 +153,10 @@ class _Visit:
     def method(self, method: types.MethodType, depth: int) -> None:
         owner, function = method.__self__, method.__func__
         if isinstance(owner, nn.Module):
+            names = _names(type(owner), function)
             self.own(owner, depth)
-            for name in _names(type(owner), function) & owner._modules.keys():
-                child = owner._modules[name]
+            for name in owner._modules.keys() if names & ANY_CHILD else names:
+                child = owner._modules.get(name)
                 if child is not None:
                     self.module(child, depth)
         else:
@@ -154,7 +167,9 @@ class _Visit:
         """A method and those of its class that it names."""
         self.function(function, depth)
         for name in _names(owner, function):
-            self.function(getattr(owner, name, None), depth)
+            for part in owner.__mro__:
+                method = vars(part).get(name)
+                self.function(getattr(method, "__func__", method), depth)
 
     def own(self, module: nn.Module, depth: int) -> None:
         if module in self.reached.modules:
@@ -175,9 +190,12 @@ class _Visit:
         if (owner, "attributes") in self.seen_types:
             return
         self.seen_types.add((owner, "attributes"))
-        for name, value in vars(owner).items():
-            if isinstance(value, (PLAIN, Tensor, *CONTAINERS)) and not name.startswith("__"):
-                self.reached.variables[id(owner), name] = Variable(name, owner)
+        for part in owner.__mro__:
+            if _is_library(part):
+                continue
+            for name, value in vars(part).items():
+                if isinstance(value, (PLAIN, Tensor, *CONTAINERS)) and not name.startswith("__"):
+                    self.reached.variables[id(part), name] = Variable(name, part)
 
     def function(self, function: Any, depth: int) -> None:
         if not isinstance(function, types.FunctionType) or _is_library(function):
@@ -193,15 +211,22 @@ class _Visit:
             if name in function.__globals__
         ]
         variables += [Variable(name, vars(function)) for name in vars(function)]
-        variables += [Variable(name, function) for name in ("__defaults__", "__kwdefaults__")]
+        defaults = [Variable(name, function) for name in ("__defaults__", "__kwdefaults__")]
+        variables += [variable for variable in defaults if variable.read() is not None]
         for variable in variables:
-            value = variable.read()
-            if isinstance(value, types.ModuleType) or value is None:
-                continue
-            if isinstance(value, type):
-                if not _is_library(value):
-                    self.attributes_of(value)
-                continue
+            self.variable(variable, function, depth)
+
+    def variable(self, variable: Variable, function: types.FunctionType, depth: int) -> None:
+        value = variable.read()
+        if isinstance(value, types.ModuleType):
+            if not _is_library_name(value.__name__):
+                for name in _globals(function.__code__) & vars(value).keys():
+                    if not isinstance(vars(value)[name], types.ModuleType):
+                        self.variable(Variable(name, vars(value)), function, depth)
+        elif isinstance(value, type):
+            if not _is_library(value):
+                self.attributes_of(value)
+        else:
             if not isinstance(value, FUNCTIONS):
                 self.reached.variables[id(variable.holder), variable.name] = variable
             self.value(value, depth + 1)
@@ -239,14 +264,17 @@ def _globals(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-_known: "weakref.WeakKeyDictionary[Any, dict[type, frozenset[str]]]" = weakref.WeakKeyDictionary()
+# both weakly: a class holds its functions
+_known: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[type, frozenset[str]]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _names(owner: type, function: Any) -> frozenset[str]:
     """Returns the names in a method's code and in the methods of its class that it names."""
     if not isinstance(function, types.FunctionType):
         return frozenset()
-    found = _known.setdefault(function, {})
+    found = _known.setdefault(function, weakref.WeakKeyDictionary())
     if owner not in found:
         found[owner] = frozenset(_collect(owner, function, set()))
     return found[owner]
@@ -258,5 +286,8 @@ def _collect(owner: type, function: Any, seen: set[Any]) -> Iterator[str]:
     seen.add(function)
     for name in _globals(function.__code__):
         yield name
-        method = getattr(owner, name, None)
-        yield from _collect(owner, getattr(method, "fget", method), seen)
+        for part in owner.__mro__:  # not only the first: it may call the others through super
+            method = vars(part).get(name)
+            method = getattr(method, "fget", getattr(method, "__func__", method))
+            if method is not None and not _is_library(part):
+                yield from _collect(owner, method, seen)

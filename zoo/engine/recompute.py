@@ -23,6 +23,7 @@ segment's second run delivers, and that run leaves the inner one's boxes empty.
 Under `torch.compile` torch's own checkpoint takes over; under `torch.func` the function just runs.
 """
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwa
     if use_reentrant:
         raise ArgumentError("use_reentrant=True cannot be exact; leave it out or pass False")
     if torch.compiler.is_compiling():
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return _recompute_compiled(function, args, kwargs)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     # the first run gets the caller's own containers, and may append to them
     own = [(args, kwargs)]
@@ -74,6 +75,40 @@ def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwa
 
     roots = (function, *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
     return run_segment(call, leaves, Ambient.capture(leaves), roots)
+
+
+def _recompute_compiled(function: Function, args: Any, kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        # the compiler gave this frame up: without `disable` it compiled parts of the first run only
+        return torch.compiler.disable(recompute)(function, *args, **kwargs)  # type: ignore[no-untyped-call]
+    try:
+        return torch.utils.checkpoint.checkpoint(
+            functools.partial(compiled_only, function), *args, use_reentrant=False, **kwargs
+        )
+    except Never:
+        raise
+
+
+class Never(Exception):
+    """Is never raised.
+
+    A frame with a `try` is compiled whole or not at all. Otherwise a segment that cannot be
+    compiled would run by torch's checkpoint, which is not exact.
+    """
+
+
+def compiled_only(function: Function, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function inside of a graph that `torch.compile` makes.
+
+    Raises:
+        RecomputeError: there is none.
+    """
+    if not torch.compiler.is_compiling():
+        raise RecomputeError(
+            "torch.compile did not compile a segment and runs it by torch's checkpoint, which is "
+            "not exact. Compile the parts of the model, not the model."
+        )
+    return function(*args, **kwargs)
 
 
 def run_segment(
@@ -103,11 +138,32 @@ def remember(function: Function) -> Any:
     Raises:
         RecomputeError: the second run asks more often than the first did.
     """
-    value = function() if _thread.replay is None else _thread.replay.remembered()
-    kept = pytree.tree_map_only(Tensor, _Remembered, value) if _thread.recordings else None
-    for recording in _thread.recordings:
-        recording.target.remembered.append(kept)
+    value, moved = _called(function) if _thread.replay is None else _thread.replay.remembered()
+    if _thread.recordings:
+        kept = pytree.tree_map_only(Tensor, _Remembered, value)
+        for recording in _thread.recordings:
+            recording.target.remembered.append((kept, moved))
     return value
+
+
+def _called(function: Function) -> tuple[Any, list[Stream]]:
+    """Calls a function, and returns with its value the random streams that it moved."""
+    found = (
+        [source for source, _ in _thread.recordings[-1].target.streams]
+        if _thread.recordings
+        else []
+    )
+    before = read_streams(found)
+    # what its value's graph saves is kept with it: no second run makes it again
+    with saved_tensors_hooks(_as_it_is, _as_it_is):
+        value = function()
+    after = read_streams(found)
+    pairs = zip(after, before, strict=True)
+    return value, [now for now, earlier in pairs if now[1] is not earlier[1]]
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _Remembered:
@@ -216,16 +272,18 @@ class _Replay(_Mode):
         self.unsettled: int | None = None
         self.next_remembered = 0
 
-    def remembered(self) -> Any:
+    def remembered(self) -> tuple[Any, list[Stream]]:
         known = self.target.remembered
         if self.next_remembered == len(known):
             raise RecomputeError(
                 f"the second run of a segment called zoo.remember more often than the first, "
                 f"{len(known)} times. The function must do the same work each time."
             )
-        value = known[self.next_remembered]
+        value, moved = known[self.next_remembered]
         self.next_remembered += 1
-        return pytree.tree_map_only(_Remembered, _Remembered.again, value)
+        for source, state in moved:
+            source.write(state)
+        return pytree.tree_map_only(_Remembered, _Remembered.again, value), moved
 
     def run(self, inputs: Sequence[Any]) -> None:
         if not self.open:

@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint as compiled_checkpoint
 
 from zoo.chain import State, Step, fold
 from zoo.engine.ambient import Ambient
-from zoo.engine.recompute import run_segment
-from zoo.errors import RecomputeError
+from zoo.engine.recompute import Never, compiled_only, run_segment
 from zoo.plan import Item, Plan, indices
 
 
@@ -54,25 +53,14 @@ def run_compiled(
             state = value if isinstance(value, tuple) else (value,)
             part = [steps[number] for number in numbers]
             if again:
-                inner = functools.partial(_compiled, part)
+                inner = functools.partial(compiled_only, _fold, part)
                 value = compiled_checkpoint(inner, *state, use_reentrant=False)
             else:
                 value = fold(part, state)
-    except _Never:
-        # a frame with a `try` is compiled whole or not at all: else a segment that cannot be
-        # compiled would run by torch's checkpoint, which is not exact
+    except Never:
         raise
     return value
 
 
-class _Never(Exception):
-    """Is never raised."""
-
-
-def _compiled(steps: Sequence[Step], *state: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        raise RecomputeError(
-            "torch.compile did not compile a segment and runs it by torch's checkpoint, which is "
-            "not exact. Compile the parts of the model, not the model."
-        )
+def _fold(steps: Sequence[Step], *state: Any) -> Any:
     return fold(steps, state)

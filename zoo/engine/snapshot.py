@@ -75,8 +75,8 @@ def snapshot(module: nn.Module) -> Snapshot:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Says whether a module is one of torch's norms that may have running statistics."""
-    return isinstance(module, _NormBase) and type(module).__module__.startswith("torch.")
+    """Says whether a module works as one of torch's norms that may have running statistics."""
+    return isinstance(module, _NormBase) and type(module).forward.__module__.startswith("torch.")
 
 
 def _is_equal(now: Any, before: Any) -> bool:

@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from zoo.engine.notes import SMALL, note, thaw, unchanged, version_of
+from zoo.engine.notes import SMALL, is_comparable, note, thaw, unchanged, version_of
 from zoo.engine.reach import Reached, Variable
 from zoo.engine.snapshot import BOOKKEEPING, Snapshot, is_norm
 from zoo.errors import RecomputeError
@@ -224,8 +225,8 @@ class _BufferState:
             self.copy = tensor.detach().clone()
 
     def close(self) -> None:
-        self.moved = version_of(self.tensor) != self.version
-        if self.copy is not None and not self.moved and _is_comparable(self.tensor):
+        self.moved = version_of(self.tensor) != self.version or self._moves_unseen()
+        if self.copy is not None and not self.moved and is_comparable(self.tensor):
             # writes through .data bump no version
             self.moved = not torch.equal(self.copy, self.tensor)
         if self.tensor.nbytes > SMALL:
@@ -237,6 +238,11 @@ class _BufferState:
     @property
     def differs(self) -> bool:
         return self.moved or version_of(self.tensor) != self.version
+
+    def _moves_unseen(self) -> bool:
+        """Says whether these may be statistics that a kernel writes without bumping a version."""
+        norm = isinstance(self.module, _NormBase) and self.module.training
+        return norm and self.name in STATISTICS and not is_comparable(self.tensor)
 
     def again(self) -> Tensor:
         """Returns the buffer as the first run found it."""
@@ -308,7 +314,7 @@ def _shared_copy(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     copies = _copies.setdefault(module, {})
     version, copy = copies.get(name, (-1, tensor))
     same = version == version_of(tensor) and copy.shape == tensor.shape
-    if not same or (_is_comparable(tensor) and not torch.equal(copy, tensor)):
+    if not same or (is_comparable(tensor) and not torch.equal(copy, tensor)):
         copy = tensor.detach().clone()
         copies[name] = version_of(tensor), copy
     return copy
@@ -334,10 +340,6 @@ def _scratch_statistics_of(buffers: dict[str, Any]) -> dict[str, Tensor]:
 
 def _named(name: str, module: nn.Module, tensor: Tensor) -> str:
     return f"{name!r} of {type(module).__name__}, {tuple(tensor.shape)},"
-
-
-def _is_comparable(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.device.type == "cpu"
 
 
 @contextlib.contextmanager

@@ -76,6 +76,37 @@ def test_a_compiled_inside(kind: str) -> None:
     assert_exact(program)
 
 
+class Broken(nn.Module):
+    """Cannot be compiled whole."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        linear = nn.Linear(4, 4)
+        self.kind, self.count = kind, 0
+        self.linear = nn.utils.parametrizations.spectral_norm(linear) if kind == "norm" else linear
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "break":
+            torch._dynamo.graph_break()
+        if self.kind == "count":
+            self.count += 1
+        return (self.norm(self.linear(x)) * (1 + self.count)).tanh().sin()
+
+
+@pytest.mark.parametrize("kind", ["break", "count", "norm"])
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_a_segment_that_cannot_be_compiled(kind: str) -> None:
+    """torch's checkpoint would run it, and count a batch twice, when the compiler gives up."""
+
+    def program(call: Call) -> Any:
+        model = Broken(kind)
+        forward = compiled(lambda x: call(model, x), backend="aot_eager")
+        return train(plain, model, rows, lambda call, model, x: forward(x), 2)
+
+    assert_exact(program)
+
+
 def test_an_exported_model() -> None:
     """pytorch PR#179021: torch.export in eval mode, with and without gradients around it."""
     baseline, model = (each.eval() for each in twins(convolution=True))
