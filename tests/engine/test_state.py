@@ -1,0 +1,175 @@
+"""The state that a second run finds: what is copied for it, what is not, and who sees it."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.engine.pitfalls.program import (
+    Call,
+    assert_exact,
+    assert_trains,
+    net,
+    rows,
+    state_of,
+)
+from zoo.engine.reach import reach
+from zoo.engine.state import STATISTICS, State
+from zoo.measure.memory import trace
+
+
+def test_statistics_of_norms_in_training_are_not_copied() -> None:
+    """They are written and not read; in eval mode they are read."""
+    norm = nn.BatchNorm1d(4)
+    assert not State(reach([norm])).buffers
+    assert len(State(reach([norm.eval()])).buffers) == 3
+
+
+@pytest.mark.parametrize("average", [0.1, None])
+def test_a_second_run_may_find_anything_in_empty_scratch(
+    average: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cumulative average divides by its count."""
+    for name, make in STATISTICS.items():
+        if make is torch.empty_like:
+            monkeypatch.setitem(STATISTICS, name, lambda value: torch.full_like(value, -1))
+    assert_trains(lambda: net(nn.BatchNorm1d(4, momentum=average)))
+
+
+class Hidden:
+    """Holds a norm where the engine does not look: in a slot."""
+
+    __slots__ = ("norm",)
+
+    def __init__(self) -> None:
+        self.norm = nn.BatchNorm1d(4)
+
+
+def test_a_norm_on_another_thread_moves_during_a_second_run() -> None:
+    hidden = Hidden()
+
+    def function(x: Tensor) -> Tensor:
+        if zoo.is_recomputing():
+            thread = threading.Thread(target=hidden.norm, args=rows())
+            thread.start()
+            thread.join()
+        return x.sin().exp()
+
+    zoo.recompute(function, *rows()).sum().backward()
+    assert int(hidden.norm.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"track_running_stats": False}])
+def test_a_norm_that_is_reached_by_no_name_moves_once(options: Any, training: bool) -> None:
+    def program(call: Call) -> Any:
+        hidden = Hidden()
+        hidden.norm = nn.BatchNorm1d(4, **options).train(training)
+        (x,) = rows()
+        call(lambda x: hidden.norm(hidden.norm(x).sin()).exp(), x).sum().backward()
+        return x.grad, state_of(hidden.norm)
+
+    assert_exact(program)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_lazy_norm_is_initialized_once(training: bool) -> None:
+    norm = nn.LazyBatchNorm1d
+    assert_trains(lambda: nn.Sequential(nn.Linear(4, 4), norm().train(training), nn.Tanh()))
+
+
+def test_a_tensor_of_a_closure_moves_once() -> None:
+    def program(call: Call) -> Any:
+        linear, total = nn.Linear(4, 4), torch.ones(4)
+
+        def function(x: Tensor) -> Tensor:
+            total.add_(1)
+            return torch.tanh(linear(x) * total)
+
+        for _ in range(3):
+            call(function, *rows()).sum().backward()
+        return total, state_of(linear)
+
+    assert_exact(program)
+
+
+class Table(nn.Module):
+    """Looks things up in a big buffer, which the first of its calls may move."""
+
+    def __init__(self, moves: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.rand(100_000, 4))
+        self.moves = moves
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moves:
+            self.table.mul_(0.5)
+        return torch.tanh(self.linear(x) * self.table[0]).exp()
+
+
+def test_the_copy_of_a_big_buffer_that_stayed_is_dropped_after_the_forward() -> None:
+    model, losses = Table(), []
+    record = trace(lambda: losses.append(zoo.recompute(model, *rows()).sum()))
+    assert record.kept < 100_000
+
+
+def test_segments_share_the_copy_of_a_small_buffer() -> None:
+    model, outputs = nn.Linear(4, 4), rows()
+    model.register_buffer("small", torch.rand(4_000, 4))
+
+    def forward() -> None:
+        for _ in range(20):
+            outputs.append(zoo.recompute(lambda x: model(x).tanh(), outputs[-1]))
+
+    assert trace(forward).kept < 2 * model.small.nbytes
+
+
+def test_a_buffer_that_moved_once_is_copied_from_then_on() -> None:
+    """It moves in every second step only, so a step that leaves it alone forgets nothing."""
+
+    def program(call: Call) -> Any:
+        model = Table(moves=True)
+        for step in range(4):
+            model.moves = step % 2 == 0
+            call(model, *rows()).sum().backward()
+        return state_of(model)
+
+    assert_exact(program)
+
+
+class Runs:
+    """Counts in a slot, which is not given back to a second run."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Code(nn.Module):
+    """Computes something of its parameter alone."""
+
+    def __init__(self, runs: Runs) -> None:
+        super().__init__()
+        self.weight, self.runs = nn.Parameter(torch.rand(4)), runs
+
+    def forward(self, x: Tensor) -> Any:
+        return zoo.recompute(self.code, x)
+
+    def code(self, x: Tensor) -> Tensor:
+        self.runs.count += 1
+        return x + self.weight.sin()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_segment_that_saves_nothing_but_parameters_does_not_run_again(swapped: bool) -> None:
+    """They are in memory anyway, also those of `torch.func.functional_call`."""
+    model = Code(Runs())
+    weight = torch.rand(4).requires_grad_() if swapped else model.weight
+    torch.func.functional_call(model, {"weight": weight}, (torch.rand(4),)).sum().backward()
+    assert torch.equal(weight.grad, weight.cos())
+    assert model.runs.count == 1
