@@ -96,6 +96,59 @@ def test_a_tensor_of_a_closure_moves_once() -> None:
     assert_exact(program)
 
 
+class Initialized(nn.Module):
+    """Sets its scale by the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.ready = nn.Parameter(torch.ones(4)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            with torch.no_grad():
+                self.scale.copy_(1 / (x.std(0) + 0.1))
+            self.ready = True
+        return torch.tanh(x * self.scale)
+
+
+class Clipped(nn.Module):
+    """Clips its weights before it uses them, and keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.2, 0.2)
+        return torch.tanh(self.linear(x)).exp()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("kind", [Initialized, Clipped])
+def test_a_forward_that_writes_its_parameters(kind: type[nn.Module], frozen: bool) -> None:
+    assert_trains(lambda: net(kind().requires_grad_(not frozen)))
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed", "added"])
+def test_layers_without_parameters_changed_before_the_backward(change: str) -> None:
+    """The second run has the layers of the first; afterwards the user's are back."""
+
+    def program(call: Call) -> Any:
+        model = net(nn.Sequential(nn.Tanh(), nn.Sigmoid()))
+        loss = call(model, *rows()).square().sum()
+        if change == "replaced":
+            model[2][1] = nn.Tanh()
+        elif change == "removed":
+            del model[2][1]
+        else:
+            model[2].append(nn.Tanh())
+        loss.backward()
+        return state_of(model), [type(part).__name__ for part in model.modules()]
+
+    assert_exact(program)
+
+
 class Table(nn.Module):
     """Looks things up in a big buffer, which the first of its calls may move."""
 
