@@ -1,5 +1,6 @@
 """The state that a second run finds: what is copied for it, what is not, and who sees it."""
 
+import copy
 import threading
 from typing import Any
 
@@ -13,8 +14,11 @@ from tests.engine.pitfalls.program import (
     assert_exact,
     assert_exact_or_refused,
     assert_trains,
+    compare,
     module,
     net,
+    outcome,
+    plain,
     rows,
     state_of,
     train,
@@ -195,6 +199,44 @@ def test_a_buffer_that_moved_once_is_copied_from_then_on() -> None:
         return state_of(model)
 
     assert_exact(program)
+
+
+def test_a_big_buffer_that_moves_late_is_refused_once() -> None:
+    """By its name; from then on it is copied."""
+    model = Table()
+    zoo.recompute(model, *rows()).sum().backward()
+    model.moves = True
+    loss = zoo.recompute(model, *rows()).sum()
+    with pytest.raises(
+        zoo.RecomputeError, match=r"buffer 'table' of Table.* is copied from the ne"
+    ):
+        loss.backward()
+    twin = copy.deepcopy(model)
+    compare(
+        outcome(lambda call: train(call, model, rows, module, 2), zoo.recompute),
+        outcome(lambda call: train(call, twin, rows, module, 2), plain),
+    )
+
+
+@pytest.mark.parametrize("size", [4, 30_000])
+def test_a_buffer_that_the_user_changes_before_the_backward(size: int) -> None:
+    """A small one is seen as it was; a big one that no forward moves is refused."""
+    model, (x,) = nn.Tanh(), rows()
+    model.register_buffer("shift", torch.zeros(size, 4))
+
+    def function(x: Tensor) -> Tensor:
+        return model(x + model.shift[0]).exp()
+
+    for _ in range(2):
+        loss = zoo.recompute(function, x).sum()
+    model.shift.add_(1)
+    if size > 4:
+        with pytest.raises(zoo.RecomputeError, match=r"buffer 'shift' of Tanh.*was changed"):
+            loss.backward()
+    else:
+        loss.backward()
+        model.shift.sub_(1)
+        assert torch.equal(x.grad, torch.autograd.grad(function(x).sum(), x)[0])
 
 
 class Runs:
