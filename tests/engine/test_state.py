@@ -1,7 +1,9 @@
 """The state that a second run finds: what is copied for it, what is not, and who sees it."""
 
 import copy
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -186,6 +188,61 @@ def test_segments_share_the_copy_of_a_small_buffer() -> None:
             outputs.append(zoo.recompute(lambda x: model(x).tanh(), outputs[-1]))
 
     assert trace(forward).kept < 2 * model.small.nbytes
+
+
+class Tagged(Tensor):
+    """A tensor whose content is not compared, as those on a GPU: only its version tells."""
+
+
+@pytest.mark.parametrize("kind", [Tensor, Tagged])
+def test_a_small_buffer_that_moves_in_every_step(kind: type[Tensor]) -> None:
+    def program(call: Call) -> Any:
+        model = nn.Linear(4, 4)
+        model.register_buffer("total", torch.ones(4).as_subclass(kind))
+
+        def function(x: Tensor) -> Tensor:
+            model.total.add_(1)
+            return torch.tanh(model(x) * model.total.as_subclass(Tensor)).exp()
+
+        for _ in range(3):
+            call(function, *rows()).sum().backward()
+        return state_of(model)
+
+    assert_exact(program)
+
+
+@pytest.mark.parametrize("grows", [
+    True,
+    pytest.param(False, marks=pytest.mark.xfail(
+        strict=True, reason="another tensor in the same version counts as the same")),
+])  # fmt: skip
+def test_a_buffer_replaced_between_two_steps(grows: bool) -> None:
+    """As `load_state_dict(assign=True)` does; it has the version that the first had."""
+
+    def program(call: Call) -> Any:
+        model = nn.Linear(4, 4)
+        model.register_buffer("total", None)
+
+        def function(x: Tensor) -> Tensor:
+            model.total.add_(1)
+            return torch.tanh(model(x) * model.total.as_subclass(Tensor).sum()).exp()
+
+        for step in range(3):
+            model.total = torch.full((4 + step * grows,), 0.1 * step).as_subclass(Tagged)
+            call(function, *rows()).sum().backward()
+        return state_of(model)
+
+    assert_exact(program)
+
+
+def test_a_model_with_buffers_is_freed() -> None:
+    model = Table(moves=True)
+    model.register_buffer("small", torch.rand(4))
+    zoo.recompute(model, *rows()).sum().backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_buffer_that_moved_once_is_copied_from_then_on() -> None:
