@@ -181,6 +181,15 @@ def test_long_containers_are_not_gone_through() -> None:
     assert not reach([closing([stream] * 2000)]).generators
 
 
+@pytest.mark.parametrize("wrap", [Holding, closing, lambda value: [value]])
+def test_deep_structures_are_not_gone_through_to_their_end(wrap: Callable[[Any], Any]) -> None:
+    """A linked list is longer than Python's stack."""
+    value: Any = stream
+    for _ in range(3000):
+        value = wrap(value)
+    assert not reach([value]).generators
+
+
 def test_the_variables_of_a_function_and_of_classes_that_it_names() -> None:
     later: Any
 

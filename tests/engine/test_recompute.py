@@ -1,6 +1,8 @@
 """`zoo.recompute` for one function: exact, or a clear refusal before a gradient is used."""
 
+import contextlib
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -314,3 +316,33 @@ def test_what_a_module_remembers_of_the_last_step_is_freed_as_without() -> None:
         assert kept(12, recompute) == kept(2, recompute)
     finally:
         gc.enable()
+
+
+def test_two_backwards_at_once_take_turns_in_a_segment() -> None:
+    """Each on its thread, from an output of its own: a second run is for both."""
+
+    class Meeting:
+        __slots__ = ("barrier", "met")
+
+    meeting = Meeting()
+    meeting.barrier, meeting.met = threading.Barrier(2), []
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        if is_recomputing():
+            with contextlib.suppress(threading.BrokenBarrierError):
+                meeting.met.append(meeting.barrier.wait(0.3))
+        return y.exp(), y.cos()
+
+    x = torch.rand(3).requires_grad_()
+    outputs = recompute(function, x)
+    threads = [
+        threading.Thread(target=y.sum().backward, kwargs={"retain_graph": True}) for y in outputs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not meeting.met
+    one, other = (torch.autograd.grad(y.sum(), x)[0] for y in (x.sin().exp(), x.sin().cos()))
+    assert torch.equal(x.grad, one + other)

@@ -74,6 +74,27 @@ def test_remembered_functions_are_called_once_in_the_forward() -> None:
     assert torch.equal(x.grad, gradient)
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_remembered_tensor_needs_a_gradient_as_it_did(flag: bool) -> None:
+    """Without its history: a second run saves what the first saved."""
+
+    def function(x: Tensor) -> Tensor:
+        return (x * zoo.remember(lambda: torch.full((3,), 2.0).requires_grad_(flag))).sin()
+
+    x = torch.rand(3).requires_grad_()
+    zoo.recompute(function, x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(function(x).sum(), x)[0])
+
+
+def test_a_remembered_tensor_that_was_changed_is_refused() -> None:
+    found, x = Answers(), torch.rand(3).requires_grad_()
+    found.note(torch.ones(3))
+    loss = zoo.recompute(lambda x: (x + zoo.remember(found.first)).sin().exp(), x).sum()
+    found.first().add_(1)
+    with pytest.raises(zoo.RecomputeError, match="changed in place"):
+        loss.backward()
+
+
 def test_an_empty_memory_is_refused() -> None:
     """A second run that asks more often than the first cannot be answered."""
     more: list[int] = []
@@ -95,6 +116,7 @@ class Answers:
         entries: Log = []
         self.answers = entries
         self.note = entries.append
+        self.first = lambda: entries[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
