@@ -3,15 +3,17 @@
 import contextlib
 import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.training import assert_same, everything, images, train
-from zoo.engine.recompute import is_recomputing, recompute
+from zoo.engine.recompute import is_recomputing, recompute, remember
 from zoo.errors import ArgumentError, RecomputeError
 from zoo.measure.memory import trace
 
@@ -346,3 +348,56 @@ def test_two_backwards_at_once_take_turns_in_a_segment() -> None:
     assert not meeting.met
     one, other = (torch.autograd.grad(y.sum(), x)[0] for y in (x.sin().exp(), x.sin().cos()))
     assert torch.equal(x.grad, one + other)
+
+
+class Storages:
+    """Weak references to storages, in a slot, which is not given back to a second run."""
+
+    __slots__ = ("references",)
+
+    def __init__(self) -> None:
+        self.references: list[StorageWeakRef] = []
+
+    def note(self, tensor: Tensor) -> Tensor:
+        self.references.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+
+def test_a_segment_inside_a_segment_keeps_no_inputs() -> None:
+    """They are delivered by the outer one's second run, and dropped after the backward."""
+    inputs = Storages()
+
+    def outer(x: Tensor) -> Tensor:
+        return recompute(lambda y: y.sin().exp(), inputs.note(x * 2)).cos()
+
+    loss = recompute(outer, torch.rand(3).requires_grad_()).sum()
+    assert [found.expired() for found in inputs.references] == [True]
+    loss.backward(retain_graph=True)
+    assert [found.expired() for found in inputs.references] == [True] * len(inputs.references)
+
+
+def test_what_is_remembered_holds_no_graph() -> None:
+    def forgotten() -> weakref.ref[Any]:
+        model, x = nn.Linear(3, 3), torch.rand(2, 3).requires_grad_()
+        recompute(lambda x: (x * remember(lambda: model(x).sin())).exp(), x).sum()
+        return weakref.ref(model.weight)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert forgotten()() is None
+    finally:
+        gc.enable()
+
+
+def test_a_parameter_that_is_reached_by_no_name_and_changed_is_refused() -> None:
+    class Hidden:
+        __slots__ = ("weight",)
+
+    hidden = Hidden()
+    hidden.weight = nn.Parameter(torch.rand(3))
+    loss = recompute(lambda x: (x * hidden.weight).sin(), torch.rand(3).requires_grad_()).sum()
+    with torch.no_grad():
+        hidden.weight.add_(1)
+    with pytest.raises(RecomputeError, match=r"parameter \(3,\) .*was changed in place"):
+        loss.backward()

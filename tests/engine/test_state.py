@@ -105,6 +105,19 @@ def test_a_tensor_of_a_closure_moves_once() -> None:
     assert_exact(program)
 
 
+class Renormalized(nn.BatchNorm1d):
+    """A norm of the user's, whose output depends on the statistics that it moves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * (self.running_var + 1).sqrt() + self.running_mean
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_of_the_users_sees_its_statistics_as_they_were(training: bool) -> None:
+    assert_trains(lambda: net(Renormalized(4).train(training)))
+
+
 class Initialized(nn.Module):
     """Sets its scale by the first batch."""
 
