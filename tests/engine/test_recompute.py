@@ -401,3 +401,27 @@ def test_a_parameter_that_is_reached_by_no_name_and_changed_is_refused() -> None
         hidden.weight.add_(1)
     with pytest.raises(RecomputeError, match=r"parameter \(3,\) .*was changed in place"):
         loss.backward()
+
+
+def test_a_backward_inside_the_function_leaves_what_the_function_remembers() -> None:
+    """The second run of what is inside neither adds to the memory around it nor ends it."""
+    given: list[float] = []
+
+    class Numbers:
+        __slots__ = ()
+
+        def __call__(self) -> float:
+            given.append(len(given) + 2.0)
+            return given[-1]
+
+    number = Numbers()
+
+    def outer(x: Tensor) -> Tensor:
+        y = recompute(lambda x: (x * remember(number)).sin().exp(), x * 1)
+        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return (x * remember(number)).sin().exp() * gradient.detach()
+
+    x = torch.rand(3).requires_grad_()
+    recompute(outer, x).sum().backward()
+    inner = torch.autograd.grad((x * 2.0).sin().exp().sum(), x)[0]
+    assert torch.equal(x.grad, torch.autograd.grad((x * 3.0).sin().exp().mul(inner).sum(), x)[0])
