@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.training import assert_same, everything, images, train
 from zoo.engine.recompute import is_recomputing, recompute, remember
@@ -395,12 +396,14 @@ def test_a_parameter_that_is_reached_by_no_name_and_changed_is_refused() -> None
         __slots__ = ("weight",)
 
     hidden = Hidden()
-    hidden.weight = nn.Parameter(torch.rand(3))
-    loss = recompute(lambda x: (x * hidden.weight).sin(), torch.rand(3).requires_grad_()).sum()
+    hidden.weight, scale = nn.Parameter(torch.rand(3)), torch.rand(3).requires_grad_()
+    x = torch.rand(3).requires_grad_()
+    loss = recompute(lambda x: ((x * hidden.weight).sin() * scale).exp(), x).sum()
     with torch.no_grad():
         hidden.weight.add_(1)
     with pytest.raises(RecomputeError, match=r"parameter \(3,\) .*was changed in place"):
         loss.backward()
+    assert scale.grad is None
 
 
 def test_a_backward_inside_the_function_leaves_what_the_function_remembers() -> None:
@@ -425,3 +428,40 @@ def test_a_backward_inside_the_function_leaves_what_the_function_remembers() -> 
     recompute(outer, x).sum().backward()
     inner = torch.autograd.grad((x * 2.0).sin().exp().sum(), x)[0]
     assert torch.equal(x.grad, torch.autograd.grad((x * 3.0).sin().exp().mul(inner).sum(), x)[0])
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_convolution_at_the_end_is_not_repeated(grad: bool) -> None:
+    """Neither what it gets nor its weight is written by its kernel."""
+
+    def flops(call: Any) -> int:
+        conv, x = nn.Conv2d(4, 4, 3), images().requires_grad_(grad)
+        with FlopCounterMode(display=False) as counter:
+            call(conv, x).sum().backward()
+        return counter.get_total_flops()
+
+    assert flops(recompute) == flops(lambda function, x: function(x))
+
+
+def test_a_look_at_a_saved_tensor_leaves_nothing_behind() -> None:
+    """As tools that draw a graph do, outside of a backward."""
+    seen = Storages()
+    y = recompute(
+        lambda x: seen.note(seen.note(x.sin()).exp()).sin(), torch.rand(3, requires_grad=True)
+    )
+    assert y.grad_fn is not None
+    assert y.grad_fn._saved_self.shape == (3,)
+    assert all(found.expired() for found in seen.references)
+
+
+def test_a_parameter_that_is_an_input_and_is_written() -> None:
+    """The second run has a copy of it, which is no other parameter."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight.clamp_(0.2, 0.4)
+        return (x * weight).sin().exp()
+
+    x, weight = torch.rand(3).requires_grad_(), nn.Parameter(torch.rand(3))
+    recompute(function, x, weight).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(function(x, weight).sum(), x)[0])
