@@ -50,6 +50,20 @@ def test_autocast(way: Way, dtype: torch.dtype, inside: bool) -> None:
     assert_exact(lambda call: record(call, net(nn.BatchNorm1d(4)), way, autocast(dtype), inside))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast_around_the_backward_only(way: Way) -> None:
+    """The second run has the precision of the forward."""
+
+    def program(call: Call) -> Any:
+        model, (x,) = net(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), rows()
+        loss = way(call, model, x).square().sum()
+        with autocast():
+            loss.backward()
+        return x.grad, state_of(model)
+
+    assert_exact(program)
+
+
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("before", [False, True])
@@ -140,6 +154,49 @@ def test_global_switches_around_the_forward_only(change: Callable[[], None]) -> 
         return y, x.grad, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
 
     assert_exact(program)
+
+
+KERNELS = ["flash", "mem_efficient", "math", "cudnn"]
+SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
+    name: (
+        getattr(torch.backends.cuda, f"{name}_sdp_enabled"),
+        getattr(torch.backends.cuda, f"enable_{name}_sdp"),
+        lambda enabled: not enabled,
+    )
+    for name in KERNELS
+} | {
+    "priority": (
+        torch._C._get_sdp_priority_order,
+        torch._C._set_sdp_priority_order,
+        lambda order: order[::-1],
+    )
+}
+
+
+@pytest.mark.parametrize(("read", "write", "another"), SWITCHES.values(), ids=SWITCHES)
+def test_choices_of_kernels_are_those_of_the_forward(
+    read: Callable[[], Any], write: Callable[[Any], object], another: Callable[[Any], Any]
+) -> None:
+    """Also of those that only a GPU has; after the backward they are the user's again."""
+
+    class Log:
+        __slots__ = ("seen",)
+
+    log, before = Log(), read()
+    log.seen = []
+
+    def function(x: Tensor) -> Tensor:
+        log.seen.append(read())
+        return x.sin().exp()
+
+    try:
+        write(another(before))
+        loss = zoo.recompute(function, torch.rand(3).requires_grad_()).sum()
+    finally:
+        write(before)
+    loss.backward()
+    assert log.seen == [another(before)] * 2
+    assert read() == before
 
 
 def test_the_default_device_around_the_forward_only() -> None:

@@ -102,6 +102,17 @@ def sets_an_attribute(model: nn.Sequential, book: Book) -> None:
     model[2].register_forward_hook(lambda m, xs, y: y * m.mask)
 
 
+def moves_a_buffer(model: nn.Sequential, book: Book) -> None:
+    """In place, by a hook that returns nothing; the forward reads what it left."""
+    model[2].register_buffer("scale", torch.ones(4))
+
+    def move(layer: Any, inputs: Any) -> None:
+        layer.scale.mul_(1.5)
+
+    model[2].register_forward_pre_hook(move)
+    model[2].register_forward_hook(lambda m, xs, y: y * m.scale)
+
+
 def prunes(model: nn.Sequential, book: Book) -> None:
     prune.l1_unstructured(model[2], "weight", amount=0.5)
 
@@ -146,8 +157,8 @@ def hooks_tensors(model: nn.Sequential, book: Book) -> None:
 
 HOOKS = [
     looks, takes_keywords, modifies, modifies_in_place, modifies_and_looks, modifies_sometimes,
-    sets_an_attribute, prunes, removes_itself, looks_at_gradients, modifies_gradients,
-    hooks_tensors,
+    sets_an_attribute, moves_a_buffer, prunes, removes_itself, looks_at_gradients,
+    modifies_gradients, hooks_tensors,
     pytest.param(steers_by_a_switch, marks=pytest.mark.xfail(
         strict=True, reason="a hook that only writes to a variable counts as one that looks")),
 ]  # fmt: skip
