@@ -331,12 +331,16 @@ def test_loss_and_optimizer_are_the_user_s(make: str) -> None:
 
 
 def test_a_loss_that_is_a_method_of_the_model_uses_the_copy() -> None:
-    class Own(Residuals):
+    seen: set[bool] = set()
+
+    class Own(Counted):
         def loss(self, output: Tensor) -> Tensor:
+            seen.add(RUNS[self] > 0)
             return output.sum() + self.fc.weight.square().sum()
 
     model = Own()
     assert verify(model, images(), loss=model.loss).exact
+    assert seen == {True}
     assert model.fc.weight.grad is None
 
 
@@ -376,6 +380,44 @@ def test_a_model_inside_no_grad_still_trains() -> None:
         assert max(verify(Residuals(), images(), steps=1).plan.runs()) == 2
 
 
+def with_meta_buffer() -> Residuals:
+    model = Residuals()
+    model.register_buffer("table", torch.empty(3, device="meta"))
+    return model
+
+
+def test_a_model_inside_inference_mode_still_trains() -> None:
+    model, x = Residuals(), images()
+    with torch.inference_mode():
+        assert max(verify(model, x, steps=1).plan.runs()) == 2
+
+
+def test_a_random_stream_that_moves_otherwise_is_named() -> None:
+    class Drawing(Counted):
+        """Draws when a gradient comes by, if its step ran twice."""
+
+        def spoil(self, y: Tensor, again: bool) -> Tensor:
+            y = y.clone()
+            if not again:
+                y.register_hook(lambda gradient: torch.rand(1) and None if RUNS[self] > 1 else None)
+            return y
+
+    report = verify(Drawing(), images(), ONE_SEGMENT, steps=1)
+    assert (report.first.kind, report.first.name) == ("random state", "cpu")
+
+
+def test_every_training_takes_every_step() -> None:
+    taken: list[int] = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            taken.append(1)
+            return super().step(closure)
+
+    assert verify(Residuals(), images(), steps=3, optimizer=lambda p: Counting(p, 0.1)).exact
+    assert len(taken) == 4 * 3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -384,7 +426,9 @@ def test_a_model_inside_no_grad_still_trains() -> None:
         ({"model": Residuals().to("meta")}, r"on the meta device, which has no bits"),
         ({"inputs": {"x": 1}}, r"inputs as a tensor, a tuple.*got dict"),
         ({"inputs": lambda step: None}, r"inputs as a tensor, a tuple.*got NoneType"),
+        ({"model": with_meta_buffer()}, r"on the meta device, which has no bits"),
         ({"steps": 0}, r"steps of at least 1; got 0"),
+        ({"steps": True}, r"steps of at least 1; got True"),
         ({"checkpoint": "sqr"}, r"is no scheme.*sqrt"),
         ({"loss": lambda output: output}, r"loss= returned \(4, 5\); return a tensor of one"),
         ({"loss": lambda output: 1.0}, r"loss= returned float"),
@@ -475,6 +519,14 @@ def test_the_default_loss_gives_every_element_a_gradient_of_its_own() -> None:
     assert len(x.grad.unique()) == 24
     assert bool((x.grad != 0).all())
     assert y.grad == 1
+
+
+def test_the_default_loss_of_outputs_of_every_kind() -> None:
+    """Complex numbers have two gradients; half precision could not tell 300 weights apart."""
+    waves = torch.zeros(5, dtype=torch.complex64, requires_grad=True)
+    weighted_sum(waves).backward()
+    assert len(torch.view_as_real(waves.grad).unique()) == 10
+    assert weighted_sum(torch.zeros(300, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 def test_the_command_says_exact(capsys: pytest.CaptureFixture[str]) -> None:
