@@ -165,6 +165,11 @@ def test_modules_with_hooks_are_listed(register: str) -> None:
     assert reach([model]).hooked == [model[1]]
 
 
+def test_a_class_that_is_a_value_is_no_object() -> None:
+    """What a class has cannot be cleared and filled again."""
+    assert not reach([closing([Holding, Owner])]).objects
+
+
 def test_what_leads_to_itself_is_gone_through_once() -> None:
     values: list[Any] = [stream]
     values.append(values)
