@@ -1,5 +1,6 @@
 """What a function reaches: generators and modules in every place where Python keeps them."""
 
+import abc
 import collections
 import functools
 import gc
@@ -166,8 +167,15 @@ def test_modules_with_hooks_are_listed(register: str) -> None:
 
 
 def test_a_class_that_is_a_value_is_no_object() -> None:
-    """What a class has cannot be cleared and filled again."""
-    assert not reach([closing([Holding, Owner])]).objects
+    """What a class has cannot be cleared and filled again; also not one with a metaclass."""
+
+    class Abstract(metaclass=abc.ABCMeta):
+        value = 1
+
+        @abc.abstractmethod
+        def run(self) -> None: ...
+
+    assert not reach([closing([Holding, Abstract])]).objects
 
 
 def test_what_leads_to_itself_is_gone_through_once() -> None:

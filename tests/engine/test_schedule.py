@@ -353,3 +353,30 @@ def test_a_segment_may_reach_a_buffer_that_another_step_moves() -> None:
     expected = train(model(), batch)
     chain = model()
     assert_same(train(chain, batch, forward=by("(0-2) 3-5 (6-8) 9", chain)), expected)
+
+
+@pytest.mark.parametrize("plan", ["(0-2)", "0 (1-2)", "(0 (1-2))"])
+def test_the_state_of_every_step_of_a_segment_is_given_again(plan: str) -> None:
+    class Counting(nn.Module):
+        """Scales by how often it was called."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return torch.tanh(self.linear(x) * self.calls)
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Counting())
+
+    def batch() -> list[Tensor]:
+        return [torch.randn(5, 4).requires_grad_()]
+
+    model, parsed = make(), Plan.parse(plan)
+    forward = functools.partial(run_plan, parsed, list(model))
+    actual = train(model, batch, forward=lambda *inputs: forward(inputs))
+    assert_same(actual, train(make(), batch))
+    assert model[2].calls == 3
