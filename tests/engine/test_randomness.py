@@ -97,9 +97,6 @@ def test_segments_share_the_states_of_streams_that_do_not_move() -> None:
     assert moved == ["torch"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the words do not tell whether a normal variate is held back"
-)
 def test_a_normal_variate_drawn_after_the_last_saved_tensor() -> None:
     """The second run stops before the draw; the held back half must not come back."""
 
@@ -113,7 +110,6 @@ def test_a_normal_variate_drawn_after_the_last_saved_tensor() -> None:
     assert_exact(program)
 
 
-@pytest.mark.xfail(strict=True, reason="its state is a dictionary, which is not compared")
 def test_another_kind_of_generator_behind_numpys_functions() -> None:
     def program(call: Call) -> Any:
         numpy.random.set_bit_generator(numpy.random.PCG64(1))

@@ -209,7 +209,7 @@ def test_the_variables_of_a_function_and_of_classes_that_it_names() -> None:
     def function() -> Any:
         return Owner.scale, stream, later, random, named
 
-    assert {name for _, name in reach([function]).variables} == {"scale", "stream"}
+    assert {name for _, name in reach([function]).variables} == {"scale", "stream", "later"}
     later = 1
     assert {name for _, name in reach([function]).variables} == {"scale", "stream", "later"}
 
@@ -230,7 +230,6 @@ def test_what_watches_a_second_run_is_not_put_back() -> None:
     assert not reach([closing(watch), closing(zoo.recompute)]).objects
 
 
-@pytest.mark.xfail(strict=True, reason="its names are kept with its class, which holds it")
 def test_a_method_is_freed() -> None:
     """Names of a method are kept only as long as the method."""
 

@@ -9,6 +9,7 @@ any other object            itself: what happens inside is not seen
 
 import copy
 import itertools
+import math
 import sys
 from collections import deque
 from typing import Any, NamedTuple
@@ -89,9 +90,7 @@ def unchanged(noted: Noted, now: Any) -> bool:
     if isinstance(value, Tensor):
         return isinstance(now, Tensor) and _same_tensor(value, parts, now)
     if parts is None:
-        return value is now or (
-            isinstance(value, PLAIN) and type(value) is type(now) and bool(value == now)
-        )
+        return value is now or (isinstance(value, PLAIN) and is_same_value(value, now))
     return value is now and _same_parts(value, parts)
 
 
@@ -127,12 +126,17 @@ def _same_parts(value: Any, parts: Any) -> bool:
             unchanged(part, value[key]) for key, part in parts.items()
         )
     if isinstance(parts, tuple):
-        return len(parts) == len(value) and all(map(_is_same_atom, parts, value))
+        return len(parts) == len(value) and all(map(is_same_value, parts, value))
     return len(parts) == len(value) and all(map(unchanged, parts, value))
 
 
-def _is_same_atom(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and bool(one == other))
+def is_same_value(one: Any, other: Any) -> bool:
+    """Says whether two plain values are the same, type and sign of zero included."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or one != other:
+        return False
+    return not isinstance(one, float) or math.copysign(1, one) == math.copysign(1, other)
 
 
 def thaw(noted: Noted, fresh: dict[int, Any]) -> Any:

@@ -33,6 +33,10 @@ CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 LIBRARIES = ("torch", "numpy", "einops", "builtins", "collections", "functools", "itertools")
 # what watches a second run must not be put back by it
 OURS = ("zoo.engine.", "zoo.verification.", "zoo.verify")
+# a function that names one of these may read what norms only write, or turn them
+STATISTICS = frozenset(
+    ("running_mean", "running_var", "num_batches_tracked", "buffers", "state_dict", "eval", "train")
+)
 # a method that names one of these may get at any child
 ANY_CHILD = frozenset(
     (
@@ -45,14 +49,16 @@ ANY_CHILD = frozenset(
         "get_submodule",
     )
 )
-FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+FUNCTIONS = (
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial,
+)  # fmt: skip
 
 
 @dataclass
 class Reached:
     """What was found: modules as they are, those of them with hooks, other objects, generators.
 
-    And variables of functions.
+    And variables of functions. `statistics` says that a function may use those of norms.
     """
 
     modules: dict[nn.Module, Snapshot] = field(default_factory=dict)
@@ -60,6 +66,7 @@ class Reached:
     objects: dict[int, Any] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)
     variables: dict[tuple[int, str], "Variable"] = field(default_factory=dict)
+    statistics: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,9 +174,8 @@ class _Visit:
         """A method and those of its class that it names."""
         self.function(function, depth)
         for name in _names(owner, function):
-            for part in owner.__mro__:
-                method = vars(part).get(name)
-                self.function(getattr(method, "__func__", method), depth)
+            for method in _methods_of(owner, name):
+                self.function(method, depth)
 
     def own(self, module: nn.Module, depth: int) -> None:
         if module in self.reached.modules:
@@ -203,6 +209,8 @@ class _Visit:
         if id(function) in self.seen or depth > DEEP:
             return
         self.seen.add(id(function))
+        if not STATISTICS.isdisjoint(_globals(function.__code__)):
+            self.reached.statistics = True
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
         variables = [Variable(*pair) for pair in zip(names, cells, strict=True)]
         variables += [
@@ -286,8 +294,18 @@ def _collect(owner: type, function: Any, seen: set[Any]) -> Iterator[str]:
     seen.add(function)
     for name in _globals(function.__code__):
         yield name
-        for part in owner.__mro__:  # not only the first: it may call the others through super
-            method = vars(part).get(name)
-            method = getattr(method, "fget", getattr(method, "__func__", method))
-            if method is not None and not _is_library(part):
-                yield from _collect(owner, method, seen)
+        for method in _methods_of(owner, name):
+            yield from _collect(owner, method, seen)
+
+
+def _methods_of(owner: type, name: str) -> Iterator[Any]:
+    """Yields what a class calls by a name, and what that may call in the classes above it."""
+    for part in owner.__mro__:
+        method = vars(part).get(name)
+        if method is None or _is_library(part):
+            continue
+        method = getattr(method, "fget", getattr(method, "__func__", method))
+        yield method
+        above = {"super", *(other.__name__ for other in owner.__mro__)}
+        if not isinstance(method, types.FunctionType) or not above & _globals(method.__code__):
+            return

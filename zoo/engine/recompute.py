@@ -400,8 +400,7 @@ class _Segment:
                 target.clear()
 
     def clear(self) -> None:
-        if self.parent is not None:
-            self.inputs = None
+        self.inputs = None
 
 
 class _Holder:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from zoo.engine.notes import PLAIN, is_fixed, is_flat, note, thaw, unchanged
+from zoo.engine.notes import PLAIN, is_fixed, is_flat, is_same_value, note, thaw, unchanged
 
 BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 _NOTED = object()
@@ -25,7 +25,7 @@ class Snapshot:
     folds its batch into running statistics now, so that what these are does not matter.
     """
 
-    __slots__ = ("count", "names", "norm", "notes", "simple", "values")
+    __slots__ = ("count", "names", "nones", "norm", "notes", "simple", "values")
 
     def __init__(self, module: nn.Module) -> None:
         attributes = vars(module)
@@ -38,6 +38,8 @@ class Snapshot:
         }
         self.simple = all(is_flat(noted) for noted in self.notes.values())
         self.names = tuple(name for name in attributes if name not in BOOKKEEPING)
+        # a missing one would look like these
+        self.nones = tuple(name for name in self.names if attributes[name] is None)
         self.values = tuple(
             _NOTED if name in self.notes else attributes[name] for name in self.names
         )
@@ -47,6 +49,7 @@ class Snapshot:
         attributes = vars(module)
         return (
             len(attributes) == self.count
+            and all(map(attributes.__contains__, self.nones))
             and (
                 all(map(is_, map(attributes.get, self.names), self.values))
                 or all(map(_is_equal, map(attributes.get, self.names), self.values))
@@ -82,4 +85,4 @@ def is_norm(module: nn.Module) -> bool:
 def _is_equal(now: Any, before: Any) -> bool:
     if now is before or before is _NOTED:
         return True
-    return isinstance(before, PLAIN) and type(now) is type(before) and bool(now == before)
+    return isinstance(before, PLAIN) and is_same_value(before, now)

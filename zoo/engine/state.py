@@ -48,7 +48,11 @@ class State:
     """What a function reaches, as a first run found it."""
 
     def __init__(self, reached: Reached) -> None:
-        self.modules = [_ModuleState(*found) for found in reached.modules.items()]
+        read = {*reached.modules} if reached.statistics else {*reached.hooked}
+        self.modules = [
+            _ModuleState(module, found, found.norm and (module not in read or _is_lazy(module)))
+            for module, found in reached.modules.items()
+        ]
         self.variables = [_VariableState(variable) for variable in reached.variables.values()]
         self.objects = [_ObjectState(value) for value in reached.objects.values()]
         self.buffers = [
@@ -90,7 +94,7 @@ class State:
         try:
             lost = self._lost()
             self._restore(scratch)
-            norms = [state.module for state in self.modules if state.snapshot.norm]
+            norms = [state.module for state in self.modules if is_norm(state.module)]
             with _watched(norms, lost):
                 yield scratch.storages
         finally:
@@ -156,21 +160,24 @@ class _Scratch:
 
 
 class _ModuleState:
-    """A module before the first run: attributes, parameters, children, and buffers that matter."""
+    """A module before the first run: attributes, parameters, children, and buffers that matter.
 
-    __slots__ = ("buffers", "children", "module", "parameters", "snapshot")
+    Those of a norm that only writes its statistics do not.
+    """
 
-    def __init__(self, module: nn.Module, found: Snapshot) -> None:
-        self.module, self.snapshot = module, found
+    __slots__ = ("buffers", "children", "module", "norm", "parameters", "snapshot")
+
+    def __init__(self, module: nn.Module, found: Snapshot, norm: bool) -> None:
+        self.module, self.snapshot, self.norm = module, found, norm
         self.parameters = dict(module._parameters)
-        self.buffers: dict[str, Tensor | None] = {} if found.norm else dict(module._buffers)
+        self.buffers: dict[str, Tensor | None] = {} if norm else dict(module._buffers)
         self.children = dict(module._modules)
 
     def restore(self, moved: dict[str, Tensor], written: set[int], scratch: _Scratch) -> None:
         """Gives the module what it had; `moved` are buffers, `written` parameters to be copied."""
         if moved or not written.isdisjoint(map(id, self.parameters.values())) or self._differs():
             self._replace(moved, written, scratch)
-        elif self.snapshot.norm:
+        elif self.norm:
             registry: dict[str, Any] = self.module._buffers
             scratch.undo.append(functools.partial(registry.update, dict(registry)))
             registry.update(_scratch_statistics_of(registry))
@@ -181,16 +188,16 @@ class _ModuleState:
             not self.snapshot.holds(module)
             or not _identical(self.parameters, module._parameters)
             or not _identical(self.children, module._modules)
-            or (not self.snapshot.norm and not _identical(self.buffers, module._buffers))
+            or (not self.norm and not _identical(self.buffers, module._buffers))
         )
 
     def _replace(self, moved: dict[str, Tensor], written: set[int], scratch: _Scratch) -> None:
         module = self.module
         now = dict(vars(module))
         scratch.undo.append(functools.partial(_put_back, module, now))
-        buffers: dict[str, Any] = dict(module._buffers if self.snapshot.norm else self.buffers)
+        buffers: dict[str, Any] = dict(module._buffers if self.norm else self.buffers)
         buffers |= moved
-        if self.snapshot.norm:
+        if self.norm:
             buffers |= _scratch_statistics_of(buffers)
         registries = {
             # what a first run initialized it initializes again, to the same values
@@ -305,18 +312,21 @@ class _ObjectState:
 
 
 _moves: "weakref.WeakKeyDictionary[nn.Module, dict[str, bool]]" = weakref.WeakKeyDictionary()
-_copies: "weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, Tensor]]]" = (
-    weakref.WeakKeyDictionary()
-)
+_Copy = tuple[Any, int, Tensor]
+_copies: "weakref.WeakKeyDictionary[nn.Module, dict[str, _Copy]]" = weakref.WeakKeyDictionary()
 
 
 def _shared_copy(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     copies = _copies.setdefault(module, {})
-    version, copy = copies.get(name, (-1, tensor))
-    same = version == version_of(tensor) and copy.shape == tensor.shape
-    if not same or (is_comparable(tensor) and not torch.equal(copy, tensor)):
+    known, version, copy = copies.get(name, (None, -1, tensor))
+    same = known is not None and known() is tensor and version == version_of(tensor)
+    if (
+        not same
+        or copy.shape != tensor.shape
+        or (is_comparable(tensor) and not torch.equal(copy, tensor))
+    ):
         copy = tensor.detach().clone()
-        copies[name] = version_of(tensor), copy
+        copies[name] = weakref.ref(tensor), version_of(tensor), copy
     return copy
 
 
@@ -336,6 +346,10 @@ def _scratch_statistics_of(buffers: dict[str, Any]) -> dict[str, Tensor]:
         for name, empty in STATISTICS.items()
         if (value := buffers.get(name)) is not None
     }
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return any(buffer is not None and is_lazy(buffer) for buffer in module._buffers.values())
 
 
 def _named(name: str, module: nn.Module, tensor: Tensor) -> str:
