@@ -9,6 +9,7 @@ A chain that nobody attached anything to is an ordinary module with an ordinary 
 """
 
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Union
@@ -204,7 +205,8 @@ def _name(step: Step, paths: Mapping[int, str]) -> str:
         shown = ", ".join(
             paths.get(id(value), str(value))
             for value in step.args
-            if isinstance(value, int | str) or id(value) in paths
+            if isinstance(value, int | str)
+            or (id(value) in paths and not isinstance(step.func, types.MethodType))
         )
         return f"{_name(step.func, paths)}({shown})" if shown else _name(step.func, paths)
     if isinstance(step, nn.Module):
