@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from zoo.chain import Chain
 from zoo.checkpointing import Checkpoint, attach
+from zoo.engine.sample import without_samples
 from zoo.errors import ArgumentError
 from zoo.plan import Plan
 from zoo.planning import PlanReport
@@ -80,7 +81,7 @@ def verify(
     attach(Chain(), checkpoint)  # refuses a wrong option before anything is trained
     streams = read_streams()
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), without_samples():
             batches = [_batch(inputs, step) for step in range(steps)]
             setting = _Setting(
                 model, batches, loss or weighted_sum, optimizer or _momentum, streams
