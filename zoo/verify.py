@@ -29,6 +29,8 @@ from zoo.chain import Chain
 from zoo.checkpointing import Checkpoint, attach
 from zoo.engine.sample import without_samples
 from zoo.errors import ArgumentError
+from zoo.measure.memory import tensors_in
+from zoo.measure.optimizer import MakeOptimizer
 from zoo.plan import Plan
 from zoo.planning import PlanReport
 from zoo.verification.records import (
@@ -40,13 +42,11 @@ from zoo.verification.records import (
     named,
     read_streams,
     set_streams,
-    tensors_in,
 )
 from zoo.verification.report import Difference, Place, Report
 from zoo.verification.watch import Watch
 
 Loss = Callable[[Any], Tensor]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def verify(

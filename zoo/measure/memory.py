@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
+from torch.utils import _pytree as pytree
 
 from zoo.errors import ArgumentError
 
@@ -255,13 +256,6 @@ def _distinct(tensors: Iterable[Tensor], seen: set[int]) -> int:
     return total
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from tensors_in(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from tensors_in(entry)
+def tensors_in(value: Any) -> list[Tensor]:
+    """Lists the tensors in nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.chain import Step
+from zoo.measure.memory import tensors_in
 
 
 class Kind(NamedTuple):
@@ -368,10 +368,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         given = {tensor.untyped_storage()._cdata for tensor in inputs}
         result = func(*args, **kwargs)
-        outputs = _tensors(result)
+        outputs = tensors_in(result)
         for tensor in outputs:
             self._notice(tensor, given)
         if not (func.is_view or func in _FREE):
@@ -412,10 +412,6 @@ def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
     from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
 
     return flop_registry
-
-
-def _tensors(nested: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def parameters_behind(outputs: Iterable[Any], before: int | None = None) -> dict[int, Tensor]:

@@ -83,11 +83,6 @@ def _told(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Lists the tensors in nested containers."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def named(kind: str, value: Any) -> Iterator[tuple[Name, Any]]:
     """Yields the tensors and plain values in nested containers by their path: 'output[1][0]'."""
     for path, leaf in pytree.tree_flatten_with_path(value)[0]:

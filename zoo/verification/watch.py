@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from zoo.chain import Chain, Outline, Runner, State, Step, fold, step_names
-from zoo.verification.records import same, same_bits, tensors_in
+from zoo.measure.memory import tensors_in
+from zoo.verification.records import same, same_bits
 from zoo.verification.report import Difference, Place
 
 
