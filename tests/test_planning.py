@@ -77,12 +77,13 @@ def test_a_larger_budget_is_never_slower_and_each_is_kept_on_paper(family: str) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_real_step_keeps_to_its_budget(family: str) -> None:
+def test_a_real_step_keeps_to_each_of_20_budgets(family: str) -> None:
     build, make_inputs = FAMILIES[family]
     found = prospect(family)
     least, baseline = found.points[0].peak, found.points[-1].peak
     torch.manual_seed(1)
     model, inputs = build(), make_inputs()
+    given = [value for value in inputs if value is not None]
     optimizer = sgd(model.parameters())
 
     def step() -> None:
@@ -91,16 +92,16 @@ def test_a_real_step_keeps_to_its_budget(family: str) -> None:
         (outputs[0] if family in ("gpt2", "lstm") else scores(*outputs)).backward()
         optimizer.step()
 
-    for budget in (least, (2 * least + baseline) // 3, (least + 2 * baseline) // 3):
-        report = found.report(budget, None)
-        zoo.checkpoint(model, report)
+    budgets = [least + (baseline - least) * part // 19 for part in range(20)]
+    reports = {report.plan: report for report in (found.report(b, None) for b in budgets[::-1])}
+    for plan, report in reports.items():
+        zoo.checkpoint(model, plan)
         step()
-        given = [value for value in inputs if value is not None]
         measured = measure_step(step, model, optimizer, given).peak
-        assert measured <= 1.01 * budget
-        # the gradients that an LSTM's steps share are counted from the first of them
-        tolerance = 0.06 if family == "lstm" else 0.02
-        assert measured == pytest.approx(report.predicted_peak, rel=tolerance)
+        assert report.budget is not None
+        assert measured <= report.budget, "the smallest of the budgets that get this plan"
+        # an LSTM's steps share gradients, which are counted from the first of them
+        assert measured >= (0.95 if family == "lstm" else 0.985) * report.predicted_peak
 
 
 def test_what_is_impossible_is_refused_with_the_least() -> None:

@@ -216,7 +216,9 @@ class Prospect:
         self.steps = len(found.steps)
         self.fixed = _fixed_bytes(model, state, optimizer_bytes(optimizer, model.parameters()))
         self.place = _place(model)
-        self.costs = _costs(model, _with_loss(found, loss), state, device, self.place)
+        costs = _costs(model, _with_loss(found, loss), state, device, self.place)
+        # a training loop's names for the outputs and the loss outlive the backward
+        self.costs = replace(costs, returned=costs.live[self.steps] | costs.live[-1])
         self.whole = self.costs.with_parameter_gradients()
         self.points = self._best_plans()
 

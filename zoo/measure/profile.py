@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from zoo.chain import Outline, State, Step
 from zoo.measure.devices import Device, device_named
-from zoo.measure.step import Given, Kind, Kinds, StepRun, kind_of, renumber, run_step
+from zoo.measure.step import Given, Kind, Kinds, StepRun, Strided, kind_of, renumber, run_step
 from zoo.measure.trial import Trial, run_trial, undisturbed_streams
 from zoo.planner.costs import StepCosts
 
@@ -69,6 +69,10 @@ def profile(
     return found.costs(outline, device or device_named(_like(found.device)))
 
 
+# a step, its inputs, their storages' sizes, how the gradients lie that it gets
+Sample = tuple[Step, Kinds, tuple[int, ...], Strided]
+
+
 class _Profile:
     """Follows the kinds of the state through the chain and numbers storages for all steps."""
 
@@ -82,10 +86,11 @@ class _Profile:
         self.states = [self.state]
         self.live = [self._live()]
         self.saved: list[frozenset[int]] = []
-        self.gives: list[dict[int, Given]] = []
+        self.names: list[list[int]] = []
+        self.gradients: tuple[int, ...] = ()
         self.keys: list[Hashable] = []
         self.known: dict[Hashable, StepRun] = {}
-        self.samples: dict[Hashable, tuple[Step, Kinds, tuple[int, ...]]] = {}
+        self.samples: dict[Hashable, Sample] = {}
         self.trials: dict[Hashable, Trial] = {}
         self.shapes: dict[int, Hashable] = {}
         given = [value for value in inputs if value is not None]
@@ -98,11 +103,12 @@ class _Profile:
             self._advance(step)
             self.states.append(self.state)
             self.live.append(self._live())
+        self.gradients = self._follow_gradients()
 
     def try_out(self) -> None:
         """Runs each kind of step for real."""
-        for key, (step, kinds, sizes) in self.samples.items():
-            self.trials[key] = run_trial(step, kinds, sizes, self.device)
+        for key in dict.fromkeys(self.keys):
+            self.trials[key] = run_trial(*self.samples[key], self.device)
 
     def costs(self, outline: Outline, device: Device) -> StepCosts:
         """Puts the numbers of all steps together."""
@@ -127,7 +133,7 @@ class _Profile:
             backward=tuple(
                 max(run.backward, trial.backward if trial else 0) for run, trial in pairs
             ),
-            gradients=_gradient_bytes(self.states, self.gives),
+            gradients=self.gradients,
             flops=tuple(run.flops for run in runs),
             flops_until_saved=tuple(run.flops_until_saved for run in runs),
             seconds=tuple(
@@ -168,17 +174,55 @@ class _Profile:
         kinds = tuple(kind and renumber(kind, tensors, storages) for kind in self.state)
         sizes = tuple(self.sizes[number] for number in storages)
         key = (self._step_key(step), kinds, sizes)
-        if key not in self.known:
-            self.known[key] = run_step(step, kinds, sizes, self.fixed)
-            self.samples[key] = step, kinds, sizes
-        run = self.known[key]
+        run = self._run(key, (step, kinds, sizes, ()))
         self.keys.append(key)
         numbers = [*storages, *range(len(self.sizes), len(self.sizes) + len(run.new_sizes))]
         names = list(tensors)
+        self.names.append(names)
         self.sizes += run.new_sizes
-        self.gives.append({names[tensor]: gradient for tensor, gradient in run.gives.items()})
         self.state = tuple(kind and self._back(kind, names, numbers) for kind in run.outputs)
         self.saved.append(frozenset(numbers[number] for number in run.saved) - self.inputs)
+
+    def _run(self, key: Hashable, sample: Sample) -> StepRun:
+        if key not in self.known:
+            self.samples[key] = sample
+            self.known[key] = run_step(*sample[:3], self.fixed, sample[3])
+        return self.known[key]
+
+    def _follow_gradients(self) -> tuple[int, ...]:
+        """Returns the bytes of each state's gradients, from the last state to the first.
+
+        A step gives its inputs their gradients; an addition gives both the same tensor. Tensors
+        that a step handed on keep theirs; where the step used them too, the sum is a tensor of its
+        own. A step that gets gradients which are not contiguous runs again with such.
+        """
+        held = {kind.tensor: _own(kind) for kind in self.states[-1] if kind and kind.requires_grad}
+        found = [_bytes(held)]
+        for number in reversed(range(len(self.keys))):
+            gives = self._gives(number, held)
+            before = {k.tensor: k for k in self.states[number] if k and k.requires_grad}
+            after = held
+            held = {tensor: after[tensor] for tensor in before if tensor in after}
+            for tensor, given in gives.items():
+                name = given._replace(storage=(number, given.storage))
+                held[tensor] = _own(before[tensor]) if tensor in after else name
+            found.append(_bytes(held))
+        return tuple(reversed(found))
+
+    def _gives(self, number: int, held: Mapping[int, Given]) -> dict[int, Given]:
+        """Returns the gradients that a step gives when it gets these."""
+        key = self.keys[number]
+        after = self.states[number + 1]
+        strided = tuple(
+            (place, held[kind.tensor]._replace(storage=None))
+            for place, kind in enumerate(after)
+            if kind and kind.tensor in held and held[kind.tensor].stride is not None
+        )
+        if strided:
+            self.keys[number] = (key, strided)
+            self._run(self.keys[number], (*self.samples[key][:3], strided))
+        gives, names = self.known[self.keys[number]].gives, self.names[number]
+        return {names[tensor]: gradient for tensor, gradient in gives.items()}
 
     def _back(self, kind: Kind, names: list[int], numbers: list[int]) -> Kind:
         while kind.tensor >= len(names):
@@ -260,27 +304,6 @@ def _is_past_kernels(run: StepRun) -> bool:
 
 def _like(device: torch.device) -> str:
     return "cpu" if device.type in ("cpu", "meta") else "a100"
-
-
-def _gradient_bytes(
-    states: Sequence[Kinds], gives: Sequence[Mapping[int, Given]]
-) -> tuple[int, ...]:
-    """Returns the bytes of each state's gradients, from the last state to the first.
-
-    A step gives its inputs their gradients; an addition gives both the same tensor. Tensors that a
-    step handed on keep theirs; where the step used them too, the sum is a tensor of its own.
-    """
-    held = {kind.tensor: _own(kind) for kind in states[-1] if kind and kind.requires_grad}
-    found = [_bytes(held)]
-    for number in reversed(range(len(gives))):
-        before = {kind.tensor: kind for kind in states[number] if kind and kind.requires_grad}
-        after = held
-        held = {tensor: after[tensor] for tensor in before if tensor in after}
-        for tensor, given in gives[number].items():
-            name = Given((number, given.storage), given.bytes)
-            held[tensor] = _own(before[tensor]) if tensor in after else name
-        found.append(_bytes(held))
-    return tuple(reversed(found))
 
 
 def _identity(step: Any) -> Hashable:

@@ -52,10 +52,14 @@ Work = tuple[tuple[int, int], ...]
 
 
 class Given(NamedTuple):
-    """The gradient of a tensor: a name for its storage, which others may share, and its bytes."""
+    """The gradient of a tensor: a name for its storage, which others may share, and its bytes.
+
+    `stride` is how it lies there, None where it is contiguous: steps that need it so copy it.
+    """
 
     storage: Hashable
     bytes: int
+    stride: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,22 @@ class StepRun:
         return sum(flops for flops, _ in self.work_until_saved)
 
 
-def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[int]) -> StepRun:
+# places in a state and the gradients of the tensors there, those that are not contiguous
+Strided = tuple[tuple[int, Given], ...]
+
+
+def run_step(
+    step: Step,
+    kinds: Kinds,
+    sizes: Sequence[int],
+    fixed: Container[int],
+    strided: Strided = (),
+) -> StepRun:
     """Runs a step, forward and backward, on tensors of these kinds in storages of these sizes.
 
     Call it under a `FakeTensorMode`. Storages and tensors are numbered from 0 in order. `fixed`
     holds the addresses of storages that are there anyway, those of parameters and buffers.
+    `strided` says how the gradients of outputs lie that are not contiguous.
     """
     storages = _Storages(sizes)
     leaves = storages.tensors(kinds)
@@ -126,7 +141,8 @@ def run_step(step: Step, kinds: Kinds, sizes: Sequence[int], fixed: Container[in
     with Watch(fixed) as watch, saved_tensors_hooks(pack, _Saved.get):
         value = step(*leaves)
     outputs = value if isinstance(value, tuple) else (value,)
-    behind = _run_backward(outputs, leaves, released, fixed, start)
+    ends = ends_of(outputs, strided)
+    behind = _run_backward(ends, leaves, released, fixed, start)
     return StepRun(
         outputs=storages.kinds(outputs, leaves),
         saved=frozenset(saved),
@@ -155,8 +171,31 @@ class _Behind(NamedTuple):
     work: Work = ()
 
 
+class End(NamedTuple):
+    """An output that has a graph, and how its gradient lies, if not contiguous."""
+
+    output: Tensor
+    given: Given | None
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the storage of its gradient."""
+        return self.given.bytes if self.given else self.output.numel() * self.output.element_size()
+
+
+def ends_of(outputs: Sequence[Tensor | None], strided: Strided) -> list[End]:
+    """Lists the outputs that have a graph, each once."""
+    given = dict(strided)
+    found = {
+        id(output): End(output, given.get(place))
+        for place, output in enumerate(outputs)
+        if output is not None and output.grad_fn is not None
+    }
+    return list(found.values())
+
+
 def _run_backward(
-    outputs: Sequence[Tensor | None],
+    ends: Sequence[End],
     leaves: Sequence[Tensor | None],
     released: "_Released",
     fixed: Container[int],
@@ -169,23 +208,22 @@ def _run_backward(
     done. The gradients of tensors that the step only hands on are already there. So is, but for
     one of the steps, that of a parameter which the steps share: it is not counted.
     """
-    ends = {id(output): output for output in outputs if output is not None and output.grad_fn}
+    outputs = [end.output for end in ends]
     inputs = {id(leaf): leaf for leaf in leaves if leaf is not None and leaf.requires_grad}
-    starts = inputs | parameters_behind(ends.values())
-    shared = parameters_behind(ends.values(), before=start).keys() - inputs.keys()
+    starts = inputs | parameters_behind(outputs)
+    shared = parameters_behind(outputs, before=start).keys() - inputs.keys()
     if not starts or not ends:
         return _Behind()
-    given = sum(output.numel() * output.element_size() for output in ends.values())
-    root = root_of(ends.values())
+    given = sum(end.bytes for end in ends)
+    root = root_of(ends)
     wanted = list(starts.values())
-    del ends, outputs
     with Watch(fixed) as watch:
         released.watch = watch
         found = torch.autograd.grad(root, wanted, allow_unused=True)
     released.watch = None
     sums = [gradient for name, gradient in zip(starts, found, strict=True) if name in shared]
     gives = {
-        name: Given(gradient.untyped_storage()._cdata, gradient.untyped_storage().nbytes())
+        name: _given(gradient)
         for name, gradient in zip(starts, found, strict=True)
         if gradient is not None and name in inputs
     }
@@ -198,23 +236,37 @@ def _run_backward(
     return _Behind(peak, gives, sum(own.values()), tuple(watch.work))
 
 
-def root_of(outputs: Iterable[Tensor]) -> Tensor:
+def _given(gradient: Tensor) -> Given:
+    storage = gradient.untyped_storage()
+    stride = None if gradient.is_contiguous() else gradient.stride()
+    return Given(storage._cdata, storage.nbytes(), stride)
+
+
+def root_of(ends: Sequence[End]) -> Tensor:
     """Returns a scalar whose backward gives each output a gradient that only autograd holds."""
-    root: Tensor = _Root.apply(*outputs)
+    root: Tensor = _Root.apply([end.given for end in ends], *(end.output for end in ends))
     return root
 
 
 class _Root(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.kinds = [(output.shape, output.dtype, output.device) for output in outputs]
+    def forward(ctx: Any, given: Sequence[Given | None], *outputs: Tensor) -> Tensor:
+        kinds = [(output.shape, output.dtype, output.device) for output in outputs]
+        ctx.kinds = [(*kind, entry) for kind, entry in zip(kinds, given, strict=True)]
         return outputs[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return tuple(
-            torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds
-        )
+        return (None, *(_ones(*kind) for kind in ctx.kinds))
+
+
+def _ones(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, given: Given | None
+) -> Tensor:
+    if given is None or given.stride is None:
+        return torch.ones(shape, dtype=dtype, device=device)
+    storage = torch.ones(given.bytes // dtype.itemsize, dtype=dtype, device=device)
+    return storage.as_strided(shape, given.stride)
 
 
 def make_inputs(kinds: Kinds, sizes: Sequence[int]) -> tuple[Tensor | None, ...]:

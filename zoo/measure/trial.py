@@ -18,7 +18,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zoo.chain import Step
 from zoo.measure.memory import trace
-from zoo.measure.step import Kinds, make_inputs, parameters_behind, root_of
+from zoo.measure.step import (
+    Kinds,
+    Strided,
+    ends_of,
+    make_inputs,
+    parameters_behind,
+    root_of,
+)
 
 # a quick step is timed so often; a slow one only until so many seconds went by
 RUNS = 10
@@ -42,13 +49,15 @@ class Trial:
     seconds_backward: float
 
 
-def run_trial(step: Step, kinds: Kinds, sizes: Sequence[int], device: torch.device) -> Trial:
-    """Runs a step several times on random tensors of these kinds.
+def run_trial(
+    step: Step, kinds: Kinds, sizes: Sequence[int], strided: Strided, device: torch.device
+) -> Trial:
+    """Runs a step several times on random tensors of these kinds; see `run_step`.
 
     The caller lets it work on scratch buffers and puts the random streams back.
     """
     leaves = make_inputs(kinds, sizes)
-    attempt = _Attempt(step, leaves, device)
+    attempt = _Attempt(step, leaves, strided, device)
     attempt.timed()
     traced = attempt.traced()
     times: list[tuple[float, float, float]] = []
@@ -61,8 +70,14 @@ def run_trial(step: Step, kinds: Kinds, sizes: Sequence[int], device: torch.devi
 class _Attempt:
     """A step and its inputs, ready to be run any number of times."""
 
-    def __init__(self, step: Step, leaves: Sequence[Tensor | None], device: torch.device) -> None:
-        self.step, self.leaves, self.device = step, leaves, device
+    def __init__(
+        self,
+        step: Step,
+        leaves: Sequence[Tensor | None],
+        strided: Strided,
+        device: torch.device,
+    ) -> None:
+        self.step, self.leaves, self.strided, self.device = step, leaves, strided, device
         self.moment = _cuda_moment if device.type == "cuda" else time.perf_counter
         self.last_saved: Any = None
 
@@ -100,13 +115,13 @@ class _Attempt:
         self, kept: list[tuple[Tensor | None, ...]]
     ) -> tuple[Callable[[], object] | None, int]:
         """Takes the outputs out of a list, so that only their graph holds them."""
-        ends = {id(end): end for end in kept.pop() if end is not None and end.grad_fn is not None}
+        ends = ends_of(kept.pop(), self.strided)
         starts = {id(leaf): leaf for leaf in self.leaves if leaf is not None and leaf.requires_grad}
-        wanted = list((starts | parameters_behind(ends.values())).values())
+        wanted = list((starts | parameters_behind(end.output for end in ends)).values())
         if not wanted or not ends:
             return None, 0
-        given = sum(end.numel() * end.element_size() for end in ends.values())
-        root = root_of(ends.values())
+        given = sum(end.bytes for end in ends)
+        root = root_of(ends)
         return lambda: torch.autograd.grad(root, wanted, allow_unused=True), given
 
     def _pack(self, tensor: Tensor) -> Tensor:

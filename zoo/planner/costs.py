@@ -34,6 +34,8 @@ class StepCosts:
         blocks: for each step, the number of its block.
         parameter_gradients: for each of the n + 1 states, bytes of the gradients of parameters that
             exist when the backward comes to it; none where it is empty.
+        returned: storages that the caller holds until the backward is over: what the chain returned
+            to it. Empty where nobody does.
     """
 
     sizes: tuple[int, ...]
@@ -50,6 +52,7 @@ class StepCosts:
     seconds_backward: tuple[float, ...]
     blocks: tuple[int, ...]
     parameter_gradients: tuple[int, ...] = ()
+    returned: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.saved)

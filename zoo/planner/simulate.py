@@ -39,6 +39,7 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     for item in plan:
         clock.first_run(item)
     forward = clock.peak
+    clock.hold(costs.returned)
     turns: list[int] = []
     for item in reversed(plan):
         clock.peak = 0
