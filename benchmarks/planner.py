@@ -1,23 +1,36 @@
-"""Compares the plans for a budget with each block and sqrt(n) segments, on paper.
+"""Compares the plans for a budget with each block and sqrt(n) segments.
 
-    python benchmarks/planner.py                 # all
+    python benchmarks/planner.py                 # all models, real steps: half an hour on 2 cores
     python benchmarks/planner.py resnet50
+    python benchmarks/planner.py --on-paper      # only what the planner predicts
 
-Activation peaks are fractions of keeping everything; time and operations those of a training step,
-1 for nothing run again. Seconds are measured step by step, operations counted. `at its memory` is
-the plan of least time whose peak is no larger; `at its time` that of least peak that takes no
-longer.
+`at its memory` is the plan of least time whose predicted peak is no larger than the scheme's; `at
+its time` that of least peak that is predicted to take no longer. Both are chosen from seconds
+measured step by step.
+
+Activations are fractions of keeping everything: allocator bytes of one step, gradients of
+parameters left out. Operations are those of a whole training step, counted by torch's flop counter.
+Times are ratios to keeping everything within a round of steps, one of each plan: median, and in
+brackets the quartiles. `bits` says whether loss, gradients and buffers are those of keeping
+everything. With these the C library keeps its pages, and times stand still:
+
+    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=99999999999 python benchmarks/planner.py
 """
 
-import sys
-from collections.abc import Callable
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from zoo.chain import Chain, outline
+from zoo.harness.digests import step_digests
+from zoo.measure.memory import gradient_addresses, trace
 from zoo.measure.profile import profile
 from zoo.plan import Plan
 from zoo.planner.costs import StepCosts
@@ -25,9 +38,16 @@ from zoo.planner.optimal import Table
 from zoo.planner.schemes import each_block, sqrt
 from zoo.planner.simulate import simulate
 
+ROUNDS = 5
+
 
 def words(*shape: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 10_000, shape), torch.randint(0, 10_000, shape)
+
+
+def text(*shape: int) -> tuple[Tensor, None, Tensor]:
+    tokens, targets = words(*shape)
+    return tokens, None, targets
 
 
 MODELS: dict[str, tuple[Callable[[], Chain], Callable[[], tuple[Any, ...]]]] = {
@@ -38,63 +58,130 @@ MODELS: dict[str, tuple[Callable[[], Chain], Callable[[], tuple[Any, ...]]]] = {
     "vnet": (zoo.vnet, lambda: (torch.rand(1, 1, 64, 64, 64),)),
     "vit_base_patch16": (zoo.vit_base_patch16, lambda: (torch.rand(4, 3, 224, 224),)),
     "gpt2_small": (lambda: zoo.gpt2_small(vocabulary=10_000), lambda: words(1, 256)),
-    "lstm": (lambda: zoo.lstm(vocabulary=10_000), lambda: words(60, 10)),
+    "lstm": (lambda: zoo.lstm(vocabulary=10_000), lambda: text(60, 10)),
 }
 
 
-class Comparison:
-    """Plans of a chain against each other: all numbers are fractions."""
+class Subject:
+    """A model whose steps are run by one plan or another."""
 
-    def __init__(self, costs: StepCosts) -> None:
-        self.costs = costs
-        self.table = Table(costs)
-        self.seconds = sum(costs.seconds) + sum(costs.seconds_backward)
+    def __init__(self, build: Callable[[], Chain], make: Callable[[], tuple[Any, ...]]) -> None:
+        torch.manual_seed(0)
+        self.model, self.inputs = build(), make()
+        steps = self.model.steps_for(*(value for value in self.inputs if value is not None))
+        self.outline = outline(steps)
+        given = tuple(value for value in self.inputs if value is not None)
+        self.costs = profile(self.model, self.outline, given, timed=True)
+        self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
 
-    def row(self, found: Plan) -> str:
-        """Writes the peak, time and operations of a plan."""
-        peak, time, operations = self.numbers(found)
-        return f"{peak:.3f} at x{1 + time:.3f}, operations x{1 + operations:.3f}"
+    def plans(self) -> dict[str, Plan]:
+        """Returns the plans to compare by their names."""
+        table = Table(self.costs)
+        found = {"keep everything": Plan.keep_all(len(self.costs))}
+        schemes = (("each block", each_block), ("sqrt(n) segments", sqrt))
+        for name, scheme in schemes:
+            found[name] = scheme(self.outline.blocks)
+            result = simulate(found[name], self.costs)
+            found[f"{name}: at its memory"] = table.plan(result.peak)
+            found[f"{name}: at its time"] = table.plan_within(result.recomputed_seconds)
+        return found | {"least": table.frontier()[0].plan}
 
-    def numbers(self, found: Plan) -> tuple[float, float, float]:
-        """Returns the peak, and the extra time and operations; a backward does two forwards'."""
-        result = simulate(found, self.costs)
-        return (
-            result.peak / self.table.baseline,
-            result.recomputed_seconds / self.seconds,
-            result.recomputed_flops / max(3 * sum(self.costs.flops), 1),
-        )
+    def with_plan(self, plan: Plan) -> "Subject":
+        """Puts a plan in force on the model as it was built."""
+        zoo.checkpoint(self.model, plan)
+        self.model.load_state_dict(self.start)
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        return self
 
-    def against(self, name: str, scheme: Plan) -> None:
-        """Prints a scheme and ours at its memory and at its time."""
-        result = simulate(scheme, self.costs)
-        slim = self.table.plan(result.peak)
-        quick = self.table.plan_within(result.recomputed_seconds)
-        peak, time, operations = self.numbers(scheme)
-        _, less_time, less_operations = self.numbers(slim)
-        print(f"  {name:8} {self.row(scheme)}")
-        print(
-            f"    at its memory {self.row(slim)}: {less_time / time:.2f} of its extra time, "
-            f"{less_operations / operations:.2f} of its extra operations"
-        )
-        print(
-            f"    at its time   {self.row(quick)}: {self.numbers(quick)[0] / peak:.2f} of its peak",
-            flush=True,
-        )
+    def step(self) -> Tensor:
+        """Runs forward and backward."""
+        result = self.model(*self.inputs)
+        result = result[0] if isinstance(result, tuple) else result
+        loss: Tensor = result if result.ndim == 0 else result.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def bits(self) -> dict[str, str]:
+        """Returns digests of what a step computes."""
+        return step_digests(self.model, self.step())
+
+    def activations(self) -> int:
+        """Measures the bytes of activations at the peak of a step."""
+        return trace(self.step).activation_peak(gradient_addresses(self.model))
+
+    def operations(self) -> int:
+        """Counts the floating point operations of a step."""
+        with FlopCounterMode(display=False) as counter:
+            self.step()
+        return int(counter.get_total_flops())
+
+    def seconds(self) -> float:
+        """Times a step."""
+        start = time.perf_counter()
+        self.step()
+        return time.perf_counter() - start
 
 
-def compare(name: str) -> None:
-    """Prints the lines of one model."""
-    build, make = MODELS[name]
-    torch.manual_seed(0)
-    model, inputs = build(), make()
-    found = outline(model.steps_for(*inputs))
-    costs = profile(model, found, inputs, timed=True)
-    print(f"{name}, {len(costs)} steps", flush=True)
-    comparison = Comparison(costs)
-    comparison.against("blocks", each_block(found.blocks))
-    comparison.against("sqrt", sqrt(found.blocks))
+def predicted(plans: Mapping[str, Plan], costs: StepCosts) -> dict[str, list[str]]:
+    """Returns what the planner says of each plan: activations, time."""
+    whole = sum(costs.seconds) + sum(costs.seconds_backward)
+    found = {name: simulate(plan, costs) for name, plan in plans.items()}
+    baseline = found["keep everything"].peak
+    return {
+        name: [f"{result.peak / baseline:.3f}", f"x{1 + result.recomputed_seconds / whole:.3f}"]
+        for name, result in found.items()
+    }
+
+
+def measured(plans: Mapping[str, Plan], subject: Subject, rounds: int) -> dict[str, list[str]]:
+    """Returns what real steps say of each plan: activations, time, operations, bits."""
+    bits = {name: subject.with_plan(plan).bits() for name, plan in plans.items()}
+    peaks = {name: subject.with_plan(plan).activations() for name, plan in plans.items()}
+    operations = {name: subject.with_plan(plan).operations() for name, plan in plans.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(rounds):
+        for name, plan in plans.items():
+            seconds[name].append(subject.with_plan(plan).seconds())
+    first = "keep everything"
+    return {
+        name: [
+            f"{peaks[name] / peaks[first]:.3f}",
+            ratio(seconds[name], seconds[first]),
+            f"x{operations[name] / operations[first]:.3f}",
+            "same" if bits[name] == bits[first] else "DIFFERENT",
+        ]
+        for name in plans
+    }
+
+
+def ratio(some: list[float], others: list[float]) -> str:
+    """Returns the median of the ratios and their quartiles as text."""
+    ratios = [one / other for one, other in zip(some, others, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"x{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def compare(name: str, rounds: int) -> None:
+    """Prints the table of one model; no rounds leave out real steps."""
+    subject = Subject(*MODELS[name])
+    plans = subject.plans()
+    rows = predicted(plans, subject.costs)
+    heads = [f"{name}, {len(subject.costs)} steps", "predicted activations", "time"]
+    if rounds:
+        heads += ["measured activations", "time", "operations", "bits"]
+        for key, cells in measured(plans, subject, rounds).items():
+            rows[key] += cells
+    print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for key, cells in rows.items():
+        print(f"| {key} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or MODELS:
-        compare(chosen)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], default=list(MODELS))
+    parser.add_argument("--on-paper", action="store_true", help="run no steps")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="steps timed of each plan")
+    chosen = parser.parse_args()
+    for model in chosen.models:
+        compare(model, 0 if chosen.on_paper else chosen.rounds)

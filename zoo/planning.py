@@ -36,6 +36,8 @@ from zoo.units import format_bytes, parse_bytes
 
 # states of random streams, which a second run swaps: 5 KiB each
 STREAMS = 8 * 5056
+# segments in segments, at most: each takes four frames of Python's stack, which holds 1,000
+DEEPEST = 64
 
 Budget = int | float | str
 Loss = Callable[..., Tensor]
@@ -267,7 +269,8 @@ class Prospect:
     def _best_plans(self) -> list[Point]:
         table = _table(self.whole)
         plans = dict.fromkeys(_kept_from(point.plan, self.steps) for point in table.frontier())
-        points = sorted((self._point(p) for p in plans), key=lambda p: (p.time_ratio, p.peak))
+        shallow = (found for found in plans if found.depth() <= DEEPEST)
+        points = sorted(map(self._point, shallow), key=lambda p: (p.time_ratio, p.peak))
         best: list[Point] = []
         for point in points:
             if not best or point.peak < best[-1].peak:
