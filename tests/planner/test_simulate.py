@@ -1,0 +1,68 @@
+"""What a plan costs, told apart: the bytes of its peak, and what no plan can go below."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner.chains import chains, nested_plans
+from tests.planner.test_planner import uniform
+from zoo.plan import Plan
+from zoo.planner.costs import StepCosts
+from zoo.planner.simulate import BACKWARD, FORWARD, SECOND_RUN, least_possible, simulate
+
+
+def returning(costs: StepCosts) -> StepCosts:
+    """Returns costs of a chain whose caller holds what it returned."""
+    return replace(costs, returned=costs.live[-1])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_the_bytes_of_the_peak_are_each_counted_once(data: st.DataObject) -> None:
+    costs = returning(data.draw(chains(5)))
+    plan = data.draw(st.sampled_from(nested_plans(len(costs))))
+    result = simulate(plan, costs)
+    moment = result.moment
+    parts = (moment.kept, moment.again, moment.state, moment.work, moment.gradient)
+    assert sum(parts) == result.peak
+    assert min(parts) >= 0
+    assert (moment.gradient_of is None) == (moment.phase == FORWARD)
+    if not plan.depth():
+        assert moment.again == 0, "nothing runs again"
+
+
+@settings(deadline=None, max_examples=60)
+@given(chains(4))
+def test_no_plan_goes_below_what_a_step_alone_takes(costs: StepCosts) -> None:
+    for same in (costs, returning(costs)):
+        least = min(simulate(plan, same).peak for plan in nested_plans(len(same)))
+        assert least_possible(same) <= least
+
+
+def test_a_chain_of_one_step_takes_what_its_step_takes() -> None:
+    costs = uniform(1)
+    assert least_possible(costs) == simulate(Plan((0,)), costs).peak == 10 + 10
+
+
+def test_a_moment_says_where_its_bytes_are() -> None:
+    # the gradients of states 4 and 3 are 10 each, a backward takes 10 for the second of them
+    kept = simulate(Plan.keep_all(4), uniform(4)).moment
+    assert (kept.phase, kept.step, kept.kept, kept.gradient) == (BACKWARD, 3, 30, 10)
+    # storage 1 is held since the first run as the segment's input, storage 2 again
+    nested = simulate(Plan(((0, 1), (2, 3))), uniform(4)).moment
+    assert (nested.phase, nested.step) == (BACKWARD, 3)
+    assert (nested.kept, nested.again, nested.work, nested.gradient) == (10, 10, 10, 10)
+
+
+def test_what_the_caller_holds_is_kept_and_part_of_the_bound() -> None:
+    # storage 3 is returned: 10 bytes more wherever the peak is behind the forward
+    found = simulate(Plan.keep_all(4), returning(uniform(4)))
+    assert (found.moment.kept, found.peak) == (40, 60)
+    assert least_possible(returning(uniform(4))) == least_possible(uniform(4)) + 10
+
+
+def test_a_second_run_is_named_where_it_takes_the_most() -> None:
+    costs = replace(uniform(4), forward=(10, 99, 10, 10))
+    found = simulate(Plan(((0, 1, 2), 3)), costs).moment
+    assert (found.phase, found.step, found.work, found.gradient_of) == (SECOND_RUN, 1, 99, 3)
