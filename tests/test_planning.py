@@ -15,7 +15,9 @@ from zoo.chain import Chain
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.measure.memory import measure_step
 from zoo.plan import Plan
-from zoo.planning import FixedBytes, PlanReport, Prospect
+from zoo.plan_report import FixedBytes, PlanReport
+from zoo.planner.simulate import simulate
+from zoo.planning import Prospect
 
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
@@ -74,6 +76,35 @@ def test_a_larger_budget_is_never_slower_and_each_is_kept_on_paper(family: str) 
     ratios = [report.predicted_time_ratio for report in reports]
     assert ratios == sorted(ratios, reverse=True)
     assert ratios[-1] == 1, "all of the baseline's memory costs no time"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_is_told_apart_to_the_byte(family: str) -> None:
+    found = prospect(family)
+    for point in found.points[:: max(len(found.points) // 20, 1)]:
+        report = found.report(point.peak, None)
+        peak, fixed = report.at_peak, report.fixed
+        assert peak.total == report.predicted_peak
+        assert min(peak.by_name().values()) >= 0
+        assert peak.gradients <= fixed.gradients
+        if peak.moment != "step of the optimizer":
+            moving = peak.gradients + peak.kept + peak.again + peak.between + peak.work
+            assert moving == simulate(point.plan, found.whole).peak
+
+
+def test_a_peak_in_the_optimizers_step_is_told_apart_too() -> None:
+    report = zoo.plan(zoo.resnet18(), torch.empty(2, 3, 32, 32), max_overhead=9.0, device="a100")
+    assert report.at_peak.moment == "step of the optimizer"
+    assert report.at_peak.total == report.predicted_peak
+    assert report.at_peak.work == report.fixed.scratch > 0
+    assert report.at_peak.gradients == report.fixed.gradients
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_plan_goes_below_the_bound(family: str) -> None:
+    curve = prospect(family).frontier()
+    assert 0.5 * curve[0].peak < curve.lower_bound <= min(point.peak for point in curve)
+    assert min(point.time_ratio for point in curve) == curve.baseline.time_ratio == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,17 +172,25 @@ def test_overhead_asks_for_the_least_memory_in_that_time() -> None:
 
 def test_the_frontier_holds_no_dominated_plan_and_the_classic_schemes() -> None:
     found = prospect("resnet")
-    points = [point for point in found.frontier() if point.name == "optimal"]
+    points = found.frontier().optimal
     assert [p.peak for p in points] == sorted({p.peak for p in points})
     assert [p.time_ratio for p in points] == sorted({p.time_ratio for p in points}, reverse=True)
-    assert {p.name for p in found.frontier()} == {"optimal", "sqrt", "blocks", "cheap"}
+    assert [p.name for p in found.frontier().schemes] == ["sqrt", "blocks", "cheap"]
+
+
+def test_the_plans_on_the_frontier_are_the_models_without_its_loss() -> None:
+    found = prospect("resnet")
+    curve = found.frontier()
+    for point in (*curve, curve.baseline):
+        assert point.plan.flatten() == tuple(range(found.steps))
+    assert curve.baseline.plan == Plan.keep_all(found.steps)
 
 
 def test_a_report_survives_a_file(tmp_path: Any) -> None:
     report = prospect("resnet").report(0.98, None)
     report.save(tmp_path / "plan.json")
     assert PlanReport.load(tmp_path / "plan.json") == report
-    assert str(report.plan) in str(report)
+    assert str(report.plan) in str(report) == report.table()
     with pytest.raises(PlanError, match="no report of a plan"):
         PlanReport.from_json("{}")
 
@@ -203,3 +242,14 @@ def test_the_loss_is_kept_and_its_bytes_count() -> None:
     assert all(isinstance(point.plan[-1], int) for point in with_loss.points)
     assert with_loss.points[-1].peak >= Prospect.of(model, x).points[-1].peak
     assert with_loss.report(None, 0.1).plan.flatten() == tuple(range(with_loss.steps))
+
+
+def test_a_loss_may_know_its_targets() -> None:
+    model, x, targets = Residuals(), images(8, 4, 32), torch.randint(5, (8,))
+
+    def loss(scores: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(scores, targets)
+
+    report = zoo.plan(model, x, max_overhead=0.1, loss=loss)
+    assert report.plan.flatten() == tuple(range(len(report.names)))
+    assert len(report.saved) == len(report.blocks) == len(report.names)

@@ -1,10 +1,15 @@
 import re
 from pathlib import Path
 
+import pytest
+
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_every_snippet_runs_after_the_one_before() -> None:
+def test_every_snippet_runs_after_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(snippets) >= 5
     names: dict[str, object] = {}

@@ -59,7 +59,9 @@ from zoo.errors import (
 )
 from zoo.layers.transformer import TransformerBlock
 from zoo.plan import Plan
-from zoo.planning import PlanReport, frontier, plan
+from zoo.plan_frontier import Frontier
+from zoo.plan_report import PlanReport
+from zoo.planning import frontier, plan
 from zoo.verify import verify
 from zoo.version import __version__
 
@@ -68,6 +70,7 @@ __all__ = [
     "BudgetError",
     "Chain",
     "ConfigError",
+    "Frontier",
     "InputError",
     "ModelNameError",
     "Plan",

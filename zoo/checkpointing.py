@@ -18,10 +18,11 @@ from zoo.engine.schedule import run_compiled, run_plan
 from zoo.errors import ArgumentError, PlanError, ZooError
 from zoo.measure.profile import profile
 from zoo.plan import Plan, indices
+from zoo.plan_report import PlanReport
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts
 from zoo.planner.least_memory import least_memory
-from zoo.planning import Budget, PlanReport, Prospect
+from zoo.planning import Budget, Prospect
 from zoo.units import format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]

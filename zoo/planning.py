@@ -10,28 +10,27 @@ The larger of the two must keep to the budget. Nothing of the model's size is al
 from fake tensors, seconds from one real run of each kind of step (`measure.profile`).
 """
 
-import functools
-import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zoo.chain import Chain, Outline, Runner, State, step_names
-from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.chain import Chain, Outline, State, step_names
+from zoo.entry import Loss, called, place_of, title_of, with_loss
+from zoo.errors import ArgumentError, BudgetError
 from zoo.measure.devices import device_named
 from zoo.measure.memory import resident_bytes
 from zoo.measure.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.measure.profile import profile
 from zoo.plan import Item, Plan
+from zoo.plan_frontier import Frontier, Point
+from zoo.plan_report import FixedBytes, PeakBytes, PlanReport
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts
-from zoo.planner.simulate import simulate
+from zoo.planner.simulate import least_possible, simulate
 from zoo.units import format_bytes, parse_bytes
 
 # states of random streams, which a second run swaps: 5 KiB each
@@ -40,120 +39,6 @@ STREAMS = 8 * 5056
 DEEPEST = 64
 
 Budget = int | float | str
-Loss = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class FixedBytes:
-    """Bytes of a training step that no plan changes. `scratch` is the optimizer's, in its step."""
-
-    parameters: int
-    buffers: int
-    gradients: int
-    inputs: int
-    optimizer: int
-    scratch: int
-
-    @property
-    def beside_activations(self) -> int:
-        """Bytes that are there in forward and backward, the gradients of parameters left out."""
-        return self.parameters + self.buffers + self.inputs + self.optimizer
-
-    @property
-    def optimizer_peak(self) -> int:
-        """Bytes in the optimizer's step."""
-        return self.beside_activations + self.gradients + self.scratch
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """A plan and what it should cost.
-
-    Attributes:
-        plan: the plan.
-        predicted_peak: bytes of the whole training step at its peak.
-        predicted_time_ratio: seconds of forward and backward against keeping everything.
-        predicted_activations: bytes of activations at their peak, gradients of parameters left out.
-        budget: bytes, None where time was given.
-        baseline_peak: `predicted_peak` when everything is kept.
-        least_peak: the smallest that any plan reaches.
-        fixed: bytes that no plan changes.
-        flops: operations of the forward, and those that are run again.
-        names: the steps.
-    """
-
-    plan: Plan
-    predicted_peak: int
-    predicted_time_ratio: float
-    predicted_activations: int
-    budget: int | None
-    baseline_peak: int
-    least_peak: int
-    fixed: FixedBytes
-    flops: int
-    recomputed_flops: int
-    names: tuple[str, ...]
-
-    def to_json(self) -> str:
-        """Writes the report as JSON."""
-        return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> "PlanReport":
-        """Reads what `to_json` wrote.
-
-        Raises:
-            PlanError: it is no such text.
-        """
-        try:
-            values = json.loads(text)
-            values["plan"] = Plan(values["plan"])
-            values["fixed"] = FixedBytes(**values["fixed"])
-            values["names"] = tuple(values["names"])
-            return cls(**values)
-        except (ValueError, TypeError, KeyError) as error:
-            raise PlanError(f"this is no report of a plan in JSON: {error}") from error
-
-    def save(self, path: str | Path) -> None:
-        """Writes the report to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "PlanReport":
-        """Reads a file that `save` wrote."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
-
-    def draw(self) -> str:
-        """Draws the plan, one line per step."""
-        return self.plan.draw(self.names)
-
-    def __str__(self) -> str:
-        budget = "" if self.budget is None else f"budget             {format_bytes(self.budget)}\n"
-        fixed = self.fixed
-        return (
-            f"{budget}"
-            f"predicted peak     {format_bytes(self.predicted_peak)} of a training step, "
-            f"x{self.predicted_peak / self.baseline_peak:.2f} of keeping everything, "
-            f"{format_bytes(self.baseline_peak)}; the least is {format_bytes(self.least_peak)}\n"
-            f"predicted time     x{self.predicted_time_ratio:.2f} of forward and backward, "
-            f"{self.recomputed_flops / max(self.flops, 1):.1%} of the forward's operations again\n"
-            f"activations        {format_bytes(self.predicted_activations)}\n"
-            f"parameters         {format_bytes(fixed.parameters)}, as much for gradients at most\n"
-            f"optimizer          {format_bytes(fixed.optimizer)} of state, "
-            f"{format_bytes(fixed.scratch)} in its step\n"
-            f"buffers, inputs    {format_bytes(fixed.buffers)}, {format_bytes(fixed.inputs)}\n"
-            f"plan               {self.plan}"
-        )
-
-
-@dataclass(frozen=True)
-class Point:
-    """A plan on the frontier, or a scheme beside it: peak of a training step, time ratio."""
-
-    peak: int
-    time_ratio: float
-    plan: Plan
-    name: str = "optimal"
 
 
 def plan(
@@ -168,13 +53,17 @@ def plan(
 ) -> PlanReport:
     """Finds the plan of least time whose training step keeps to a budget in bytes.
 
-    `inputs` are what the model is called with: a tensor or a tuple, also of meta tensors, which
-    take no memory. `memory_budget` is the peak of the whole step: bytes, "8GiB", "8GB", "device"
-    for what is free there, or a fraction of what keeping everything takes, `0.5`. Instead,
-    `max_overhead=0.2` asks for the least memory in at most 1.2 times the baseline's time.
+    `inputs` are what the model is called with, a tensor or a tuple, also of meta tensors, which
+    take no memory. Targets are among them where the model takes them: `(tokens, targets)` for
+    GPT-2, `(tokens, None, targets)` for an LSTM. Else the loss is outside of the model, and `loss`
+    may be given so that its bytes count: a function of the model's outputs that knows its targets,
+    `lambda scores: cross_entropy(scores, targets)`.
+
+    `memory_budget` is the peak of the whole step: bytes, "8GiB", "8GB", "device" for what is free
+    there, or a fraction of what keeping everything takes, `0.5`. Instead, `max_overhead=0.2` asks
+    for the least memory in at most 1.2 times the baseline's time.
 
     `optimizer` makes the optimizer whose state is counted, AdamW if not said; None counts none.
-    `loss` is a function of the model's outputs where it is not part of the model, counted too.
     `device` plans for a device that may not be here ("a100"; see `zoo.measure.devices`) by its
     peak rates; else each kind of step is timed once, where the model is.
 
@@ -193,10 +82,11 @@ def frontier(
     optimizer: MakeOptimizer | None = torch.optim.AdamW,
     loss: Loss | None = None,
     device: str | None = None,
-) -> list[Point]:
+) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
-    Arguments and errors are those of `plan`.
+    It is a sequence of points, each with `peak`, `time_ratio`, `plan` and `name`, and can be drawn
+    and written: see `Frontier`. Arguments and errors are those of `plan`.
     """
     return Prospect.of(model, inputs, optimizer=optimizer, loss=loss, device=device).frontier()
 
@@ -214,14 +104,16 @@ class Prospect:
         loss: Loss | None = None,
         device: str | None = None,
     ) -> None:
+        self.title = title_of(model, state)
         self.names = tuple(step_names(model, found.steps))
         self.steps = len(found.steps)
         self.fixed = _fixed_bytes(model, state, optimizer_bytes(optimizer, model.parameters()))
-        self.place = _place(model)
-        costs = _costs(model, _with_loss(found, loss), state, device, self.place)
+        self.place = place_of(model)
+        costs = _costs(model, with_loss(found, loss), state, device, self.place)
         # a training loop's names for the outputs and the loss outlive the backward
         self.costs = replace(costs, returned=costs.live[self.steps] | costs.live[-1])
         self.whole = self.costs.with_parameter_gradients()
+        self.baseline = self._point(Plan.keep_all(len(self.costs)))
         self.points = self._best_plans()
 
     @classmethod
@@ -232,8 +124,7 @@ class Prospect:
         if not model.training:
             raise ArgumentError("a plan is for training; call model.train() first")
         given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        place = _place(model)
-        return cls(model, *_called(model, [_in_place(value, place) for value in given]), **options)
+        return cls(model, *called(model, given), **options)
 
     def report(self, memory_budget: Budget | None, max_overhead: float | None) -> PlanReport:
         """Chooses a plan and says what it costs."""
@@ -247,11 +138,20 @@ class Prospect:
         budget = self.bytes_of(memory_budget)
         return self._describe(self._within_bytes(budget), budget)
 
-    def frontier(self) -> list[Point]:
+    def frontier(self) -> Frontier:
         """Returns the best plans and the classic schemes."""
         classic = {name: scheme(self.costs.blocks) for name, scheme in schemes.FROM_BLOCKS.items()}
         classic |= {name: scheme(self.costs) for name, scheme in schemes.FROM_COSTS.items()}
-        return [*self.points, *(self._point(found, name) for name, found in classic.items())]
+        others = (
+            self._point(_kept_from(found, self.steps), name) for name, found in classic.items()
+        )
+        during = self.fixed.beside_activations + least_possible(self.whole)
+        return Frontier(
+            tuple(map(self._of_model, (*self.points, *others))),
+            self._of_model(replace(self.baseline, name="baseline")),
+            max(during, self.fixed.optimizer_peak),
+            self.title,
+        )
 
     def bytes_of(self, budget: Any) -> int:
         """Returns a budget in bytes."""
@@ -263,7 +163,7 @@ class Prospect:
                     f"memory_budget={budget} is no fraction of the baseline; give one above 0 and "
                     "up to 1, an int of bytes, or text such as '8GiB'"
                 )
-            return int(budget * self.points[-1].peak)
+            return int(budget * self.baseline.peak)
         return parse_bytes(budget, "memory_budget")
 
     def _best_plans(self) -> list[Point]:
@@ -306,47 +206,51 @@ class Prospect:
     def _describe(self, point: Point, budget: int | None) -> PlanReport:
         result = simulate(point.plan, self.costs)
         return PlanReport(
-            plan=Plan(point.plan[:-1]) if len(self.costs) > self.steps else point.plan,
+            plan=self._of_model(point).plan,
             predicted_peak=point.peak,
             predicted_time_ratio=point.time_ratio,
             predicted_activations=result.peak,
             budget=budget,
-            baseline_peak=self.points[-1].peak,
+            baseline_peak=self.baseline.peak,
             least_peak=self.points[0].peak,
             fixed=self.fixed,
+            at_peak=self._at_peak(point),
             flops=sum(self.costs.flops),
             recomputed_flops=result.recomputed_flops,
             names=self.names,
+            blocks=self.costs.blocks[: self.steps],
+            saved=_saved(self.costs)[: self.steps],
+            title=self.title,
         )
 
+    def _of_model(self, point: Point) -> Point:
+        """Takes the loss, which is not the model's, out of a plan."""
+        return replace(point, plan=Plan(point.plan[:-1])) if self.has_loss else point
 
-class _Called(BaseException):
-    """Carries the steps of a forward and their inputs out of it."""
+    def _at_peak(self, point: Point) -> PeakBytes:
+        """Tells apart what the bytes of a plan's peak are."""
+        result = simulate(point.plan, self.whole)
+        if self.fixed.optimizer_peak > self.fixed.beside_activations + result.peak:
+            return PeakBytes.in_optimizer(self.fixed, point.peak)
+        moment, left = result.moment, self.costs.parameter_gradients
+        gradients = left[moment.gradient_of] if left and moment.gradient_of is not None else 0
+        step = (*self.names, "the loss")[moment.step]
+        return PeakBytes.in_run(self.fixed, point.peak, moment, gradients, step)
 
-    def __init__(self, found: Outline, state: State) -> None:
-        super().__init__()
-        self.found, self.state = found, state
-
-
-def _stop(chain: Chain, found: Outline, state: State) -> Any:
-    raise _Called(found, state)
-
-
-def _called(model: Chain, inputs: Sequence[Any]) -> tuple[Outline, State]:
-    """Calls a model up to where its first step would run."""
-    runner, model.runner = model.runner, cast(Runner, _stop)
-    try:
-        with torch.enable_grad():
-            model(*inputs)
-    except _Called as called:
-        return called.found, called.state
-    finally:
-        model.runner = runner
-    raise ArgumentError(f"{type(model).__name__}'s forward does not run its steps")
+    @property
+    def has_loss(self) -> bool:
+        """Whether a step of the costs is the loss, and not the model's."""
+        return len(self.costs) > self.steps
 
 
-def _place(model: Chain) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+def _saved(costs: StepCosts) -> tuple[int, ...]:
+    """Returns for each step the bytes that it saves and none before it did."""
+    known: set[int] = set()
+    found = []
+    for storages in costs.saved:
+        found.append(costs.bytes_of(storages - known))
+        known |= storages
+    return tuple(found)
 
 
 def _costs(
@@ -355,27 +259,6 @@ def _costs(
     named = device_named(device) if device is not None else None
     timed = named is None and place.type != "meta"
     return profile(model, found, inputs, device=named, timed=timed)
-
-
-def _in_place(value: Any, place: torch.device) -> Any:
-    """Returns a fake tensor where the model is for a meta tensor, any other as it is."""
-    if isinstance(value, list | tuple):
-        return tuple(_in_place(part, place) for part in value)
-    if not isinstance(value, Tensor) or value.device.type != "meta" or place.type == "meta":
-        return value
-    with FakeTensorMode():
-        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=place)
-    return fake.requires_grad_(value.requires_grad)
-
-
-def _with_loss(found: Outline, loss: Loss | None) -> Outline:
-    """Adds the loss as a last step, a block of its own."""
-    if loss is None:
-        return found
-    last = found.blocks[-1] + 1 if found.blocks else 0
-    return replace(
-        found, steps=(*found.steps, functools.partial(loss)), blocks=(*found.blocks, last)
-    )
 
 
 def _kept_from(found: Plan, steps: int) -> Plan:

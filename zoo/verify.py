@@ -32,7 +32,7 @@ from zoo.errors import ArgumentError
 from zoo.measure.memory import tensors_in
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.plan import Plan
-from zoo.planning import PlanReport
+from zoo.plan_report import PlanReport
 from zoo.verification.records import (
     Name,
     Record,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -13,18 +12,10 @@ from matplotlib.axes import Axes
 
 from zoo.report.heading import Heading
 from zoo.report.rows import Row
+from zoo.report.style import BASELINE, FAINT_INK, STYLE, bare
+from zoo.report.style import KEPT as CHECKPOINTED
 from zoo.units import BINARY, format_bytes
 
-BASELINE, CHECKPOINTED, INK, FAINT_INK = "#b8bec8", "#1f6feb", "#24292f", "#57606a"
-STYLE: Any = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    # the same numbers make the same file
-    "svg.hashsalt": "zoo",
-}
 HEIGHT = 0.36
 
 
@@ -76,7 +67,7 @@ def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel(f"activation peak of a training step ({BINARY[unit]})")
     axes.invert_yaxis()
     axes.figure.legend(frameon=False, loc="upper right", ncols=2)
-    _bare(axes)
+    bare(axes)
 
 
 def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
@@ -96,11 +87,4 @@ def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
     axes.axvline(1, color=BASELINE, lw=1.5, zorder=0)
     axes.margins(x=0.15)
     axes.set_xlabel("step time, baseline = 1\n(median and quartiles)")
-    _bare(axes)
-
-
-def _bare(axes: Axes) -> None:
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_axisbelow(True)
-    axes.grid(axis="x", color="#e6e8eb", lw=0.8)
+    bare(axes)

@@ -1,0 +1,122 @@
+"""What the pictures of plans and frontiers show, from numbers alone."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from matplotlib.figure import Figure
+
+from tests.test_plan_report import curve, report
+from zoo.errors import ArgumentError
+from zoo.report.chain_axis import MOST_STEPS, block_name, chain_axis, fitting, round_numbers
+from zoo.report.labels import Box, place
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
+def test_pictures_are_written_in_the_kind_of_their_suffix(tmp_path: Path, suffix: str) -> None:
+    starts = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}
+    for number, drawn in enumerate((report(), curve())):
+        path = tmp_path / f"{number}{suffix}"
+        drawn.plot(path)
+        assert path.read_bytes().startswith(starts[suffix])
+
+
+def test_a_picture_of_a_frontier_names_the_schemes(tmp_path: Path) -> None:
+    for slowest in (1.5, 7.0):
+        curve(slowest).plot(tmp_path / "curve.svg")
+        text = (tmp_path / "curve.svg").read_text()
+        for words in ("sqrt", "blocks", "least memory", "keep everything", "below any plan"):
+            assert f"<!-- {words} -->" in text
+        assert f"×0.40 memory, ×{slowest:.2f} time" in text
+
+
+@pytest.mark.parametrize("blocks", [3, 120])
+def test_a_picture_of_a_plan_names_stages_and_categories(tmp_path: Path, blocks: int) -> None:
+    report(blocks).plot(str(tmp_path / "plan.svg"))
+    text = (tmp_path / "plan.svg").read_text()
+    for words in (
+        "conv1",
+        "layer1",
+        "classify",
+        "activations kept 3.00 MiB",
+        "activations run again 1.00 MiB",
+        "kept",
+    ):
+        assert f"<!-- {words} -->" in text
+    assert f"saved by each {'step' if blocks == 3 else 'block'} (MiB)" in text
+
+
+def test_the_same_numbers_make_the_same_file(tmp_path: Path) -> None:
+    for drawn in (report(), curve()):
+        drawn.plot(tmp_path / "one.svg")
+        drawn.plot(tmp_path / "two.svg")
+        assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_pictures_go_into_axes_and_leave_settings_alone() -> None:
+    before = dict(matplotlib.rcParams)
+    left, right = Figure(figsize=(12, 4)).subplots(ncols=2)
+    report().plot(left)
+    curve().plot(right)
+    assert left.patches
+    assert "predicted peak" in right.get_xlabel()
+    assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize("drawn", [report(), curve()])
+def test_what_is_no_picture_is_refused(
+    drawn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ArgumentError, match=r"'plan\.doc' names no kind of picture"):
+        drawn.plot(tmp_path / "plan.doc")
+    assert not list(tmp_path.iterdir())
+    for name in ("zoo.report.plan_plot", "zoo.report.frontier_plot"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ArgumentError, match="a picture needs matplotlib: pip install"):
+        drawn.plot(tmp_path / "plan.svg")
+
+
+def test_a_long_chain_stands_block_by_block() -> None:
+    for blocks in (5, MOST_STEPS // 4 + 1):
+        found = report(blocks)
+        axis = chain_axis(found.names, found.blocks)
+        assert len(axis.edges) == len(found.names) + 1
+        assert list(axis.edges) == sorted(set(axis.edges))
+        assert len(axis.columns) == (len(found.names) if blocks == 5 else blocks + 2)
+        assert [step for column in axis.columns for step in column] == list(range(len(found.names)))
+        assert [label.text for label in axis.stages] == ["conv1", "layer1", "classify"]
+        assert [label.text for label in axis.numbers] == list(map(str, range(blocks)))
+
+
+def test_a_block_is_named_by_the_path_that_its_steps_share() -> None:
+    assert block_name(["down.0.convolve", "down.0.units.0.convolve"]) == "down.0"
+    assert block_name(["conv1", "normalize(bn1)"]) == "conv1"
+    assert block_name(["normalize(features.norm5)", "classify"]) == "normalize"
+
+
+def test_a_part_that_repeats_is_labeled_once() -> None:
+    names = ["begin", *["embed", "decode"] * 3, "mean"]
+    labels = chain_axis(names, range(len(names))).stages
+    assert [label.text for label in labels] == ["begin", "embed, decode", "mean"]
+    assert (labels[1].start, labels[1].stop) == (1, 7)
+
+
+def test_labels_without_room_are_left_out() -> None:
+    axis = chain_axis(report(40).names, report(40).blocks)
+    assert [label.text for label in round_numbers(axis.numbers, 4)] == list(map(str, range(40)))
+    tens = round_numbers(axis.numbers, 30)
+    assert [label.text for label in tens] == ["0", "10", "20", "30"]
+    assert len(fitting(axis.stages, 1e9)) == 1
+
+
+def test_names_stand_beside_their_marks_and_over_no_other() -> None:
+    frame = Box(0, 0, 300, 200)
+    marks = {"one": (150.0, 100.0), "two": (155.0, 102.0), "edge": (298.0, 198.0)}
+    found = place(marks, dict.fromkeys(marks, (60, 20)), frame, [(x, 90.0) for x in range(300)])
+    boxes = list(found.values())
+    assert all(box.within(frame) for box in boxes)
+    assert not any(box.overlaps(other) for box in boxes for other in boxes if box is not other)
+    assert not any(box.holds(spot) for box in boxes for spot in marks.values())
