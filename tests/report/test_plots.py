@@ -1,6 +1,7 @@
 """What the pictures of plans and frontiers show, from numbers alone."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 
 from tests.test_plan_report import curve, report
 from zoo.errors import ArgumentError
+from zoo.plan_frontier import Frontier
 from zoo.report.chain_axis import MOST_STEPS, block_name, chain_axis, fitting, round_numbers
 from zoo.report.labels import Box, place
 
@@ -30,6 +32,13 @@ def test_a_picture_of_a_frontier_names_the_schemes(tmp_path: Path) -> None:
         for words in ("sqrt", "blocks", "least memory", "keep everything", "below any plan"):
             assert f"<!-- {words} -->" in text
         assert f"×0.40 memory, ×{slowest:.2f} time" in text
+
+
+def test_a_frontier_of_one_plan_can_be_drawn(tmp_path: Path) -> None:
+    only = curve().baseline
+    for bound in (0, only.peak):
+        Frontier((replace(only, name="optimal"),), only, bound, "Net").plot(tmp_path / "one.svg")
+        assert "<!-- keep everything -->" in (tmp_path / "one.svg").read_text()
 
 
 @pytest.mark.parametrize("blocks", [3, 120])
@@ -119,4 +128,5 @@ def test_names_stand_beside_their_marks_and_over_no_other() -> None:
     boxes = list(found.values())
     assert all(box.within(frame) for box in boxes)
     assert not any(box.overlaps(other) for box in boxes for other in boxes if box is not other)
-    assert not any(box.holds(spot) for box in boxes for spot in marks.values())
+    marked = [Box(x - 4, y - 4, x + 4, y + 4) for x, y in marks.values()]
+    assert not any(box.overlaps(mark) for box in boxes for mark in marked)

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 Spot = tuple[float, float]
-DISTANCES = (9, 20, 36)
+DISTANCES = (9, 20, 36, 60)
+RADIUS = 5  # of a mark
 # to the upper right first, as one expects it
 SIDES = ((1, 1), (-1, 1), (1, 0), (-1, 0), (1, -1), (-1, -1), (0, 1), (0, -1))
 
@@ -46,9 +47,9 @@ def place(
     """
     found: dict[str, Box] = {}
     for name, spot in marks.items():
-        others = [other for other in marks.values() if other != spot]
+        taken = [*found.values(), *(_around(other) for other in marks.values() if other != spot)]
         ranked = (
-            (_cost(box, list(found.values()), others, frame, line), number, box)
+            (_cost(box, taken, frame, line), number, box)
             for number, box in enumerate(_candidates(spot, sizes[name]))
         )
         found[name] = min(ranked)[2]
@@ -72,8 +73,11 @@ def _candidates(spot: Spot, size: Spot) -> Iterator[Box]:
             yield Box(left, low, left + width, low + height)
 
 
-def _cost(
-    box: Box, names: Collection[Box], marks: Collection[Spot], frame: Box, line: Collection[Spot]
-) -> int:
-    covered = sum(map(box.overlaps, names)) + (not box.within(frame)) + sum(map(box.holds, marks))
+def _around(mark: Spot) -> Box:
+    x, y = mark
+    return Box(x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS)
+
+
+def _cost(box: Box, taken: Collection[Box], frame: Box, line: Collection[Spot]) -> int:
+    covered = sum(map(box.overlaps, taken)) + (not box.within(frame))
     return 1000 * covered + sum(map(box.holds, line))
