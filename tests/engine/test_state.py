@@ -25,8 +25,9 @@ from tests.engine.pitfalls.program import (
     state_of,
     train,
 )
+from zoo.engine.norms import STATISTICS
 from zoo.engine.reach import reach
-from zoo.engine.state import STATISTICS, State
+from zoo.engine.state import State
 from zoo.measure.memory import trace
 
 

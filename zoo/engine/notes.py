@@ -43,7 +43,7 @@ def note(value: Any) -> Noted:
     if isinstance(value, Tensor):
         kept = value.detach()
         # an LSTM lists its parameters in an attribute, too: those are not written by a forward
-        copied = value.nbytes <= SMALL and not isinstance(value, Parameter)
+        copied = value.nbytes <= SMALL and not isinstance(value, Parameter) and _is_there(value)
         small = kept.clone() if copied else None
         return Noted(kept, (value.requires_grad, version_of(value), small))
     if _is_array(value):
@@ -77,6 +77,11 @@ def is_fixed(value: Any) -> bool:
 def is_flat(noted: Noted) -> bool:
     """Says whether what was noted is a list of numbers."""
     return isinstance(noted.parts, tuple) and isinstance(noted.value, list)
+
+
+def _is_there(tensor: Tensor) -> bool:
+    """Says whether a tensor has its memory; FSDP takes it away between two uses."""
+    return tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _is_array(value: Any) -> bool:

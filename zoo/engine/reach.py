@@ -34,7 +34,7 @@ LIBRARIES = ("torch", "numpy", "einops", "builtins", "collections", "functools",
 # what watches a second run must not be put back by it
 OURS = ("zoo.engine.", "zoo.verification.", "zoo.verify")
 # a function that names one of these may read what norms only write, or turn them
-STATISTICS = frozenset(
+OF_NORMS = frozenset(
     ("running_mean", "running_var", "num_batches_tracked", "buffers", "state_dict", "eval", "train")
 )
 # a method that names one of these may get at any child
@@ -150,9 +150,11 @@ class _Visit:
         self.seen.add(id(module))
         self.own(module, depth)
         owner = type(module)
-        if not _is_library(owner) and (owner, "forward") not in self.seen_types:
+        if (owner, "forward") not in self.seen_types:
             self.seen_types.add((owner, "forward"))
-            self.methods(owner, owner.forward, depth)
+            # FSDP2 makes a class of torch from one of the user's
+            if not all(map(_is_library, owner.__mro__)):
+                self.methods(owner, owner.forward, depth)
         for part in module._modules.values():
             if part is not None:
                 self.module(part, depth)
@@ -189,8 +191,7 @@ class _Visit:
             self.reached.hooked.append(module)
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 self.value(inspect.unwrap(hook), depth + 1)
-        if not _is_library(type(module)):
-            self.attributes_of(type(module))
+        self.attributes_of(type(module))
 
     def attributes_of(self, owner: Any) -> None:
         if (owner, "attributes") in self.seen_types:
@@ -209,7 +210,7 @@ class _Visit:
         if id(function) in self.seen or depth > DEEP:
             return
         self.seen.add(id(function))
-        if not STATISTICS.isdisjoint(_globals(function.__code__)):
+        if not OF_NORMS.isdisjoint(_globals(function.__code__)):
             self.reached.statistics = True
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
         variables = [Variable(*pair) for pair in zip(names, cells, strict=True)]

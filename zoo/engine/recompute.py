@@ -348,7 +348,10 @@ class _Replay(_Mode):
         return self.open.pop(number, None)
 
     def _stop_when_full(self) -> None:
-        if not self.open and self.unsettled is None:
+        if self.open or self.unsettled is not None:
+            return
+        assert self.target.state is not None
+        if not self.target.state.sharded.is_between_hooks():
             raise _Full
 
 
@@ -386,7 +389,9 @@ class _Segment:
                 assert self.parent is not None
                 self.parent.replay()
                 assert self.inputs is not None, "an outer replay delivers to all living segments"
+            assert self.state is not None
             values = self.inputs.again()
+            self.state.sharded.watch()
             _Replay(self).run(values)
             self.inputs.check(values)
             if torch._C._current_graph_task_id() != -1:
@@ -394,6 +399,8 @@ class _Segment:
 
     def forget(self) -> None:
         """Empties what a backward filled and did not use up."""
+        assert self.state is not None
+        self.state.sharded.settle()
         for slot in self.slots:
             target = None if isinstance(slot, _Kept) else slot()
             if target is not None:

@@ -10,8 +10,8 @@ from operator import is_
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from zoo.engine.norms import is_norm
 from zoo.engine.notes import PLAIN, is_fixed, is_flat, is_same_value, note, thaw, unchanged
 
 BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
@@ -75,11 +75,6 @@ def snapshot(module: nn.Module) -> Snapshot:
     if found.simple:
         _simple[module] = found
     return found
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Says whether a module works as one of torch's norms that may have running statistics."""
-    return isinstance(module, _NormBase) and type(module).forward.__module__.startswith("torch.")
 
 
 def _is_equal(now: Any, before: Any) -> bool:

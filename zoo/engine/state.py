@@ -13,35 +13,27 @@ and eval(), requires_grad, parameters swapped by `torch.func.functional_call`.
                             version is bumped that a graph may have saved
 
 Statistics of torch's own norms need no copy: in training they are written and not read, so any
-scratch will do. Buffers of more than 64 KiB are copied until a first run has left them alone. One
-that is moved later for the first time is refused in the backward, by name, and copied from then on.
+scratch will do (`norms`). Copies of other buffers are made where they may move (`buffers`).
 """
 
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from zoo.engine.notes import SMALL, is_comparable, note, thaw, unchanged, version_of
+from zoo.engine.buffers import BufferState
+from zoo.engine.norms import has_lazy_buffers, is_norm, moves_statistics, scratch_statistics_of
+from zoo.engine.notes import note, thaw, unchanged, version_of
 from zoo.engine.reach import Reached, Variable
-from zoo.engine.snapshot import BOOKKEEPING, Snapshot, is_norm
+from zoo.engine.sharded import Sharded
+from zoo.engine.snapshot import BOOKKEEPING, Snapshot
 from zoo.errors import RecomputeError
-
-# a count may be divided by; what the others hold is written over or thrown away
-STATISTICS = {
-    "running_mean": torch.empty_like,
-    "running_var": torch.empty_like,
-    "num_batches_tracked": torch.zeros_like,
-}
 
 
 class State:
@@ -49,14 +41,20 @@ class State:
 
     def __init__(self, reached: Reached) -> None:
         read = {*reached.modules} if reached.statistics else {*reached.hooked}
+        self.sharded = Sharded(reached.modules)
         self.modules = [
-            _ModuleState(module, found, found.norm and (module not in read or _is_lazy(module)))
+            _ModuleState(
+                module,
+                found,
+                norm=found.norm and (module not in read or has_lazy_buffers(module)),
+                exchanged=module in self.sharded.parts,
+            )
             for module, found in reached.modules.items()
         ]
         self.variables = [_VariableState(variable) for variable in reached.variables.values()]
         self.objects = [_ObjectState(value) for value in reached.objects.values()]
         self.buffers = [
-            _BufferState(state.module, name, buffer)
+            BufferState(state.module, name, buffer)
             for state in self.modules
             for name, buffer in state.buffers.items()
             if buffer is not None and not is_lazy(buffer)
@@ -133,7 +131,7 @@ class State:
                         named = _named(name, state.module, parameter)
                         lost.setdefault(state.module, f"parameter {named}")
         for buffer in self.buffers:
-            if buffer.copy is None and buffer.differs:
+            if buffer.is_lost:
                 named = _named(buffer.name, buffer.module, buffer.tensor)
                 lost.setdefault(buffer.module, f"buffer {named}")
         return lost
@@ -162,13 +160,15 @@ class _Scratch:
 class _ModuleState:
     """A module before the first run: attributes, parameters, children, and buffers that matter.
 
-    Those of a norm that only writes its statistics do not.
+    Those of a norm that only writes its statistics do not. Parameters that torch's hooks exchange
+    are left to them.
     """
 
-    __slots__ = ("buffers", "children", "module", "norm", "parameters", "snapshot")
+    __slots__ = ("buffers", "children", "exchanged", "module", "norm", "parameters", "snapshot")
 
-    def __init__(self, module: nn.Module, found: Snapshot, norm: bool) -> None:
-        self.module, self.snapshot, self.norm = module, found, norm
+    def __init__(self, module: nn.Module, found: Snapshot, *, norm: bool, exchanged: bool) -> None:
+        self.module, self.snapshot = module, found
+        self.norm, self.exchanged = norm, exchanged
         self.parameters = dict(module._parameters)
         self.buffers: dict[str, Tensor | None] = {} if norm else dict(module._buffers)
         self.children = dict(module._modules)
@@ -180,13 +180,13 @@ class _ModuleState:
         elif self.norm:
             registry: dict[str, Any] = self.module._buffers
             scratch.undo.append(functools.partial(registry.update, dict(registry)))
-            registry.update(_scratch_statistics_of(registry))
+            registry.update(scratch_statistics_of(registry))
 
     def _differs(self) -> bool:
         module = self.module
         return (
             not self.snapshot.holds(module)
-            or not _identical(self.parameters, module._parameters)
+            or not (self.exchanged or _identical(self.parameters, module._parameters))
             or not _identical(self.children, module._modules)
             or (not self.norm and not _identical(self.buffers, module._buffers))
         )
@@ -198,62 +198,23 @@ class _ModuleState:
         buffers: dict[str, Any] = dict(module._buffers if self.norm else self.buffers)
         buffers |= moved
         if self.norm:
-            buffers |= _scratch_statistics_of(buffers)
+            buffers |= scratch_statistics_of(buffers)
         registries = {
-            # what a first run initialized it initializes again, to the same values
-            "_parameters": {
-                name: scratch.parameter(value) if id(value) in written else value
-                for name, value in self.parameters.items()
-            },
+            "_parameters": self._parameters_again(written, scratch),
             "_buffers": buffers,
             "_modules": dict(self.children),
         }
         kept = {name: value for name, value in now.items() if name in BOOKKEEPING}
         _put_back(module, kept | self.snapshot.thawed(scratch.fresh) | registries)
 
-
-class _BufferState:
-    """A buffer before the first run, with a copy where it may move.
-
-    Copies of small buffers are shared by all segments for as long as the buffer stays as it is: one
-    that does not move it may still find it moved by another when its turn comes again.
-    """
-
-    __slots__ = ("copy", "module", "moved", "name", "tensor", "version")
-
-    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        self.module, self.name, self.tensor = module, name, tensor
-        self.version = version_of(tensor)
-        self.moved = False
-        self.copy: Tensor | None = None
-        if tensor.nbytes <= SMALL:
-            self.copy = _shared_copy(module, name, tensor)
-        elif _moves.get(module, {}).get(name, True):
-            self.copy = tensor.detach().clone()
-
-    def close(self) -> None:
-        self.moved = version_of(self.tensor) != self.version or self._moves_unseen()
-        if self.copy is not None and not self.moved and is_comparable(self.tensor):
-            # writes through .data bump no version
-            self.moved = not torch.equal(self.copy, self.tensor)
-        if self.tensor.nbytes > SMALL:
-            known = _moves.setdefault(self.module, {})
-            known[self.name] = self.moved or known.get(self.name, False)
-            if not self.moved:
-                self.copy = None
-
-    @property
-    def differs(self) -> bool:
-        return self.moved or version_of(self.tensor) != self.version
-
-    def _moves_unseen(self) -> bool:
-        """Says whether these may be statistics that a kernel writes without bumping a version."""
-        norm = isinstance(self.module, _NormBase) and self.module.training
-        return norm and self.name in STATISTICS and not is_comparable(self.tensor)
-
-    def again(self) -> Tensor:
-        """Returns the buffer as the first run found it."""
-        return self.copy.clone() if self.differs and self.copy is not None else self.tensor
+    def _parameters_again(self, written: set[int], scratch: _Scratch) -> Any:
+        if self.exchanged:
+            return self.module._parameters
+        # what a first run initialized it initializes again, to the same values
+        return {
+            name: scratch.parameter(value) if id(value) in written else value
+            for name, value in self.parameters.items()
+        }
 
 
 class _VariableState:
@@ -311,25 +272,6 @@ class _ObjectState:
             _put_back(self.value, before)
 
 
-_moves: "weakref.WeakKeyDictionary[nn.Module, dict[str, bool]]" = weakref.WeakKeyDictionary()
-_Copy = tuple[Any, int, Tensor]
-_copies: "weakref.WeakKeyDictionary[nn.Module, dict[str, _Copy]]" = weakref.WeakKeyDictionary()
-
-
-def _shared_copy(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    copies = _copies.setdefault(module, {})
-    known, version, copy = copies.get(name, (None, -1, tensor))
-    same = known is not None and known() is tensor and version == version_of(tensor)
-    if (
-        not same
-        or copy.shape != tensor.shape
-        or (is_comparable(tensor) and not torch.equal(copy, tensor))
-    ):
-        copy = tensor.detach().clone()
-        copies[name] = weakref.ref(tensor), version_of(tensor), copy
-    return copy
-
-
 def _identical(before: dict[str, Any], now: dict[str, Any]) -> bool:
     same_length = len(before) == len(now)
     return same_length and all(map(is_, before.values(), map(now.get, before)))
@@ -338,18 +280,6 @@ def _identical(before: dict[str, Any], now: dict[str, Any]) -> bool:
 def _put_back(value: Any, attributes: dict[str, Any]) -> None:
     vars(value).clear()
     vars(value).update(attributes)
-
-
-def _scratch_statistics_of(buffers: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        name: empty(value)
-        for name, empty in STATISTICS.items()
-        if (value := buffers.get(name)) is not None
-    }
-
-
-def _is_lazy(module: nn.Module) -> bool:
-    return any(buffer is not None and is_lazy(buffer) for buffer in module._buffers.values())
 
 
 def _named(name: str, module: nn.Module, tensor: Tensor) -> str:
@@ -375,9 +305,9 @@ def _watched(reached: Sequence[nn.Module], lost: Mapping[nn.Module, str]) -> Ite
                 "cannot repeat the first. Change it after the backward (step the optimizer there); "
                 "a buffer that the forward itself moves is copied from the next forward on."
             )
-        if module not in replaced and _moves_statistics(module):
+        if module not in replaced and moves_statistics(module):
             replaced[module] = dict(module._buffers)
-            module._buffers.update(_scratch_statistics_of(module._buffers))
+            module._buffers.update(scratch_statistics_of(module._buffers))
 
     handle = register_module_forward_pre_hook(replace)
     try:
@@ -386,7 +316,3 @@ def _watched(reached: Sequence[nn.Module], lost: Mapping[nn.Module, str]) -> Ite
         handle.remove()
         for module, originals in replaced.items():
             module._buffers.update(originals)
-
-
-def _moves_statistics(module: nn.Module) -> bool:
-    return is_norm(module) and module.training and module._buffers.get("running_mean") is not None

@@ -1,5 +1,6 @@
 """Two processes over gloo, started once: wrappers of torch and collectives in segments."""
 
+import functools
 import os
 import traceback
 from collections.abc import Callable
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, multiprocessing, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
+import zoo
 from tests.engine.pitfalls.program import (
     Call,
     Program,
@@ -20,6 +22,7 @@ from tests.engine.pitfalls.program import (
     frozen,
     gradients,
     net,
+    plain,
     state_of,
 )
 
@@ -76,35 +79,111 @@ def synchronized(call: Call) -> Any:
     return state_of(model), [x.grad for x in inputs]
 
 
-def sharded(inside: bool) -> Program:
-    def program(call: Call) -> Any:
-        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)]
-        model = nn.Sequential(*(Inside(call, b) if inside else b for b in blocks))
-        for block in model:
-            fully_shard(block)
-        fully_shard(model)
-        found = []
-        for x in batches():
-            y = model(x) if inside else call(model[1], call(model[0], x))
-            y.square().sum().backward()
-            found.append(frozen([y, x.grad]))
-        return found, [frozen(p.grad.full_tensor()) for p in model.parameters()]
-
-    return program
+calls = {"of blocks": 0}
 
 
-class Inside(nn.Module):
-    """A block that runs its body as a segment."""
+class Block(nn.Module):
+    """Has running statistics, dropout, counters; runs its body as a segment or in one."""
 
-    def __init__(self, call: Call, body: nn.Module) -> None:
+    def __init__(self, call: Call = plain) -> None:
         super().__init__()
-        self.call, self.body = call, body
+        self.call, self.calls = call, 0
+        self.scale = nn.Parameter(torch.ones(4))
+        middle = [nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.3)]
+        self.body = nn.Sequential(nn.Linear(4, 4), *middle, nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Any:
-        return self.call(self.body, x)
+        self.calls += 1
+        calls["of blocks"] += 1
+        return self.call(self.body, x) * self.scale / (self.calls + calls["of blocks"])
 
 
-CHECKS: dict[str, Program] = {
+class Blocks(nn.Module):
+    """Two sharded blocks, run by whatever function it is called with."""
+
+    def __init__(self, call: Call = plain) -> None:
+        super().__init__()
+        blocks = Block(call), Block(call)
+        self.first, self.second = (fully_shard(b, reshard_after_forward=True) for b in blocks)
+
+    def forward(self, function: Any, x: Tensor) -> Any:
+        return function(self, x)
+
+
+def inside(call: Call) -> Any:
+    return train_sharded(Blocks(call), lambda model, x: model.second(model.first(x)))
+
+
+def around(call: Call) -> Any:
+    return train_sharded(Blocks(), lambda model, x: call(model.second, call(model.first, x)))
+
+
+def around_more(call: Call) -> Any:
+    """What follows a block in its segment has its backward first."""
+
+    def function(model: Any, x: Tensor) -> Any:
+        y = call(lambda x: model.first(x).sin().exp(), x)
+        return call(lambda x: model.second(x).sin().exp(), y)
+
+    return train_sharded(Blocks(), function)
+
+
+def around_all(call: Call) -> Any:
+    """The root, with the segments of its blocks inside."""
+    model = fully_shard(Blocks())
+
+    def blocks(model: Any, x: Tensor) -> Any:
+        return call(model.second, call(model.first, x))
+
+    return train_sharded(model, lambda model, x: call(model, blocks, x).sin())
+
+
+def around_half(call: Call) -> Any:
+    """Every second step has no backward through the second block, nor is there a root."""
+    kept: list[Tensor] = []
+
+    def function(model: Any, x: Tensor) -> Any:
+        y, z = call(lambda x: (model.first(x).sin().exp(), model.second(x)), x)
+        kept.append(z)
+        return y + z if len(kept) % 2 else y
+
+    return train_sharded(Blocks(), function)
+
+
+def train_sharded(model: Any, function: Callable[[Any, Tensor], Any]) -> Any:
+    """Trains and returns outputs, gradients and what is left of the model."""
+    calls["of blocks"] = 0
+    shards, found = list(model.parameters()), []
+    optimizer = torch.optim.SGD(shards, 0.02, 0.9)
+    for x in batches():
+        y = function(model, x)
+        y.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        found.append(frozen([y, x.grad, dict(model.named_buffers())]))
+        blocks = model.first, model.second
+        found += [[b.calls, b._get_fsdp_state()._training_state.name] for b in blocks]
+    return found, [frozen(shard.full_tensor()) for shard in shards]
+
+
+def stepped_early() -> None:
+    """The optimizer steps between forward and backward."""
+    model, (x, *_) = fully_shard(Block()), batches()
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, 0.9)
+    y = zoo.recompute(model, x).sum()
+    y.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(zoo.RecomputeError, match=r"'scale' of FSDPBlock.* was changed"):
+        y.backward()
+
+
+def of_old() -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    with pytest.raises(zoo.RecomputeError, match=r"Shard with .*fully_shard, or put"):
+        zoo.recompute(model, batches()[0])
+
+
+EXACT: dict[str, Program] = {
     "default": data_parallel(False, False),
     "unused": data_parallel(False, False, find_unused_parameters=True),
     "static": data_parallel(False, False, static_graph=True),
@@ -112,8 +191,15 @@ CHECKS: dict[str, Program] = {
     "shared static": data_parallel(True, False, static_graph=True),
     "norm": data_parallel(False, True),
     "synchronized": synchronized,
-    "sharded inside": sharded(True),
-    "sharded around": sharded(False),
+    "sharded inside": inside,
+    "sharded around": around,
+    "sharded and more": around_more,
+    "sharded all": around_all,
+    "sharded half": around_half,
+}
+REFUSED = {"stepped early": stepped_early, "sharded by FSDP1": of_old}
+CHECKS: dict[str, Callable[[], None]] = REFUSED | {
+    name: functools.partial(assert_exact, program) for name, program in EXACT.items()
 }
 
 
@@ -123,16 +209,16 @@ def process(rank: int, folder: str) -> None:
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     try:
-        for name, program in CHECKS.items():
-            Path(folder, f"{name} {rank}").write_text(failure_of(program))
+        for name, check in CHECKS.items():
+            Path(folder, f"{name} {rank}").write_text(failure_of(check))
             distributed.barrier()
     finally:
         distributed.destroy_process_group()
 
 
-def failure_of(program: Program) -> str:
+def failure_of(check: Callable[[], None]) -> str:
     try:
-        assert_exact(program)
+        check()
     except Exception:
         return traceback.format_exc()
     return ""
@@ -146,15 +232,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[s
     return lambda name: [Path(folder, f"{name} {rank}").read_text() for rank in range(2)]
 
 
-AROUND = pytest.param(
-    "sharded around",
-    marks=pytest.mark.xfail(
-        strict=True, reason="FSDP2 gathers parameters into other storage, which is refused"
-    ),
-)
-
-
-@pytest.mark.parametrize("name", [*(name for name in CHECKS if name != "sharded around"), AROUND])
+@pytest.mark.parametrize("name", CHECKS)
 def test_it_holds_in_each_of_two_processes(name: str, failures: Callable[[str], list[str]]) -> None:
     """By name: DDP default, with unused parameters (longformer#63, pytorch#24005,
     transformers#4659), with a static graph; one block twice (FocalNet#4, pytorch#24005); with
