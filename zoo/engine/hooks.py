@@ -7,16 +7,15 @@ first run. Torch's own hooks always run: they keep books that a second run needs
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
-from zoo.engine.notes import version_of
+from zoo.engine.acting import Hook, acts, is_ours
+from zoo.engine.global_hooks import GlobalHooks
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-Hook = Callable[..., Any]
 Key = tuple[int, int]
 
 
@@ -25,22 +24,24 @@ class Hooks:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.found = [
-            (module, getattr(module, name), dict(getattr(module, name)))
+            (getattr(module, name), dict(getattr(module, name)))
             for module in modules
             for name in HOOKS
         ]
         self.acting: set[Key] = set()
+        self.everywhere = GlobalHooks()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Notes which hooks act while the block runs."""
         watches: list[_Watched] = []
         with contextlib.ExitStack() as stack:
-            for place, (module, registry, hooks) in enumerate(self.found):
+            stack.enter_context(self.everywhere.watched())
+            for place, (registry, hooks) in enumerate(self.found):
                 chosen = dict(hooks)
                 for number, hook in hooks.items():
-                    if not _is_torch(hook):
-                        chosen[number] = _Watched(hook, module, self.acting, (place, number))
+                    if not is_ours(_innermost(hook)):
+                        chosen[number] = _Watched(hook, self.acting, (place, number))
                         watches.append(chosen[number])
                 stack.enter_context(_exchanged(registry, chosen, again=False))
             try:
@@ -53,11 +54,13 @@ class Hooks:
     def acting_only(self) -> Iterator[None]:
         """Has the hooks in place that acted in the first run, removed ones too, and torch's own."""
         with contextlib.ExitStack() as stack:
-            for place, (_, registry, hooks) in enumerate(self.found):
+            stack.enter_context(self.everywhere.acting_only())
+            for place, (registry, hooks) in enumerate(self.found):
                 chosen = {
                     number: _innermost(hook)
                     for number, hook in (hooks | registry).items()
-                    if (place, number) in self.acting or (_is_torch(hook) and number in registry)
+                    if (place, number) in self.acting
+                    or (is_ours(_innermost(hook)) and number in registry)
                 }
                 stack.enter_context(_exchanged(registry, chosen, again=True))
             yield
@@ -66,17 +69,16 @@ class Hooks:
 class _Watched:
     """A hook in a first run: notes whether it acts, until that run is over."""
 
-    def __init__(self, hook: Hook, module: nn.Module, acting: set[Key], key: Key) -> None:
+    def __init__(self, hook: Hook, acting: set[Key], key: Key) -> None:
         self.__wrapped__ = hook
-        self.module, self.acting, self.key = module, acting, key
+        self.acting, self.key = acting, key
         self.over = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         if self.over:
-            return self.__wrapped__(*args, **kwargs)
-        before = _face(self.module, args)
-        result = self.__wrapped__(*args, **kwargs)
-        if result is not None or _face(self.module, args) != before:
+            return self.__wrapped__(*args)
+        result, acted = acts(self.__wrapped__, args)
+        if acted:
             self.acting.add(self.key)
         return result
 
@@ -119,20 +121,3 @@ def _innermost(hook: Hook) -> Hook:
     while isinstance(hook, _Watched):
         hook = hook.__wrapped__
     return hook
-
-
-def _face(module: nn.Module, args: Any) -> Any:
-    """Returns what a hook could change of a module and what it gets, by identity and version."""
-    registries = (module._parameters, module._buffers)
-    tensors = [value for registry in registries for value in registry.values()]
-    tensors += [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-    return (
-        [(name, id(value)) for name, value in vars(module).items()],
-        [(id(tensor), version_of(tensor)) for tensor in tensors if tensor is not None],
-    )
-
-
-def _is_torch(hook: Hook) -> bool:
-    hook = _innermost(hook)
-    origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return origin.partition(".")[0] == "torch"

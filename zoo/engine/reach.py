@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.engine.global_hooks import global_hooks
 from zoo.engine.notes import PLAIN
 from zoo.engine.snapshot import BOOKKEEPING, Snapshot, snapshot
 
@@ -102,6 +103,10 @@ def reach(roots: Iterable[Any]) -> Reached:
     visit = _Visit()
     for root in roots:
         visit.value(root, 0)
+    for hook in global_hooks().values():
+        # it may read any statistics
+        visit.reached.statistics = True
+        visit.value(inspect.unwrap(hook), 0)
     return visit.reached
 
 

@@ -1,5 +1,6 @@
 """Hooks of modules and tensors fire as often as without, and act in the second run, too."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+import zoo
 from tests.engine.pitfalls.program import (
     WAYS,
     Call,
     Way,
     assert_exact,
-    module,
     net,
     rows,
     state_of,
@@ -171,26 +172,80 @@ def test_hooks_of_every_kind(add: Callable[[nn.Sequential, Book], None], way: Wa
     assert_exact(lambda call: trace_of(call, way, add))
 
 
-@pytest.mark.xfail(strict=True, reason="hooks for all modules fire again in the second run")
-def test_global_hooks_fire_once_per_forward() -> None:
+def for_all(model: nn.Sequential, book: Book) -> list[Any]:
+    everywhere = torch.nn.modules.module
+    return [
+        everywhere.register_module_forward_pre_hook(lambda m, xs: book.note(type(m).__name__)),
+        everywhere.register_module_forward_hook(
+            lambda m, xs, ks, y: book.note((type(m).__name__, y.detach())), with_kwargs=True
+        ),
+        everywhere.register_module_full_backward_hook(lambda m, a, b: book.note("backward")),
+    ]
+
+
+def for_all_that_act(model: nn.Sequential, book: Book) -> list[Any]:
+    """The second scales by how often it was called; the last looks at what the others did."""
+    calls, everywhere = Book(), torch.nn.modules.module
+
+    def scale(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        calls.entries = [*calls.entries, 1]
+        return output.tanh() * len(calls.entries)
+
+    return [
+        everywhere.register_module_forward_pre_hook(lambda m, xs: (xs[0] * 2,)),
+        everywhere.register_module_forward_hook(scale, always_call=True),
+        everywhere.register_module_forward_hook(lambda m, xs, y: book.note(y.detach())),
+    ]
+
+
+@pytest.mark.parametrize("add", [for_all, for_all_that_act])
+@pytest.mark.parametrize("way", WAYS)
+def test_global_hooks_fire_once_per_forward(add: Any, way: Way) -> None:
     """register_module_forward_hook and its like, as profilers use them."""
 
     def program(call: Call) -> Any:
-        book = Book()
-        register = torch.nn.modules.module
-        handles = [
-            register.register_module_forward_pre_hook(lambda m, xs: book.note(type(m).__name__)),
-            register.register_module_forward_hook(lambda m, xs, y: book.note(type(m).__name__)),
-            register.register_module_full_backward_hook(lambda m, a, b: book.note("backward")),
-        ]
+        handles: list[Any] = []
         try:
-            found = trace_of(call, module, lambda model, other: None)
+            found = trace_of(call, way, lambda *given: handles.extend(add(*given)))
         finally:
             for handle in handles:
                 handle.remove()
-        return found, book.entries
+        return found, len(torch.nn.modules.module._global_forward_hooks)
 
     assert_exact(program)
+
+
+def test_a_global_hook_that_acts_must_be_there_in_the_backward() -> None:
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, xs, y: y * 2)
+    try:
+        loss = zoo.recompute(net(nn.Linear(4, 4)), *rows()).sum()
+    finally:
+        handle.remove()
+    with pytest.raises(zoo.RecomputeError, match=r"hook for all modules.* was removed between"):
+        loss.backward()
+
+
+def test_a_global_hook_fires_on_another_thread_during_a_second_run() -> None:
+    """And is afterwards in its registry as it was."""
+    book, other, everywhere = Book(), nn.Tanh(), torch.nn.modules.module
+
+    def function(x: Tensor) -> Tensor:
+        if zoo.is_recomputing():
+            thread = threading.Thread(target=other, args=rows())
+            thread.start()
+            thread.join()
+        return x.sin().exp()
+
+    def hook(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        book.note(layer)
+
+    handle = everywhere.register_module_forward_hook(hook)
+    try:
+        zoo.recompute(function, *rows()).sum().backward()
+        assert book.entries == [other]
+        assert everywhere._global_forward_hooks[handle.id] is hook
+    finally:
+        handle.remove()
 
 
 def test_a_tensor_hooked_inside_fires_once() -> None:
