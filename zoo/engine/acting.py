@@ -1,9 +1,10 @@
 """Whether a hook looks or acts.
 
-One that looks returns None and leaves its module and what it gets as they are.
+One that looks returns None, and leaves its module, what it gets, and what others read as they are.
+A log that only such hooks write belongs to none of these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,14 +13,45 @@ from torch.utils import _pytree as pytree
 from zoo.engine.notes import version_of
 
 Hook = Callable[..., Any]
+Places = Mapping[Hashable, Callable[[], Callable[[], bool]]]
 
 
-def acts(hook: Hook, args: Any) -> tuple[Any, bool]:
-    """Calls a hook with a module and more; returns its result and whether it acted."""
-    module, *rest = args
-    before = _face(module, rest)
-    result = hook(*args)
-    return result, result is not None or _face(module, rest) != before
+class Acting:
+    """The hooks that act in a first run.
+
+    `read` are the places that the rest of it reads; `places` has for a hook those that it may read
+    or write: what to call before it, and what that returns to be asked after it for a change.
+    """
+
+    def __init__(self, read: set[Hashable]) -> None:
+        self.read = read
+        self.hooks: set[Hashable] = set()
+        self.places: dict[Hashable, Places] = {}
+        self.changed: dict[Hashable, set[Hashable]] = {}
+
+    def fire(self, key: Hashable, hook: Hook, args: Any) -> Any:
+        """Calls a hook with a module and more, and notes what it does."""
+        module, *rest = args
+        before = _face(module, rest)
+        watches = {place: watch() for place, watch in self.places.get(key, {}).items()}
+        result = hook(*args)
+        if result is not None or _face(module, rest) != before:
+            self.hooks.add(key)
+        changed = {place for place, has_changed in watches.items() if has_changed()}
+        self.changed.setdefault(key, set()).update(changed)
+        return result
+
+    def close(self) -> None:
+        """Counts in those that wrote what is read by the forward or by others that act."""
+        count = -1
+        while len(self.hooks) > count:
+            count = len(self.hooks)
+            for key in self.hooks:
+                self.read.update(self.places.get(key, ()))
+            self.hooks |= self._writers()
+
+    def _writers(self) -> set[Hashable]:
+        return {key for key, changed in self.changed.items() if changed & self.read}
 
 
 def _face(module: nn.Module, args: Any) -> Any:

@@ -10,12 +10,12 @@ the hook acts; a second run, which fires only those that did; or neither.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from torch.nn.modules import module as registries
 
-from zoo.engine.acting import Hook, acts, is_ours
+from zoo.engine.acting import Acting, Hook, is_ours
 from zoo.errors import RecomputeError
 
 
@@ -30,8 +30,8 @@ def global_hooks() -> dict[int, Hook]:
 class GlobalHooks:
     """The hooks for all modules that act in a first run."""
 
-    def __init__(self) -> None:
-        self.acting: set[int] = set()
+    def __init__(self, acting: Acting) -> None:
+        self.acting = acting
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -46,33 +46,31 @@ class GlobalHooks:
         Raises:
             RecomputeError: one of them is gone.
         """
-        if not self.acting <= global_hooks().keys():
+        numbers = {key for key in self.acting.hooks if isinstance(key, int)}
+        if not numbers <= global_hooks().keys():
             raise RecomputeError(
                 "a hook for all modules, which changed what they compute, was removed between "
                 "forward and backward. Remove it after the backward."
             )
-        with _gated(_Second(self.acting)):
+        with _gated(_Second(self.acting.hooks)):
             yield
 
 
 class _First:
     """A first run, maybe in another run."""
 
-    def __init__(self, acting: set[int], outer: "_Run | None") -> None:
+    def __init__(self, acting: Acting, outer: "_Run | None") -> None:
         self.acting, self.outer = acting, outer
 
     def fire(self, number: int, hook: Hook, args: Any) -> Any:
         inner = hook if self.outer is None else _passed_to(self.outer, number, hook)
-        result, acted = acts(inner, args)
-        if acted:
-            self.acting.add(number)
-        return result
+        return self.acting.fire(number, inner, args)
 
 
 class _Second:
     """A second run; whatever runs around it is another matter."""
 
-    def __init__(self, acting: set[int]) -> None:
+    def __init__(self, acting: set[Hashable]) -> None:
         self.acting = acting
 
     def fire(self, number: int, hook: Hook, args: Any) -> Any:

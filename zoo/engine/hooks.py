@@ -2,34 +2,41 @@
 
 A hook that only looks (it returns None and leaves its module as it is) has done its work in the
 first run. One that acts - returns another output, sets an attribute as pruning and the hook-based
-spectral norm do - belongs to the computation and must act again. Which is which is seen in the
-first run. Torch's own hooks always run: they keep books that a second run needs, too.
+spectral norm do, writes a variable that the forward reads - belongs to the computation and must act
+again. Which is which is seen in the first run (`acting`). Torch's own hooks always run: they keep
+books that a second run needs, too.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
-
-from zoo.engine.acting import Hook, acts, is_ours
-from zoo.engine.global_hooks import GlobalHooks
+from zoo.engine.acting import Acting, Hook, is_ours
+from zoo.engine.global_hooks import GlobalHooks, global_hooks
+from zoo.engine.reach import Reached, places_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-Key = tuple[int, int]
 
 
 class Hooks:
     """Modules that have hooks as a first run finds them, and the hooks that act in it."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, reached: Reached) -> None:
         self.found = [
             (getattr(module, name), dict(getattr(module, name)))
-            for module in modules
+            for module in reached.hooked
             for name in HOOKS
         ]
-        self.acting: set[Key] = set()
-        self.everywhere = GlobalHooks()
+        self.acting = Acting(reached.read)
+        self.acting.places = {key: places_of(hook) for key, hook in self._users()}
+        self.everywhere = GlobalHooks(self.acting)
+
+    def _users(self) -> Iterator[tuple[Hashable, Hook]]:
+        yield from global_hooks().items()
+        for place, (_, hooks) in enumerate(self.found):
+            for number, hook in hooks.items():
+                if not is_ours(_innermost(hook)):
+                    yield (place, number), _innermost(hook)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -49,6 +56,7 @@ class Hooks:
             finally:
                 for watch in watches:
                     watch.over = True
+                self.acting.close()
 
     @contextlib.contextmanager
     def acting_only(self) -> Iterator[None]:
@@ -59,7 +67,7 @@ class Hooks:
                 chosen = {
                     number: _innermost(hook)
                     for number, hook in (hooks | registry).items()
-                    if (place, number) in self.acting
+                    if (place, number) in self.acting.hooks
                     or (is_ours(_innermost(hook)) and number in registry)
                 }
                 stack.enter_context(_exchanged(registry, chosen, again=True))
@@ -69,7 +77,7 @@ class Hooks:
 class _Watched:
     """A hook in a first run: notes whether it acts, until that run is over."""
 
-    def __init__(self, hook: Hook, acting: set[Key], key: Key) -> None:
+    def __init__(self, hook: Hook, acting: Acting, key: Hashable) -> None:
         self.__wrapped__ = hook
         self.acting, self.key = acting, key
         self.over = False
@@ -77,10 +85,7 @@ class _Watched:
     def __call__(self, *args: Any) -> Any:
         if self.over:
             return self.__wrapped__(*args)
-        result, acted = acts(self.__wrapped__, args)
-        if acted:
-            self.acting.add(self.key)
-        return result
+        return self.acting.fire(self.key, self.__wrapped__, args)
 
 
 @contextlib.contextmanager

@@ -12,12 +12,13 @@ string, what a generator function goes through) is not found.
 
 import functools
 import inspect
+import itertools
 import random
 import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.engine.global_hooks import global_hooks
-from zoo.engine.notes import PLAIN
+from zoo.engine.notes import PLAIN, note, unchanged
 from zoo.engine.snapshot import BOOKKEEPING, Snapshot, snapshot
 
 LONG = 1000
@@ -59,7 +60,8 @@ FUNCTIONS = (
 class Reached:
     """What was found: modules as they are, those of them with hooks, other objects, generators.
 
-    And variables of functions. `statistics` says that a function may use those of norms.
+    And variables of functions. `statistics` says that a function may use those of norms; `read` has
+    the keys of what is reached without hooks.
     """
 
     modules: dict[nn.Module, Snapshot] = field(default_factory=dict)
@@ -68,6 +70,7 @@ class Reached:
     generators: dict[int, Any] = field(default_factory=dict)
     variables: dict[tuple[int, str], "Variable"] = field(default_factory=dict)
     statistics: bool = False
+    read: set[Hashable] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,40 @@ def reach(roots: Iterable[Any]) -> Reached:
     visit = _Visit()
     for root in roots:
         visit.value(root, 0)
-    for hook in global_hooks().values():
-        # it may read any statistics
-        visit.reached.statistics = True
-        visit.value(inspect.unwrap(hook), 0)
-    return visit.reached
+    reached, everywhere = visit.reached, global_hooks()
+    # one for all modules may read any statistics
+    reached.statistics |= bool(everywhere)
+    if everywhere or reached.hooked:
+        reached.read = {*reached.variables, *reached.objects, *map(id, reached.modules)}
+        # a hook may reach modules that have hooks
+        for hook in itertools.chain(everywhere.values(), visit.hooks):
+            visit.value(inspect.unwrap(hook), 1)
+    return reached
+
+
+def places_of(hook: Any) -> dict[Hashable, Callable[[], Callable[[], bool]]]:
+    """Returns the places that a hook may read or write, each to be watched for a change."""
+    visit = _HookVisit()
+    visit.value(inspect.unwrap(hook), 1)
+    reached = visit.reached
+    places: dict[Hashable, Callable[[], Callable[[], bool]]] = {
+        key: functools.partial(_watch, variable.read) for key, variable in reached.variables.items()
+    }
+    for key, value in reached.objects.items():
+        places[key] = functools.partial(_watch, functools.partial(vars, value))
+    for module in reached.modules:
+        places[id(module)] = functools.partial(_watch_module, module)
+    return places
+
+
+def _watch(read: Callable[[], Any]) -> Callable[[], bool]:
+    noted = note(read())
+    return lambda: not unchanged(noted, read())
+
+
+def _watch_module(module: nn.Module) -> Callable[[], bool]:
+    found = snapshot(module)
+    return lambda: not found.holds(module)
 
 
 class _Visit:
@@ -117,6 +149,7 @@ class _Visit:
         self.reached = Reached()
         self.seen: set[int] = set()
         self.seen_types: set[tuple[type, str]] = set()
+        self.hooks: list[Any] = []
 
     def value(self, value: Any, depth: int) -> None:
         if isinstance(value, nn.Module):
@@ -194,8 +227,8 @@ class _Visit:
                     self.value(value, depth + 1)
         if module._forward_pre_hooks or module._forward_hooks:
             self.reached.hooked.append(module)
-            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                self.value(inspect.unwrap(hook), depth + 1)
+            self.hooks += module._forward_pre_hooks.values()
+            self.hooks += module._forward_hooks.values()
         self.attributes_of(type(module))
 
     def attributes_of(self, owner: Any) -> None:
@@ -244,6 +277,16 @@ class _Visit:
             if not isinstance(value, FUNCTIONS):
                 self.reached.variables[id(variable.holder), variable.name] = variable
             self.value(value, depth + 1)
+
+
+class _HookVisit(_Visit):
+    """A walk that goes no further than to modules."""
+
+    def module(self, module: nn.Module, depth: int) -> None:
+        self.own(module, depth)
+
+    def own(self, module: nn.Module, depth: int) -> None:
+        self.reached.modules[module] = snapshot(module)
 
 
 def is_generator(value: Any) -> bool:

@@ -214,7 +214,7 @@ class _Recording(_Mode):
         reached = reach(segment.task.roots)
         segment.streams = read_streams(sources(inputs, reached.generators.values()))
         segment.state = State(reached)
-        segment.hooks = Hooks(reached.hooked)
+        segment.hooks = Hooks(reached)
         if segment.parent is None:
             segment.inputs = _Inputs(inputs)
         earlier = _thread.recordings

@@ -1,6 +1,7 @@
 """Hooks of modules and tensors fire as often as without, and act in the second run, too."""
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,34 @@ def steers_by_a_switch(model: nn.Sequential, book: Book) -> None:
     model[2].register_forward_hook(lambda m, xs, y: y * switch["scale"])
 
 
+def steers_by_a_chain(model: nn.Sequential, book: Book) -> None:
+    """What one writes another reads, and that one's object the hook that acts."""
+    first, second = [0.0], types.SimpleNamespace()
+
+    def count(layer: Any, inputs: Any) -> None:
+        first[0] += 1
+
+    def pass_on(layer: Any, inputs: Any) -> None:
+        second.scale = first[0]
+
+    model[1].register_forward_pre_hook(count)
+    model[2].register_forward_pre_hook(pass_on)
+    model[2].register_forward_hook(lambda m, xs, y: y * second.scale)
+    model[2].register_forward_hook(lambda m, xs, y: book.note(y.detach()))
+
+
+def steers_another_module(model: nn.Sequential, book: Book) -> None:
+    """By a method of a module that the forward does not run."""
+    other = model[4]
+
+    class Control(nn.Module):
+        def turn(self, layer: Any, inputs: Any) -> None:
+            other.scale = getattr(other, "scale", 1) + 1
+
+    model[2].register_forward_pre_hook(Control().turn)
+    model[4].register_forward_hook(lambda m, xs, y: y * m.scale)
+
+
 def looks_at_gradients(model: nn.Sequential, book: Book) -> None:
     model[2].register_full_backward_hook(
         lambda m, down, up: book.note(("full", down[0].clone(), up[0].clone()))
@@ -160,8 +189,7 @@ HOOKS = [
     looks, takes_keywords, modifies, modifies_in_place, modifies_and_looks, modifies_sometimes,
     sets_an_attribute, moves_a_buffer, prunes, removes_itself, looks_at_gradients,
     modifies_gradients, hooks_tensors,
-    pytest.param(steers_by_a_switch, marks=pytest.mark.xfail(
-        strict=True, reason="a hook that only writes to a variable counts as one that looks")),
+    steers_by_a_switch, steers_by_a_chain, steers_another_module,
 ]  # fmt: skip
 
 
