@@ -4,6 +4,7 @@ number, string, None ...    itself
 list, set, dict             its parts, so that an append or a new key is seen and undone
 tuple of numbers            itself
 tensor                      its storage and version, and a copy where it is small, no parameter
+iterator                    where it stands
 any other object            itself: what happens inside is not seen
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zoo.engine.iterators import Position, position_of
 from zoo.errors import RecomputeError
 
 SMALL = 1 << 16
@@ -48,7 +50,7 @@ def note(value: Any) -> Noted:
         return Noted(kept, (value.requires_grad, version_of(value), small))
     if _is_array(value):
         return Noted(value, value.copy() if value.nbytes <= SMALL else None)
-    return Noted(value, _parts_of(value))
+    return Noted(value, position_of(value) or _parts_of(value))
 
 
 def _parts_of(value: Any) -> Any:
@@ -122,6 +124,8 @@ def is_comparable(tensor: Tensor) -> bool:
 
 
 def _same_parts(value: Any, parts: Any) -> bool:
+    if isinstance(parts, Position):
+        return parts.holds(value)
     if _is_array(value):
         return bool((parts == value).all())
     if isinstance(parts, int):
@@ -157,6 +161,8 @@ def thaw(noted: Noted, fresh: dict[int, Any]) -> Any:
 def _rebuilt(value: Any, parts: Any, fresh: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return _rebuilt_tensor(value, *parts)
+    if isinstance(parts, Position):
+        return parts.again()
     if _is_array(value):
         return parts.copy()
     if isinstance(value, dict):

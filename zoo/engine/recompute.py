@@ -351,7 +351,7 @@ class _Replay(_Mode):
         if self.open or self.unsettled is not None:
             return
         assert self.target.state is not None
-        if not self.target.state.sharded.is_between_hooks():
+        if not self.target.state.must_end():
             raise _Full
 
 

@@ -33,7 +33,10 @@ from zoo.engine.notes import note, thaw, unchanged, version_of
 from zoo.engine.reach import Reached, Variable
 from zoo.engine.sharded import Sharded
 from zoo.engine.snapshot import BOOKKEEPING, Snapshot
+from zoo.engine.writes import check_repeated, copies_of, learn
 from zoo.errors import RecomputeError
+
+_Written = Mapping[int, Tensor | None]
 
 
 class State:
@@ -59,16 +62,19 @@ class State:
             for name, buffer in state.buffers.items()
             if buffer is not None and not is_lazy(buffer)
         ]
-        self.parameters = [
-            parameter
+        self.places = [
+            (state.module, name, parameter)
             for state in self.modules
-            for parameter in state.parameters.values()
+            for name, parameter in state.parameters.items()
             if parameter is not None
         ]
+        self.parameters = [parameter for _, _, parameter in self.places]
         self.owned = frozenset(map(id, self.parameters))
         self.flags = [parameter.requires_grad for parameter in self.parameters]
         self.versions = list(map(version_of, self.parameters))
-        self.written: set[int] = set()
+        self.copies = {} if self.sharded.parts else copies_of(self.places)
+        self.written: dict[int, Tensor | None] = {}
+        self.repeats = False
 
     def owns(self, tensor: Tensor) -> bool:
         """Says whether a tensor is a parameter of a module that the function reaches."""
@@ -79,7 +85,11 @@ class State:
         states: list[Any] = [*self.buffers, *self.variables]
         for state in states:
             state.close()
-        self.written = self._parameters_moved()
+        written = self._parameters_moved()
+        if written or self.copies:
+            learn(self.places, written)
+        self.written = {key: self.copies.get(key) for key in written}
+        self.copies = {}
         self.versions = list(map(version_of, self.parameters))
 
     @contextlib.contextmanager
@@ -93,11 +103,17 @@ class State:
             lost = self._lost()
             self._restore(scratch)
             norms = [state.module for state in self.modules if is_norm(state.module)]
+            self.repeats = bool(scratch.repeated)
             with _watched(norms, lost):
                 yield scratch.storages
         finally:
             for action in reversed(scratch.undo):
                 action()
+            check_repeated(scratch.repeated)
+
+    def must_end(self) -> bool:
+        """Says whether a second run must not stop here, or at all before its end."""
+        return self.repeats or self.sharded.is_between_hooks()
 
     def _restore(self, scratch: "_Scratch") -> None:
         holders: list[Any] = [*self.variables, *self.objects]
@@ -125,11 +141,9 @@ class State:
         """Says what was changed in place since and cannot be given again, module by module."""
         lost: dict[nn.Module, str] = {}
         if changed := self._parameters_moved():
-            for state in self.modules:
-                for name, parameter in state.parameters.items():
-                    if parameter is not None and id(parameter) in changed:
-                        named = _named(name, state.module, parameter)
-                        lost.setdefault(state.module, f"parameter {named}")
+            for module, name, parameter in self.places:
+                if id(parameter) in changed:
+                    lost.setdefault(module, f"parameter {_named(name, module, parameter)}")
         for buffer in self.buffers:
             if buffer.is_lost:
                 named = _named(buffer.name, buffer.module, buffer.tensor)
@@ -140,20 +154,23 @@ class State:
 class _Scratch:
     """What a second run changes, how to undo it, and the storages of its own parameters.
 
-    `fresh` has the copies of containers that several places share.
+    `fresh` has the copies of containers that several places share; `repeated` the parameters that
+    the first run wrote and their copies, where what they were is not known.
     """
 
     def __init__(self) -> None:
         self.fresh: dict[int, Any] = {}
         self.undo: list[Callable[[], object]] = []
         self.storages: set[int] = set()
+        self.repeated: list[tuple[nn.Parameter, Tensor]] = []
 
-    def parameter(self, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def parameter(self, parameter: nn.Parameter, before: Tensor | None) -> nn.Parameter:
         """Returns a copy to be written in the place of a parameter."""
-        if parameter is None:
-            return None
-        copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        value = parameter.detach() if before is None else before
+        copy = nn.Parameter(value.clone(), parameter.requires_grad)
         self.storages.add(copy.untyped_storage()._cdata)
+        if before is None:
+            self.repeated.append((parameter, copy))
         return copy
 
 
@@ -173,9 +190,9 @@ class _ModuleState:
         self.buffers: dict[str, Tensor | None] = {} if norm else dict(module._buffers)
         self.children = dict(module._modules)
 
-    def restore(self, moved: dict[str, Tensor], written: set[int], scratch: _Scratch) -> None:
+    def restore(self, moved: dict[str, Tensor], written: _Written, scratch: _Scratch) -> None:
         """Gives the module what it had; `moved` are buffers, `written` parameters to be copied."""
-        if moved or not written.isdisjoint(map(id, self.parameters.values())) or self._differs():
+        if moved or self._is_among(written) or self._differs():
             self._replace(moved, written, scratch)
         elif self.norm:
             registry: dict[str, Any] = self.module._buffers
@@ -191,7 +208,7 @@ class _ModuleState:
             or (not self.norm and not _identical(self.buffers, module._buffers))
         )
 
-    def _replace(self, moved: dict[str, Tensor], written: set[int], scratch: _Scratch) -> None:
+    def _replace(self, moved: dict[str, Tensor], written: _Written, scratch: _Scratch) -> None:
         module = self.module
         now = dict(vars(module))
         scratch.undo.append(functools.partial(_put_back, module, now))
@@ -207,14 +224,19 @@ class _ModuleState:
         kept = {name: value for name, value in now.items() if name in BOOKKEEPING}
         _put_back(module, kept | self.snapshot.thawed(scratch.fresh) | registries)
 
-    def _parameters_again(self, written: set[int], scratch: _Scratch) -> Any:
+    def _parameters_again(self, written: _Written, scratch: _Scratch) -> Any:
         if self.exchanged:
             return self.module._parameters
         # what a first run initialized it initializes again, to the same values
         return {
-            name: scratch.parameter(value) if id(value) in written else value
+            name: scratch.parameter(value, written[id(value)])
+            if value is not None and id(value) in written
+            else value
             for name, value in self.parameters.items()
         }
+
+    def _is_among(self, written: _Written) -> bool:
+        return bool(written) and any(id(value) in written for value in self.parameters.values())
 
 
 class _VariableState:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zoo
 from tests.engine.pitfalls.program import (
     WAYS,
     Call,
@@ -128,6 +130,21 @@ class InAnIterator(Scheduled):
         return next(self.numbers)
 
 
+class InAnIteratorOfSteps(InAnIterator):
+    def start(self) -> None:
+        self.numbers = itertools.count(1.5, 0.1)  # type: ignore[assignment]
+
+
+class InAListIterator(InAnIterator):
+    def start(self) -> None:
+        self.numbers = iter([3, 1, 2, 5, 4])  # type: ignore[assignment]
+
+
+class InARangeIterator(InAnIterator):
+    def start(self) -> None:
+        self.numbers = iter(range(3, 40))  # type: ignore[assignment]
+
+
 class InAnArray(Scheduled):
     def start(self) -> None:
         self.array = numpy.zeros(2)
@@ -169,8 +186,7 @@ class InAPrivateAttribute(Scheduled):
 PLACES = [
     Scheduled, InAnObject, InAList, InALongList, InADictOfLists, InADefaultDict, InACounter,
     InADeque, InASet, InAnArray, InATensor, InItsClass, InAPrivateAttribute,
-    pytest.param(InAnIterator, marks=pytest.mark.xfail(
-        strict=True, reason="an iterator cannot be copied")),
+    InAnIterator, InAnIteratorOfSteps, InAListIterator, InARangeIterator,
 ]  # fmt: skip
 
 
@@ -185,6 +201,36 @@ def test_a_counter_counts_once(way: Way) -> None:
 def test_a_counter_used_as_a_schedule(place: type[nn.Module], way: Way) -> None:
     """torch.utils.checkpoint's docs: other behavior in the backward 'due to a global variable'."""
     assert_trains(place, way=way)
+
+
+ITERATORS = [
+    lambda: (number for number in range(9)),
+    lambda: map(abs, range(9)),
+    lambda: itertools.cycle([1, 2]),
+    lambda: itertools.count(numpy.float64(1.5)),
+]
+
+
+@pytest.mark.parametrize("make", ITERATORS)
+def test_an_iterator_that_cannot_be_copied_is_refused(make: Callable[[], Any]) -> None:
+    model = InAnIterator()
+    model.numbers = make()
+    loss = zoo.recompute(model, *rows()).sum()
+    kind = type(model.numbers).__name__
+    with pytest.raises(zoo.RecomputeError, match=rf"what comes next from a {kind}.*zoo\.remember"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("make", ITERATORS)
+def test_what_comes_next_can_be_remembered(make: Callable[[], Any]) -> None:
+    class Remembering(InAnIterator):
+        def start(self) -> None:
+            self.numbers = make()
+
+        def count(self) -> int:
+            return zoo.remember(lambda: next(self.numbers))
+
+    assert_trains(Remembering)
 
 
 steps_taken = 0

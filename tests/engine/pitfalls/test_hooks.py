@@ -16,9 +16,11 @@ from tests.engine.pitfalls.program import (
     Call,
     Way,
     assert_exact,
+    module,
     net,
     rows,
     state_of,
+    train,
 )
 
 Log = list[Any]
@@ -239,6 +241,21 @@ def test_global_hooks_fire_once_per_forward(add: Any, way: Way) -> None:
             for handle in handles:
                 handle.remove()
         return found, len(torch.nn.modules.module._global_forward_hooks)
+
+    assert_exact(program)
+
+
+def test_a_global_hook_that_reads_statistics_by_a_name_of_its_own() -> None:
+    name = "_".join(("running", "var"))
+
+    def program(call: Call) -> Any:
+        handle = torch.nn.modules.module.register_module_forward_hook(
+            lambda m, xs, y: y * getattr(m, name).sum() if hasattr(m, name) else None
+        )
+        try:
+            return train(call, net(nn.BatchNorm1d(4)), rows, module, 2)
+        finally:
+            handle.remove()
 
     assert_exact(program)
 
