@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -149,6 +149,7 @@ class _Visit:
         self.reached = Reached()
         self.seen: set[int] = set()
         self.seen_types: set[tuple[type, str]] = set()
+        self.seen_methods: set[tuple[type, Any]] = set()
         self.hooks: list[Any] = []
 
     def value(self, value: Any, depth: int) -> None:
@@ -200,7 +201,7 @@ class _Visit:
     def method(self, method: types.MethodType, depth: int) -> None:
         owner, function = method.__self__, method.__func__
         if isinstance(owner, nn.Module):
-            names = _names(type(owner), function)
+            names = _named_by(type(owner), function).names
             self.own(owner, depth)
             for name in owner._modules.keys() if names & ANY_CHILD else names:
                 child = owner._modules.get(name)
@@ -212,8 +213,11 @@ class _Visit:
 
     def methods(self, owner: type, function: Any, depth: int) -> None:
         """A method and those of its class that it names."""
+        if depth > DEEP or (owner, function) in self.seen_methods:
+            return
+        self.seen_methods.add((owner, function))
         self.function(function, depth)
-        for name in _names(owner, function):
+        for name in _named_by(owner, function).methods:
             for method in _methods_of(owner, name):
                 self.function(method, depth)
 
@@ -321,19 +325,28 @@ def _globals(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+class _Named(NamedTuple):
+    """The names in a method's code and in the methods of its class that it names, and these."""
+
+    names: frozenset[str] = frozenset()
+    methods: tuple[str, ...] = ()
+
+
 # both weakly: a class holds its functions
-_known: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[type, frozenset[str]]]" = (
+_known: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[type, _Named]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _names(owner: type, function: Any) -> frozenset[str]:
-    """Returns the names in a method's code and in the methods of its class that it names."""
+def _named_by(owner: type, function: Any) -> _Named:
     if not isinstance(function, types.FunctionType):
-        return frozenset()
-    found = _known.setdefault(function, weakref.WeakKeyDictionary())
+        return _Named()
+    found = _known.get(function)
+    if found is None:
+        found = _known[function] = weakref.WeakKeyDictionary()
     if owner not in found:
-        found[owner] = frozenset(_collect(owner, function, set()))
+        names = frozenset(_collect(owner, function, set()))
+        found[owner] = _Named(names, tuple(n for n in names if any(_methods_of(owner, n))))
     return found[owner]
 
 
