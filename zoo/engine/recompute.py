@@ -23,7 +23,6 @@ segment's second run delivers, and that run leaves the inner one's boxes empty.
 Under `torch.compile` torch's own checkpoint takes over; under `torch.func` the function just runs.
 """
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from zoo.engine.ambient import Ambient
+from zoo.engine.compiled import Never, run_compiled_segment, uncompiled
 from zoo.engine.hooks import Hooks
 from zoo.engine.notes import version_of
 from zoo.engine.randomness import Stream, read_streams, replayed_streams, sources
@@ -79,36 +79,11 @@ def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwa
 
 def _recompute_compiled(function: Function, args: Any, kwargs: Any) -> Any:
     if not torch.compiler.is_compiling():
-        # the compiler gave this frame up: without `disable` it compiled parts of the first run only
-        return torch.compiler.disable(recompute)(function, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return uncompiled(recompute)(function, *args, **kwargs)
     try:
-        return torch.utils.checkpoint.checkpoint(
-            functools.partial(compiled_only, function), *args, use_reentrant=False, **kwargs
-        )
+        return run_compiled_segment(function, *args, **kwargs)
     except Never:
         raise
-
-
-class Never(Exception):
-    """Is never raised.
-
-    A frame with a `try` is compiled whole or not at all. Otherwise a segment that cannot be
-    compiled would run by torch's checkpoint, which is not exact.
-    """
-
-
-def compiled_only(function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function inside of a graph that `torch.compile` makes.
-
-    Raises:
-        RecomputeError: there is none.
-    """
-    if not torch.compiler.is_compiling():
-        raise RecomputeError(
-            "torch.compile did not compile a segment and runs it by torch's checkpoint, which is "
-            "not exact. Compile the parts of the model, not the model."
-        )
-    return function(*args, **kwargs)
 
 
 def run_segment(

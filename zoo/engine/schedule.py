@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as compiled_checkpoint
 
 from zoo.chain import State, Step, fold
 from zoo.engine.ambient import Ambient
-from zoo.engine.recompute import Never, compiled_only, run_segment
+from zoo.engine.compiled import Never, run_compiled_segment, uncompiled
+from zoo.engine.recompute import run_segment
 from zoo.plan import Item, Plan, indices
 
 
@@ -45,18 +45,13 @@ def run_compiled(
     What cannot be compiled runs by the plan, in a graph break.
     """
     if not torch.compiler.is_compiling():
-        # without `disable` single steps were compiled, but not in their second runs
-        return torch.compiler.disable(run_plan)(plan, steps, inputs)  # type: ignore[no-untyped-call]
+        return uncompiled(run_plan)(plan, steps, inputs)
     value: Any = inputs
     try:
         for again, *numbers in items:
             state = value if isinstance(value, tuple) else (value,)
             part = [steps[number] for number in numbers]
-            if again:
-                inner = functools.partial(compiled_only, _fold, part)
-                value = compiled_checkpoint(inner, *state, use_reentrant=False)
-            else:
-                value = fold(part, state)
+            value = run_compiled_segment(_fold, part, *state) if again else fold(part, state)
     except Never:
         raise
     return value

@@ -166,6 +166,20 @@ def train_sharded(model: Any, function: Callable[[Any, Tensor], Any]) -> Any:
     return found, [frozen(shard.full_tensor()) for shard in shards]
 
 
+def collectives() -> None:
+    """A second run repeats that of the forward, on each process; that of its gradient is one."""
+    counts, reduce = [], distributed.all_reduce
+    model, (x, *_) = SyncNorm(), batches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            distributed, "all_reduce", lambda *a, **k: (counts.append(1), reduce(*a, **k))[1]
+        )
+        for call in (plain, zoo.recompute):
+            call(model, x).sum().backward()
+            counts.append(0)
+    assert counts == [1, 1, 0, 1, 1, 1, 0]
+
+
 def stepped_early() -> None:
     """The optimizer steps between forward and backward."""
     model, (x, *_) = fully_shard(Block()), batches()
@@ -197,8 +211,10 @@ EXACT: dict[str, Program] = {
     "sharded all": around_all,
     "sharded half": around_half,
 }
-REFUSED = {"stepped early": stepped_early, "sharded by FSDP1": of_old}
-CHECKS: dict[str, Callable[[], None]] = REFUSED | {
+OTHERS = {
+    "collectives": collectives, "stepped early": stepped_early, "sharded by FSDP1": of_old,
+}  # fmt: skip
+CHECKS: dict[str, Callable[[], None]] = OTHERS | {
     name: functools.partial(assert_exact, program) for name, program in EXACT.items()
 }
 
