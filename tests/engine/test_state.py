@@ -406,10 +406,10 @@ class Decaying(Clipped):
     def forward(self, x: Tensor) -> Tensor:
         if not self.late:
             self.decay()
-        y = torch.tanh(self.linear(x.detach()))
+        y = torch.tanh(self.linear(x.detach())) * x
         if self.late:
             self.decay()
-        return y * x
+        return y
 
     @torch.no_grad()
     def decay(self) -> None:
