@@ -129,6 +129,25 @@ def test_loss_is_cross_entropy_of_the_scores_dropout_and_ignored_targets_include
 
 
 @BOTH
+def test_every_exact_head_gives_the_same_bits(factory):
+    found = []
+    for head in ("inplace", "plain"):
+        model = small(factory, head=head)
+        loss = model(text()[0], targets=text()[1])[0]
+        loss.backward()
+        found.append((loss, gradients(model)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_hook_may_keep_the_scores():
+    model, seen = small(lstm), []
+    expected = torch.cat([scores.flatten(0, 1) for scores in model(text()[0])[0].split(5)])
+    model.decoder.register_forward_hook(lambda *call: seen.append(call[-1]))
+    model(text()[0], targets=text()[1])[0].backward()
+    torch.testing.assert_close(torch.cat(seen), expected)
+
+
+@BOTH
 def test_carried_state_joins_two_batches_into_one_text(factory):
     tokens, _ = text()
     model = small(factory)
@@ -262,6 +281,7 @@ def test_gru_refuses_the_state_of_an_lstm():
         ({"layers": 0}, "layers of at least 1; got 0"),
         ({"chunk_steps": 0}, "chunk_steps of at least 1; got 0"),
         ({"drop_rate": -0.1}, r"drop_rate from 0 up to below 1; got -0\.1"),
+        ({"head": "exact"}, "head inplace or plain; got 'exact'"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):

@@ -1,20 +1,18 @@
 """A language model's decoder and cross entropy as steps, one chunk of tokens after another.
 
 The scores (tokens x vocabulary) are by far the largest tensor of a language model: GPT-2's 1024
-tokens x 50257 are 196 MiB a sample. `torch.nn.functional.linear_cross_entropy` avoids them by
-computing gradients in the forward, equal up to rounding only. Here every chunk is a pair of steps,
-so a plan that runs each pair again holds the scores of one chunk at a time, and its gradients are
-those of the plain chain bit for bit.
+tokens x 50257 are 196 MiB a sample. Here every chunk of tokens is a step, so a plan that runs each
+again holds the scores of one chunk at a time, and its gradients are those of the plain chain bit
+for bit.
 
     state after            tensors, behind those carried on
     split                  total count | hidden targets | hidden targets | ...
-    decode                 total count | scores targets | hidden targets | ...
     add_loss               total count | hidden targets | ...
     ...
     mean                   loss
 
-It does not fuse the two. Take the decoder from a `SharedWeight`, or each chunk's backward makes a
-gradient of the whole weight.
+Take the decoder from a `SharedWeight`, or each chunk's backward makes a gradient of the whole
+weight.
 """
 
 from collections.abc import Callable
@@ -23,14 +21,16 @@ from math import ceil
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.chain import Steps
 from zoo.errors import InputError
 from zoo.layers.checks import check_range
+from zoo.layers.cross_entropy import IGNORED, cross_entropy, cross_entropy_inplace
 
-IGNORED = -100
+Loss = Callable[[Tensor, Tensor], Tensor]
+# what a chunk's loss is computed by, for each `head=` of a model
+LOSSES: dict[str, Loss] = {"inplace": cross_entropy_inplace, "plain": cross_entropy}
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,22 @@ class LossChunks:
     `chunk_tokens` how many of them are decoded at a time. The first `carried` tensors of the state
     are handed on untouched and stand before the loss at the end. Targets of -100 are ignored.
 
-    With one chunk the loss is that of `F.cross_entropy` bit for bit. Half precision is summed in
-    float32: 256 losses of 10 each would round to a few hundredths in bfloat16.
+    `loss` maps scores, targets (tokens) -> summed loss (); `cross_entropy_inplace` needs a decoder
+    whose scores nobody else holds. With one chunk the mean is that of `F.cross_entropy` bit for
+    bit. Half precision is summed in float32: 256 losses of 10 each would round to a few hundredths
+    in bfloat16.
     """
 
     decoder: Callable[[Tensor], Tensor]
     tokens: int
     chunk_tokens: int
     carried: int = 0
+    loss: Loss = cross_entropy
 
     def steps(self) -> Steps:
-        """Lists split, then decode and add_loss for each chunk as a block, then mean."""
+        """Lists split, then add_loss for each chunk, then mean."""
         chunks = ceil(self.tokens / self.chunk_tokens)
-        return [self.split, *([self.decode, self.add_loss] for _ in range(chunks)), self.mean]
+        return [self.split, *(self.add_loss for _ in range(chunks)), self.mean]
 
     def split(self, *state: Any) -> tuple[Tensor, ...]:
         """carried, hidden (..., C), targets (...) -> carried, total, count, chunks in pairs."""
@@ -67,16 +70,10 @@ class LossChunks:
         )
         return (*carried, total, count, *(tensor for pair in chunks for tensor in pair))
 
-    def decode(self, *state: Any) -> tuple[Tensor, ...]:
-        """..., hidden (chunk, C), targets, ... -> ..., scores (chunk, V), targets, ..."""
-        first = self.carried + 2
-        return (*state[:first], self.decoder(state[first]), *state[first + 1 :])
-
     def add_loss(self, *state: Any) -> tuple[Tensor, ...]:
-        """carried, total, count, scores (chunk, V), targets, ... -> carried, total, count, ..."""
-        total, count, scores, targets, *rest = state[self.carried :]
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        loss = F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="sum")
+        """carried, total, count, hidden (chunk, C), targets, ... -> carried, total, count, ..."""
+        total, count, hidden, targets, *rest = state[self.carried :]
+        loss = self.loss(self.decoder(hidden), targets)
         return (*state[: self.carried], total + loss, count, *rest)
 
     def mean(self, *state: Any) -> Tensor | tuple[Tensor, ...]:

@@ -26,8 +26,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
+
+from zoo.layers.modes import is_eager, is_once_differentiated
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -45,11 +46,12 @@ class SharedWeight:
         """Returns x (tokens, C) -> scores (tokens, V), what a decoder of this weight computes.
 
         With a module it is the module's call, except for a `nn.Linear` that is nothing more: one
-        without hooks, parametrizations or a forward of its own.
+        without hooks, parametrizations or a forward of its own. What it is not the module's call
+        for, nobody else sees.
         """
         if module is None:
             return functools.partial(self._linear, None)
-        if self.shared and type(module) is nn.Linear and _is_plain(module):
+        if type(module) is nn.Linear and _is_plain(module):
             return functools.partial(self._linear, module.bias)
         return module
 
@@ -119,7 +121,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (weight, x) = gradients, ctx.saved_tensors
         for_weight = None
-        if not _in_place(gradient):
+        if not is_once_differentiated(gradient):
             for_weight = gradient.t() @ x
         elif _is_wanted(ctx):
             total = ctx.total.get()
@@ -146,7 +148,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (tokens,) = gradients, ctx.saved_tensors
         for_weight = None
-        if not _in_place(gradient):
+        if not is_once_differentiated(gradient):
             for_weight = _row_sums(gradient, tokens, ctx.rows)
         elif _is_wanted(ctx):
             total = ctx.total.get()
@@ -182,21 +184,13 @@ def _is_wanted(ctx: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(token))  # type: ignore[attr-defined]
 
 
-def _in_place(gradient: Tensor) -> bool:
-    batched = torch._C._functorch.is_legacy_batchedtensor(gradient)  # by is_grads_batched=True
-    transformed = batched or torch._C._are_functorch_transforms_active()
-    return not torch.is_grad_enabled() and not transformed
-
-
 def _can_share(weight: Tensor) -> bool:
     return (
         type(weight) in (Tensor, nn.Parameter)
         and weight.requires_grad
         and torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
         and not torch._C._is_any_autocast_enabled()
-        and forward_ad._current_level < 0
+        and is_eager()
     )
 
 

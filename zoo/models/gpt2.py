@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.chain import Chain, Steps, spread
-from zoo.layers.checks import check_positive, check_rate, check_tokens
+from zoo.layers.checks import check_choice, check_positive, check_rate, check_tokens
 from zoo.layers.drop_path import drop_path_rates
-from zoo.layers.language_head import LossChunks, check_targets
+from zoo.layers.language_head import LOSSES, LossChunks, check_targets
 from zoo.layers.shared_weight import SharedWeight
 from zoo.layers.transformer import TransformerBlock
 
@@ -69,13 +69,16 @@ class GPT2(Chain):
         drop_rate: float = 0.1,
         drop_path_rate: float = 0.0,
         chunk_tokens: int = 64,
+        head: str = "inplace",
     ) -> None:
         super().__init__()
         check_positive("GPT2", width=width, depth=depth, vocabulary=vocabulary)
         check_positive("GPT2", positions=positions, chunk_tokens=chunk_tokens)
+        check_choice("GPT2", "head", head, tuple(LOSSES))
         check_rate("GPT2", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         self.positions = positions
         self.chunk_tokens = chunk_tokens
+        self.head = head
         self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(positions, width)
         self.drop = nn.Dropout(drop_rate)
@@ -120,7 +123,8 @@ class GPT2(Chain):
             return self.steps()
         check_targets("GPT2", tokens, targets, vocabulary)
         weight = SharedWeight(self.token_embedding.weight)
-        chunks = LossChunks(weight.decoder(), tokens.numel(), self.chunk_tokens)
+        loss = LOSSES[self.head]
+        chunks = LossChunks(weight.decoder(), tokens.numel(), self.chunk_tokens, loss=loss)
         embed = partial(self.embed_with, weight.embedding(self.token_embedding))
         return [embed, *spread(self.blocks), self.normalize, *chunks.steps()]
 

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, State, Steps
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_positive, check_rate, check_tokens
-from zoo.layers.language_head import IGNORED, LossChunks, check_targets
+from zoo.layers.checks import check_choice, check_positive, check_rate, check_tokens
+from zoo.layers.cross_entropy import IGNORED, cross_entropy
+from zoo.layers.language_head import LOSSES, LossChunks, check_targets
 from zoo.layers.shared_weight import SharedWeight
 
 Carried = Tensor | tuple[Tensor, ...]
@@ -67,18 +68,20 @@ class WordLanguageModel(Chain):
         tied: bool = False,
         chunk_steps: int = 20,
         chunk_tokens: int = 64,
+        head: str = "inplace",
     ) -> None:
         super().__init__()
         self.name = self.recurrent.__name__.lower()
         check_positive(self.name, vocabulary=vocabulary, embedding=embedding, hidden=hidden)
         check_positive(self.name, layers=layers, chunk_steps=chunk_steps, chunk_tokens=chunk_tokens)
         check_rate(self.name, drop_rate=drop_rate)
+        check_choice(self.name, "head", head, tuple(LOSSES))
         if tied and embedding != hidden:
             raise ArgumentError(
                 f"{self.name} with tied=True needs an embedding as wide as hidden, which the "
                 f"decoder reads; got embedding={embedding} and hidden={hidden}"
             )
-        self.chunk_steps, self.chunk_tokens = chunk_steps, chunk_tokens
+        self.chunk_steps, self.chunk_tokens, self.head = chunk_steps, chunk_tokens, head
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.dropout = nn.Dropout(drop_rate)
         widths = [embedding] + [hidden] * (layers - 1)
@@ -126,12 +129,14 @@ class WordLanguageModel(Chain):
         tied = self.decoder.weight is self.embedding.weight
         scored = words if tied else SharedWeight(self.decoder.weight)
         decoder = scored.decoder(self.decoder)
-        loss = LossChunks(decoder, tokens.numel(), self.chunk_tokens, self.carried)
+        own = decoder is not self.decoder
+        summed = LOSSES[self.head] if own else cross_entropy
+        loss = LossChunks(decoder, tokens.numel(), self.chunk_tokens, self.carried, summed)
         chunks = []
         for start in starts:
             size = min(self.chunk_steps, len(tokens) - start) * tokens.shape[1]
             chunks += [[body, self.divide]]
-            chunks += [[loss.decode, loss.add_loss]] * ceil(size / self.chunk_tokens)
+            chunks += [[loss.add_loss]] * ceil(size / self.chunk_tokens)
         return [self.begin, *chunks, [loss.mean, self.finish]]
 
     def begin(self, tokens: Any, targets: Any, *state: Any) -> State:
