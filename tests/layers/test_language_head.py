@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from zoo.chain import fold, outline
 from zoo.errors import InputError
-from zoo.layers.language_head import LossChunks, check_targets
+from zoo.layers.cross_entropy import cross_entropy
+from zoo.layers.language_head import Head, LossChunks, check_targets
 
 WIDTH, VOCABULARY = 6, 50
 
@@ -25,8 +26,17 @@ def example(dtype=torch.float32):
     return decoder, hidden, targets
 
 
+def chunks_of(chunk_tokens, decoder=None, carried=0):
+    """The steps of a plain head."""
+
+    def loss(hidden, targets):
+        return cross_entropy(decoder(hidden), targets)
+
+    return LossChunks(Head(loss, chunk_tokens), 40, carried)
+
+
 def chunked(decoder, hidden, targets, chunk_tokens):
-    chunks = LossChunks(decoder, targets.numel(), chunk_tokens)
+    chunks = chunks_of(chunk_tokens, decoder)
     return fold(outline(chunks.steps()).steps, (hidden, targets))
 
 
@@ -68,7 +78,7 @@ def test_ignored_targets_change_nothing():
 def test_carried_tensors_are_handed_on_untouched():
     decoder, hidden, targets = example()
     first, second = torch.randn(3), torch.randn(2)
-    chunks = LossChunks(decoder, 40, 16, carried=2)
+    chunks = chunks_of(16, decoder, carried=2)
     *carried, loss = fold(outline(chunks.steps()).steps, (first, second, hidden, targets))
     assert carried[0] is first
     assert carried[1] is second
@@ -76,7 +86,7 @@ def test_carried_tensors_are_handed_on_untouched():
 
 
 def test_each_chunk_is_a_step():
-    found = outline(LossChunks(nn.Identity(), 40, 16).steps())
+    found = outline(chunks_of(16).steps())
     names = [step.__name__ for step in found.steps]
     assert names == ["split", "add_loss", "add_loss", "add_loss", "mean"]
     assert found.blocks == (0, 1, 2, 3, 4)
@@ -115,7 +125,7 @@ def test_half_precision_is_summed_in_float32():
 def test_no_step_writes_its_inputs():
     decoder, hidden, targets = example()
     state = (hidden, targets)
-    for step in outline(LossChunks(decoder, 40, 16).steps()).steps:
+    for step in outline(chunks_of(16, decoder).steps()).steps:
         before = [tensor.detach().clone() for tensor in state]
         value = step(*state)
         assert all(map(torch.equal, before, state))

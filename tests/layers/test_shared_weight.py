@@ -12,7 +12,8 @@ from torch.func import functional_call
 
 from zoo.chain import fold, outline
 from zoo.engine.recompute import recompute
-from zoo.layers.language_head import LossChunks
+from zoo.layers.cross_entropy import cross_entropy
+from zoo.layers.language_head import Head, LossChunks
 from zoo.layers.shared_weight import SharedWeight
 from zoo.measure.memory import trace
 
@@ -37,7 +38,8 @@ class Tied(nn.Module):
         if not self.shared:
             embedding, decoder = self.embedding, self.decoder
         hidden = torch.cat([self.body(embedding(part)).tanh() for part in tokens.split(1)])
-        chunks = LossChunks(decoder, targets.numel(), chunk_tokens)
+        head = Head(lambda x, wanted: cross_entropy(decoder(x), wanted), chunk_tokens)
+        chunks = LossChunks(head, targets.numel())
         loss: Tensor = fold(outline(chunks.steps()).steps, (hidden, targets))
         return loss
 
@@ -222,6 +224,11 @@ def test_run_again_it_gives_the_same_bits(dtype: torch.dtype) -> None:
         return list(torch.autograd.grad(found.float().square().sum(), list(model.parameters())[:1]))
 
     equal(scores(True), scores(False))
+
+
+def test_a_whole_model_can_be_run_again() -> None:
+    model = Tied()
+    equal(gradients(model, recompute(model, *text())), gradients(model))
 
 
 def test_modules_that_are_more_than_their_class_are_called() -> None:

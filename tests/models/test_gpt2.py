@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zoo.chain import outline, step_names
+from zoo.checkpointing import attach
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.models import gpt2
 from zoo.models.gpt2 import GPT2
@@ -143,6 +144,16 @@ def test_every_exact_head_gives_the_same_bits():
     assert_close(*records)
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_the_fused_head_is_equal_up_to_rounding(checkpoint):
+    records = []
+    for head in ("fused", "plain"):
+        torch.manual_seed(0)
+        model = attach(GPT2(**SMALL, head=head, chunk_tokens=16).double(), checkpoint)
+        records.append(run(model, lambda model: model(*text()))[0])
+    assert_close(*records, rtol=1e-9, atol=1e-15)
+
+
 def test_tokens_do_not_see_later_ones():
     model, (tokens, _) = GPT2(**SMALL).eval(), text()
     changed = torch.cat([tokens[:, :9], 100 - tokens[:, 9:]], dim=1)
@@ -238,7 +249,7 @@ def test_inputs_that_do_not_fit_are_refused(inputs, message):
         ({"chunk_tokens": 0}, "chunk_tokens of at least 1; got 0"),
         ({"heads": 5}, "64 is not divisible by 5"),
         ({"drop_rate": 1.0}, "drop_rate from 0 up to below 1; got 1.0"),
-        ({"head": "exact"}, "head inplace or plain; got 'exact'"),
+        ({"head": "exact"}, "head inplace or plain or fused; got 'exact'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

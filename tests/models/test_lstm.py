@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zoo.chain import outline
+from zoo.checkpointing import attach
 from zoo.errors import ArgumentError, InputError
 from zoo.models.lstm import gru, lstm
 
@@ -137,6 +138,19 @@ def test_every_exact_head_gives_the_same_bits(factory):
         loss.backward()
         found.append((loss, gradients(model)))
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@BOTH
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_fused_head_is_equal_up_to_rounding(factory, checkpoint, tied):
+    found = []
+    for head in ("fused", "plain"):
+        model = small(factory, head=head, tied=tied, embedding=H).double()
+        loss, state = attach(model, checkpoint)(text()[0], targets=text()[1])
+        loss.backward()
+        found.append((loss, parts(state), gradients(model)))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-15)
 
 
 def test_a_hook_may_keep_the_scores():
@@ -281,7 +295,7 @@ def test_gru_refuses_the_state_of_an_lstm():
         ({"layers": 0}, "layers of at least 1; got 0"),
         ({"chunk_steps": 0}, "chunk_steps of at least 1; got 0"),
         ({"drop_rate": -0.1}, r"drop_rate from 0 up to below 1; got -0\.1"),
-        ({"head": "exact"}, "head inplace or plain; got 'exact'"),
+        ({"head": "exact"}, "head inplace or plain or fused; got 'exact'"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):

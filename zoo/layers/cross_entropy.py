@@ -57,14 +57,7 @@ def score_gradient(scores: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
     It calls what autograd calls, and can be differentiated.
     """
     logarithms = F.log_softmax(_widened(scores), 1)
-    weight = logarithms.new_zeros(())
-    wanted = torch.ops.aten.nll_loss_backward(
-        gradient, logarithms, targets, None, SUM, IGNORED, weight
-    )
-    found: Tensor = torch.ops.aten._log_softmax_backward_data(
-        wanted, logarithms, 1, logarithms.dtype
-    )
-    return found.to(scores.dtype)
+    return _gradient_from(logarithms, targets, gradient).to(scores.dtype)
 
 
 def write_gradient(scores: Tensor, targets: Tensor, gradient: Tensor) -> None:
@@ -75,18 +68,25 @@ def write_gradient(scores: Tensor, targets: Tensor, gradient: Tensor) -> None:
 
 
 def summed_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """Computes the value of `cross_entropy`, without a graph, a few rows at a time.
-
-    Rows are summed in the order in which torch sums them: as scores of a vocabulary of one word.
-    """
-    counted = targets != IGNORED
-    places = targets.where(counted, 0).unsqueeze(1)
+    """Computes the value of `cross_entropy`, without a graph, a few rows at a time."""
+    places = _places(targets)
     picked = [
         F.log_softmax(_widened(scores[rows]), 1).gather(1, places[rows])
         for rows in row_parts(len(scores))
     ]
-    words = torch.where(counted, 0, IGNORED)
-    return F.nll_loss(torch.cat(picked), words, ignore_index=IGNORED, reduction="sum")
+    return _sum(picked, targets)
+
+
+def replace_by_gradient(scores: Tensor, targets: Tensor) -> Tensor:
+    """Computes the value of `cross_entropy` and writes its gradient over the scores."""
+    places, picked = _places(targets), []
+    one = scores.new_ones((), dtype=_wide(scores))
+    for rows in row_parts(len(scores)):
+        part = scores[rows]
+        logarithms = F.log_softmax(_widened(part), 1)
+        picked.append(logarithms.gather(1, places[rows]))
+        part.copy_(_gradient_from(logarithms, targets[rows], one))
+    return _sum(picked, targets)
 
 
 def row_parts(rows: int) -> Iterator[slice]:
@@ -112,6 +112,27 @@ class _Inplace(torch.autograd.Function):
         found = scores.detach() if is_last_backward() else scores.detach().clone()
         write_gradient(found, targets, gradient)
         return found, None
+
+
+def _gradient_from(logarithms: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
+    unused = logarithms.new_zeros(())  # the number of targets, which a mean would need
+    wanted = torch.ops.aten.nll_loss_backward(
+        gradient, logarithms, targets, None, SUM, IGNORED, unused
+    )
+    found: Tensor = torch.ops.aten._log_softmax_backward_data(
+        wanted, logarithms, 1, logarithms.dtype
+    )
+    return found
+
+
+def _places(targets: Tensor) -> Tensor:
+    return targets.where(targets != IGNORED, 0).unsqueeze(1)
+
+
+def _sum(picked: list[Tensor], targets: Tensor) -> Tensor:
+    """Sums the targets' logarithms as torch does: scores of a vocabulary of one word."""
+    words = torch.where(targets != IGNORED, 0, IGNORED)
+    return F.nll_loss(torch.cat(picked), words, ignore_index=IGNORED, reduction="sum")
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -30,6 +30,13 @@ from torch.nn.modules import module as modules
 
 from zoo.layers.modes import is_eager, is_once_differentiated
 
+# hooks of all modules; others of torch's registries only say more about these
+GLOBAL_HOOKS = (
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks,
+    modules._global_backward_pre_hooks,
+    modules._global_backward_hooks,
+)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -37,7 +44,7 @@ class SharedWeight:
     """A weight (V, C) for the steps of one forward; make a new one in each."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.total = _Total()
+        self.total = Total()
         self.shared = _can_share(weight)
         self.weight = weight
         self.token: Tensor | None = _Token.apply(weight, self.total) if self.shared else None
@@ -72,7 +79,7 @@ class SharedWeight:
         return cast(Tensor, _Lookup.apply(self.token, self.weight, tokens, self.total))
 
 
-class _Total:
+class Total:
     """The gradient of one weight so far, for each backward that is under way.
 
     The token takes it away. A backward that fails before leaves it, under a number that no other
@@ -83,12 +90,23 @@ class _Total:
         self.sums: dict[int, Tensor] = {}
 
     def get(self) -> Tensor | None:
+        """Returns the sum of the backward under way."""
         return self.sums.get(torch._C._current_graph_task_id())
 
     def begin(self, gradient: Tensor) -> None:
+        """Makes a gradient that nobody else holds the sum so far."""
         self.sums[torch._C._current_graph_task_id()] = gradient
 
+    def add(self, gradient: Tensor) -> None:
+        """Adds a gradient that nobody else holds."""
+        total = self.get()
+        if total is None:
+            self.begin(gradient)
+        else:
+            total.add_(gradient)
+
     def take(self) -> Tensor | None:
+        """Returns the sum and forgets it."""
         return self.sums.pop(torch._C._current_graph_task_id(), None)
 
 
@@ -96,7 +114,7 @@ class _Token(torch.autograd.Function):
     """Weight -> an empty tensor; its backward runs when those of all that took it are done."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, total: _Total) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, total: Total) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.total = total
         return weight.new_empty(0)
@@ -111,7 +129,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917  (autograd hands arguments on by position)
-        ctx: Any, token: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None, total: _Total
+        ctx: Any, token: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None, total: Total
     ) -> Tensor:
         ctx.save_for_backward(weight, x)
         ctx.total = total
@@ -123,7 +141,7 @@ class _Linear(torch.autograd.Function):
         for_weight = None
         if not is_once_differentiated(gradient):
             for_weight = gradient.t() @ x
-        elif _is_wanted(ctx):
+        elif is_wanted(ctx):
             total = ctx.total.get()
             if total is None:
                 ctx.total.begin(gradient.t() @ x)
@@ -138,7 +156,7 @@ class _Lookup(torch.autograd.Function):
     """`F.embedding`, the weight's gradient added to the total."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, weight: Tensor, tokens: Tensor, total: _Total) -> Tensor:
+    def forward(ctx: Any, token: Tensor, weight: Tensor, tokens: Tensor, total: Total) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.rows = len(weight)
         ctx.total = total
@@ -150,7 +168,7 @@ class _Lookup(torch.autograd.Function):
         for_weight = None
         if not is_once_differentiated(gradient):
             for_weight = _row_sums(gradient, tokens, ctx.rows)
-        elif _is_wanted(ctx):
+        elif is_wanted(ctx):
             total = ctx.total.get()
             if total is None:
                 ctx.total.begin(_row_sums(gradient, tokens, ctx.rows))
@@ -178,7 +196,7 @@ def _row_sums(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
     return sums
 
 
-def _is_wanted(ctx: Any) -> bool:
+def is_wanted(ctx: Any) -> bool:
     """Says whether this backward leads to the weight (`autograd.grad` may ask for others)."""
     token, _ = ctx.next_functions[0]
     return bool(torch._C._will_engine_execute_node(token))  # type: ignore[attr-defined]
@@ -197,8 +215,13 @@ def _can_share(weight: Tensor) -> bool:
 def _is_plain(module: nn.Module) -> bool:
     """Says whether calling a module does no more than its class's forward."""
     hooked = any(getattr(module, name) for name in HOOKS)
-    watched: Any = modules._has_any_global_hook()  # type: ignore[no-untyped-call]
-    return not (hooked or "forward" in vars(module) or watched)
+    return not (hooked or "forward" in vars(module) or _is_watched())
+
+
+def _is_watched() -> bool:
+    """Says whether someone watches all modules, other than the engine in a second run."""
+    hooks = (hook for registry in GLOBAL_HOOKS for hook in registry.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("zoo.") for hook in hooks)
 
 
 def _looks_up(embedding: nn.Embedding) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zoo.chain import Chain, Steps, spread
 from zoo.layers.checks import check_choice, check_positive, check_rate, check_tokens
 from zoo.layers.drop_path import drop_path_rates
-from zoo.layers.language_head import LOSSES, LossChunks, check_targets
+from zoo.layers.language_head import HEADS, LossChunks, check_targets, make_head
 from zoo.layers.shared_weight import SharedWeight
 from zoo.layers.transformer import TransformerBlock
 
@@ -50,6 +50,11 @@ class GPT2(Chain):
     residuals, `drop_path_rate` the stochastic depth of the last block (rising linearly from 0 at
     the first; an addition to the paper). The loss decodes `chunk_tokens` tokens at a time.
 
+    `head` says how. "inplace" writes the gradient of the scores over them; "plain" leaves all to
+    `F.cross_entropy`: the same bits, three times a chunk's scores. "fused" computes the gradients
+    in the forward and keeps no scores at all: equal up to rounding, and it cannot be differentiated
+    twice.
+
     Weights are drawn as published: normal of 0.02, on the residual paths divided by sqrt(2 depth);
     biases zero.
 
@@ -74,7 +79,7 @@ class GPT2(Chain):
         super().__init__()
         check_positive("GPT2", width=width, depth=depth, vocabulary=vocabulary)
         check_positive("GPT2", positions=positions, chunk_tokens=chunk_tokens)
-        check_choice("GPT2", "head", head, tuple(LOSSES))
+        check_choice("GPT2", "head", head, HEADS)
         check_rate("GPT2", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         self.positions = positions
         self.chunk_tokens = chunk_tokens
@@ -123,8 +128,7 @@ class GPT2(Chain):
             return self.steps()
         check_targets("GPT2", tokens, targets, vocabulary)
         weight = SharedWeight(self.token_embedding.weight)
-        loss = LOSSES[self.head]
-        chunks = LossChunks(weight.decoder(), tokens.numel(), self.chunk_tokens, loss=loss)
+        chunks = LossChunks(make_head(self.head, weight, self.chunk_tokens), tokens.numel())
         embed = partial(self.embed_with, weight.embedding(self.token_embedding))
         return [embed, *spread(self.blocks), self.normalize, *chunks.steps()]
 

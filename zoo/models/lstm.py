@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from zoo.chain import Chain, State, Steps
 from zoo.errors import ArgumentError, InputError
 from zoo.layers.checks import check_choice, check_positive, check_rate, check_tokens
-from zoo.layers.cross_entropy import IGNORED, cross_entropy
-from zoo.layers.language_head import LOSSES, LossChunks, check_targets
+from zoo.layers.cross_entropy import IGNORED
+from zoo.layers.language_head import HEADS, LossChunks, check_targets, make_head
 from zoo.layers.shared_weight import SharedWeight
 
 Carried = Tensor | tuple[Tensor, ...]
@@ -44,7 +44,7 @@ class WordLanguageModel(Chain):
     Targets of -100 are ignored. `drop_rate` is that of Zaremba's dropout, behind the embedding and
     behind each layer. `tied` makes the embedding's weight the decoder's (arXiv:1608.05859).
     `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are scored at a time: 64
-    times 33278 scores are 8 MiB.
+    times 33278 scores are 8 MiB. `head` is that of `GPT2`: "inplace", "plain" or "fused".
 
     Embedding and decoder are drawn from (-0.1, 0.1) and the decoder's bias is zero, as in torch's
     example; the layers are torch's own. (Zaremba draws these from (-0.1, 0.1) too.)
@@ -75,7 +75,7 @@ class WordLanguageModel(Chain):
         check_positive(self.name, vocabulary=vocabulary, embedding=embedding, hidden=hidden)
         check_positive(self.name, layers=layers, chunk_steps=chunk_steps, chunk_tokens=chunk_tokens)
         check_rate(self.name, drop_rate=drop_rate)
-        check_choice(self.name, "head", head, tuple(LOSSES))
+        check_choice(self.name, "head", head, HEADS)
         if tied and embedding != hidden:
             raise ArgumentError(
                 f"{self.name} with tied=True needs an embedding as wide as hidden, which the "
@@ -128,10 +128,11 @@ class WordLanguageModel(Chain):
         check_targets(self.name, tokens, targets, vocabulary)
         tied = self.decoder.weight is self.embedding.weight
         scored = words if tied else SharedWeight(self.decoder.weight)
-        decoder = scored.decoder(self.decoder)
-        own = decoder is not self.decoder
-        summed = LOSSES[self.head] if own else cross_entropy
-        loss = LossChunks(decoder, tokens.numel(), self.chunk_tokens, self.carried, summed)
+        head = make_head(self.head, scored, self.chunk_tokens, self.decoder)
+        loss = LossChunks(head, tokens.numel(), self.carried)
+        if head.chunk_tokens is None:
+            chunks = [[body, self.set_aside] for _ in starts]
+            return [self.begin, *chunks, [self.join, loss.add_loss], [loss.mean, self.finish]]
         chunks = []
         for start in starts:
             size = min(self.chunk_steps, len(tokens) - start) * tokens.shape[1]
@@ -178,9 +179,14 @@ class WordLanguageModel(Chain):
         return (*state[: self.hand], *divided, *state[self.hand + 2 :])
 
     def set_aside(self, *state: Any) -> State:
-        """..., x (t, N, hidden), None, others -> ..., others, x, None"""
+        """..., x (t, N, hidden), targets, others -> ..., others, x, targets"""
         rest = self.hand + 2
         return (*state[: self.hand], *state[rest:], *state[self.hand : rest])
+
+    def join(self, *state: Any) -> State:
+        """..., x (t, N, hidden), targets, x, targets, ... -> ..., x (tokens, hidden), targets"""
+        pairs = state[self.hand :: 2], state[self.hand + 1 :: 2]
+        return (*state[: self.hand], *(torch.cat(parts).flatten(0, 1) for parts in pairs))
 
     def score(self, *state: Any) -> State:
         """carried, None, None, x (t, N, hidden), None, x, None, ... -> carried, scores (T, N, V)"""
