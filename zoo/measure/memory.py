@@ -20,7 +20,7 @@ caching allocator rounds up and holds in reserve, which `torch.cuda.max_memory_r
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,13 +75,19 @@ class MemoryTrace:
         `gradients` are addresses of storages that outlive the callable, `gradient_addresses(model)`
         after a training step.
         """
-        final = self._outliving() & frozenset(gradients)
+        return self.without(frozenset(gradients)).peak
+
+    def without(self, addresses: Collection[int]) -> "MemoryTrace":
+        """Leaves out the blocks at these addresses that outlive the callable."""
+        final = self._outliving() & frozenset(addresses)
         last = {address: index for index, (address, _) in enumerate(self.events)}
-        counted = (
-            0 if address in final and index == last[address] else size
-            for index, (address, size) in enumerate(self.events)
+        return MemoryTrace(
+            tuple(
+                event
+                for index, event in enumerate(self.events)
+                if event[0] not in final or index != last[event[0]]
+            )
         )
-        return max(_sums(counted), default=0)
 
     def _outliving(self) -> frozenset[int]:
         alive: set[int] = set()

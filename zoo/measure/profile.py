@@ -152,20 +152,26 @@ class _Profile:
             ),
             blocks=outline.blocks,
             parameter_gradients=self._left(outline, runs),
+            gradients_made=tuple(run.made for run in runs),
         )
 
     def _left(self, outline: Outline, runs: Sequence[StepRun]) -> tuple[int, ...]:
         """Returns the bytes of parameters' gradients that are there when a state is reached.
 
         Each step leaves its own in the backward, one that comes again its last time in the chain.
-        Those that different steps share are there from the first.
+        Those that different steps share are there from the first of these that the backward comes
+        to: before it begins, since what it adds is counted without them.
         """
         last = {_identity(step): number for number, step in enumerate(outline.steps)}
         own = [0] * len(runs)
         for number in last.values():
             own[number] = runs[number].parameter_gradients
-        shared = max(self.gradient_bytes - sum(own), 0)
-        behind = itertools.accumulate(reversed(own), initial=shared)
+        first = {name: number for number, run in enumerate(runs) for name in run.shared_gradients}
+        own.append(0)
+        for name, number in first.items():
+            own[number + 1] += runs[number].shared_gradients[name]
+        own[-1] += max(self.gradient_bytes - sum(own), 0)
+        behind = itertools.accumulate(reversed(own))
         return tuple(min(count, self.gradient_bytes) for count in reversed(list(behind)))
 
     def _advance(self, step: Step) -> None:

@@ -73,6 +73,8 @@ class StepRun:
         forward, forward_until_saved, backward: peak bytes; see `planner.costs`.
         gives: for the tensors of the state that it took part in, the gradient that they get.
         parameter_gradients: bytes of the gradients of parameters that no other step shares.
+        shared_gradients: for parameters that other steps share, by id, bytes of their gradients.
+        made: bytes of gradients of parameters that the forward made; its peaks are without them.
         work, work_until_saved, work_backward: floating point operations and bytes of each kernel.
     """
 
@@ -84,6 +86,8 @@ class StepRun:
     backward: int
     gives: Mapping[int, Given]
     parameter_gradients: int
+    shared_gradients: Mapping[int, int]
+    made: int
     work: Work
     work_until_saved: Work
     work_backward: Work
@@ -135,7 +139,7 @@ def run_step(
         if isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata in fixed:
             return _Saved(tensor)
         saved.add(storages.number(tensor))
-        until_saved = (watch.peak, len(watch.work))
+        until_saved = (len(watch.events), len(watch.work))
         return released.saved(tensor)
 
     with Watch(fixed) as watch, saved_tensors_hooks(pack, _Saved.get):
@@ -146,8 +150,9 @@ def run_step(
     return StepRun(
         outputs=storages.kinds(outputs, leaves),
         saved=frozenset(saved),
-        forward=watch.peak,
-        forward_until_saved=until_saved[0],
+        forward=watch.peak_without(behind.gradients),
+        forward_until_saved=watch.peak_without(behind.gradients, until_saved[0]),
+        made=watch.made(behind.gradients),
         backward=behind.peak,
         gives={
             kind.tensor: behind.gives[id(leaf)]
@@ -155,6 +160,7 @@ def run_step(
             if kind is not None and id(leaf) in behind.gives
         },
         parameter_gradients=behind.parameter_gradients,
+        shared_gradients=behind.shared_gradients,
         new_sizes=tuple(storages.sizes[len(sizes) :]),
         work=tuple(watch.work),
         work_until_saved=tuple(watch.work[: until_saved[1]]),
@@ -163,11 +169,16 @@ def run_step(
 
 
 class _Behind(NamedTuple):
-    """A step's backward: the most that it adds, what it gives to which leaf (by id), its work."""
+    """A step's backward: the most that it adds, what it gives to which leaf (by id), its work.
+
+    `gradients` are those of the parameters.
+    """
 
     peak: int = 0
     gives: Mapping[int, Given] = {}
     parameter_gradients: int = 0
+    shared_gradients: Mapping[int, int] = {}
+    gradients: Sequence[Tensor] = ()
     work: Work = ()
 
 
@@ -221,7 +232,11 @@ def _run_backward(
         released.watch = watch
         found = torch.autograd.grad(root, wanted, allow_unused=True)
     released.watch = None
-    sums = [gradient for name, gradient in zip(starts, found, strict=True) if name in shared]
+    sums = {
+        name: gradient
+        for name, gradient in zip(starts, found, strict=True)
+        if name in shared and gradient is not None
+    }
     gives = {
         name: _given(gradient)
         for name, gradient in zip(starts, found, strict=True)
@@ -232,8 +247,11 @@ def _run_backward(
         for name, gradient in zip(starts, found, strict=True)
         if gradient is not None and name not in inputs and name not in shared
     }
-    peak = int(max(watch.peak_without(sums) - given, 0))
-    return _Behind(peak, gives, sum(own.values()), tuple(watch.work))
+    peak = int(max(watch.peak_without(sums.values()) - given, 0))
+    pairs = zip(starts, found, strict=True)
+    of_parameters = [value for name, value in pairs if name not in inputs and value is not None]
+    sizes = {name: gradient.untyped_storage().nbytes() for name, gradient in sums.items()}
+    return _Behind(peak, gives, sum(own.values()), sizes, of_parameters, tuple(watch.work))
 
 
 def _given(gradient: Tensor) -> Given:
@@ -450,12 +468,22 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
 
-    def peak_without(self, tensors: Iterable[Tensor | None]) -> int:
-        """Returns the peak as if the storages of these tensors had taken nothing."""
-        storages = [tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None]
-        left_out = {self.known.get(storage) for storage in storages}
-        sizes = (0 if name in left_out else size for name, size in self.events)
+    def peak_without(self, tensors: Iterable[Tensor | None], until: int | None = None) -> int:
+        """Returns the peak as if the storages of these tensors had taken nothing.
+
+        With `until`, that of so many events.
+        """
+        left_out = self._names(tensors)
+        sizes = (0 if name in left_out else size for name, size in self.events[:until])
         return max(itertools.accumulate(sizes), default=0)
+
+    def made(self, tensors: Iterable[Tensor | None]) -> int:
+        """Returns the bytes of those of these tensors' storages that operations made."""
+        return sum(self.events[name][1] for name in self._names(tensors))
+
+    def _names(self, tensors: Iterable[Tensor | None]) -> set[int]:
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+        return {self.known[storage] for storage in storages if storage in self.known}
 
 
 @functools.cache

@@ -7,7 +7,7 @@ numbers of the same kinds, alone: no more memory is needed than one step takes.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -100,12 +100,20 @@ class _Attempt:
     def traced(self) -> tuple[int, int, int]:
         """Returns bytes: the forward's peak, what it leaves, the backward's peak."""
         outputs: list[Any] = []
+        start = torch._C._autograd._get_sequence_nr()
         forward = trace(lambda: outputs.append(self._forward()), self.device, collect=False)
+        ends = ends_of(outputs[0], self.strided)
+        shared = parameters_behind((end.output for end in ends), before=start)
+        del ends
         grad, given = self._backward_of(outputs)
         if grad is None:
             return forward.peak, forward.kept, 0
-        backward = trace(grad, self.device, collect=False, earlier=True).peak - given
-        return forward.peak, forward.kept, max(backward, 0)
+        found: dict[int, Tensor | None] = {}
+        backward = trace(lambda: found.update(grad()), self.device, collect=False, earlier=True)
+        leaves = set(map(id, self.leaves))
+        made = forward.without(_addresses(found, found.keys() - leaves))
+        left = backward.activation_peak(_addresses(found, shared.keys() - leaves)) - given
+        return made.peak, made.kept, max(left, 0)
 
     def _forward(self) -> tuple[Tensor | None, ...]:
         value = self.step(*self.leaves)
@@ -113,20 +121,30 @@ class _Attempt:
 
     def _backward_of(
         self, kept: list[tuple[Tensor | None, ...]]
-    ) -> tuple[Callable[[], object] | None, int]:
+    ) -> tuple[Callable[[], dict[int, Tensor | None]] | None, int]:
         """Takes the outputs out of a list, so that only their graph holds them."""
         ends = ends_of(kept.pop(), self.strided)
         starts = {id(leaf): leaf for leaf in self.leaves if leaf is not None and leaf.requires_grad}
-        wanted = list((starts | parameters_behind(end.output for end in ends)).values())
+        wanted = starts | parameters_behind(end.output for end in ends)
         if not wanted or not ends:
             return None, 0
         given = sum(end.bytes for end in ends)
-        root = root_of(ends)
-        return lambda: torch.autograd.grad(root, wanted, allow_unused=True), given
+        root, values = root_of(ends), list(wanted.values())
+
+        def grad() -> dict[int, Tensor | None]:
+            found = torch.autograd.grad(root, values, allow_unused=True)
+            return dict(zip(wanted, found, strict=True))
+
+        return grad, given
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.last_saved = self.moment()
         return tensor
+
+
+def _addresses(found: Mapping[int, Tensor | None], names: Iterable[int]) -> frozenset[int]:
+    tensors = (found.get(name) for name in names)
+    return frozenset(t.untyped_storage().data_ptr() for t in tensors if t is not None)
 
 
 def _cuda_moment() -> Any:

@@ -36,6 +36,8 @@ class StepCosts:
             exist when the backward comes to it; none where it is empty.
         returned: storages that the caller holds until the backward is over: what the chain returned
             to it. Empty where nobody does.
+        gradients_made: for each step, bytes of such gradients that its forward makes beside the
+            bytes above; none where it is empty.
     """
 
     sizes: tuple[int, ...]
@@ -53,6 +55,7 @@ class StepCosts:
     blocks: tuple[int, ...]
     parameter_gradients: tuple[int, ...] = ()
     returned: frozenset[int] = frozenset()
+    gradients_made: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.saved)
@@ -61,9 +64,20 @@ class StepCosts:
         """Returns costs whose peaks hold the gradients of parameters, from when they exist."""
         if not self.parameter_gradients:
             return self
-        both = zip(self.gradients, self.parameter_gradients, strict=True)
-        return replace(self, gradients=tuple(map(sum, both)), parameter_gradients=())
+        made = self.gradients_made or (0,) * len(self)
+        return replace(
+            self,
+            forward=_sums(self.forward, made),
+            forward_until_saved=_sums(self.forward_until_saved, made),
+            gradients=_sums(self.gradients, self.parameter_gradients),
+            parameter_gradients=(),
+            gradients_made=(),
+        )
 
     def bytes_of(self, storages: Collection[int]) -> int:
         """Returns the bytes of a set of storages."""
         return sum(map(self.sizes.__getitem__, storages)) if storages else 0
+
+
+def _sums(ones: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(one + other for one, other in zip(ones, others, strict=True))
