@@ -57,6 +57,7 @@ from zoo.errors import (
     WeightsError,
     ZooError,
 )
+from zoo.largest import Largest, largest, max_batch_size
 from zoo.layers.transformer import TransformerBlock
 from zoo.plan import Plan
 from zoo.plan_frontier import Frontier
@@ -72,6 +73,7 @@ __all__ = [
     "ConfigError",
     "Frontier",
     "InputError",
+    "Largest",
     "ModelNameError",
     "Plan",
     "PlanError",
@@ -98,8 +100,10 @@ __all__ = [
     "gpt2_xl",
     "gru",
     "is_recomputing",
+    "largest",
     "list_models",
     "lstm",
+    "max_batch_size",
     "plan",
     "recompute",
     "remember",

@@ -105,6 +105,7 @@ class Prospect:
         device: str | None = None,
     ) -> None:
         self.title = title_of(model, state)
+        self.outline, self.state = found, state
         self.names = tuple(step_names(model, found.steps))
         self.steps = len(found.steps)
         self.fixed = _fixed_bytes(model, state, optimizer_bytes(optimizer, model.parameters()))
@@ -114,7 +115,6 @@ class Prospect:
         self.costs = replace(costs, returned=costs.live[self.steps] | costs.live[-1])
         self.whole = self.costs.with_parameter_gradients()
         self.baseline = self._point(Plan.keep_all(len(self.costs)))
-        self.points = self._best_plans()
 
     @classmethod
     def of(cls, model: Chain, inputs: Tensor | Sequence[Any], **options: Any) -> "Prospect":
@@ -153,6 +153,15 @@ class Prospect:
             self.title,
         )
 
+    def point(self, found: Plan) -> Point:
+        """Says what a plan of the chain costs.
+
+        Raises:
+            PlanError: it is for another number of steps.
+        """
+        found.check(self.steps)
+        return self._point(Plan([*found, *range(self.steps, len(self.costs))]))
+
     def bytes_of(self, budget: Any) -> int:
         """Returns a budget in bytes."""
         if budget == "device":
@@ -166,7 +175,9 @@ class Prospect:
             return int(budget * self.baseline.peak)
         return parse_bytes(budget, "memory_budget")
 
-    def _best_plans(self) -> list[Point]:
+    @functools.cached_property
+    def points(self) -> list[Point]:
+        """The best plans by rising peak and falling time."""
         table = _table(self.whole)
         plans = dict.fromkeys(_kept_from(point.plan, self.steps) for point in table.frontier())
         shallow = (found for found in plans if found.depth() <= DEEPEST)

@@ -1,0 +1,45 @@
+"""One whole training step run for real, to see what a prediction is worth."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.chain import Chain
+from zoo.measure.memory import measure_step, tensors_in
+from zoo.measure.optimizer import MakeOptimizer
+
+
+def rehearse(
+    model: Chain,
+    inputs: Sequence[Any],
+    make_optimizer: MakeOptimizer | None,
+    loss: Callable[..., Tensor] | None,
+) -> int:
+    """Trains a model two steps and returns the peak bytes of the second.
+
+    Without a loss the first output is the loss if it is a scalar; else all outputs are given
+    gradients of ones. Without an optimizer the step ends with the backward.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # one without state stands in, and makes no step
+    optimizer = (make_optimizer or torch.optim.SGD)(trained)
+
+    def step() -> None:
+        outputs = model(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        _backward(outputs if loss is None else (loss(*outputs),))
+        del outputs
+        if make_optimizer is not None:
+            optimizer.step()
+
+    step()
+    return measure_step(step, model, optimizer, tensors_in(inputs)).peak
+
+
+def _backward(outputs: tuple[Any, ...]) -> None:
+    ends = [value for value in tensors_in(outputs) if value.requires_grad]
+    if ends[0] is outputs[0] and ends[0].ndim == 0:
+        ends = ends[:1]
+    torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
