@@ -106,7 +106,7 @@ def largest(
 ) -> Largest:
     """Finds the largest size whose whole training step keeps to a budget in bytes.
 
-    The size found keeps to it and the next three do not, which makes it exact where bytes grow with
+    The size found keeps to it and the next two do not, which makes it exact where bytes grow with
     the size. The model is left as it is; nothing of its size is allocated, but for a real step.
 
     Args:

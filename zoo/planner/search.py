@@ -3,12 +3,12 @@
 Bytes grow about in a line with a batch and as a power with a volume, so the next size to look at
 lies where a line through the two nearest looks meets the budget:
 
-    look at     32      51        47      48      49  50
-    bytes       5.5     8.5       7.91    8.04    -- beyond the limit --       budget: 8
-    known       fits    too much  fits    too much  -> 47
+    size    32    51    47    48    49        the budget is 8
+    bytes   5.5   8.5   7.9   8.1   8.2
+            fits  not   fits  not   not       -> 47
 
-Bytes need not grow with every size: kernels and planners choose anew for each. So some sizes beyond
-the limit are looked at, too. What lies further away is not found.
+Bytes need not grow with every size: kernels and planners choose anew for each. So the sizes just
+beyond the limit are looked at, too. What lies further away is not found.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 # the bytes that a size needs, None where there is no such size
 Needed = Callable[[int], int | None]
 # sizes beyond the first that does not fit that are looked at
-BEYOND = 2
+BEYOND = 1
 # of three looks after so many, one halves the interval: a curve may be no line
 STRAIGHT = 6
 # a look is at most so many times further than the largest that fits
