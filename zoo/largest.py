@@ -21,12 +21,13 @@ import torch
 
 from zoo.chain import Chain
 from zoo.checkpointing import Checkpoint, Decide, PlannedRunner, attach
+from zoo.entry import Loss
 from zoo.errors import ArgumentError, BudgetError, InputError
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.measure.rehearsal import rehearse
 from zoo.plan import Plan
 from zoo.planner.search import Needed, largest_within
-from zoo.planning import Loss, Prospect
+from zoo.planning import Prospect
 from zoo.units import format_bytes
 from zoo.vary import Inputs, Varied, Vary, varied
 from zoo.verification.records import read_streams, set_streams
@@ -277,8 +278,7 @@ def _needed(look: _Look | None) -> int | None:
 
 def _answered(question: _Question, memory_budget: int | str, verify: bool) -> Largest:
     """Searches until a real step keeps to the budget, where one can be run."""
-    start = max(question.inputs.start // question.unit, 1)
-    first = question.prospect(start, question.device or "cpu")
+    start, first = _first(question)
     budget = first.bytes_of(memory_budget)
     room = _room(first) if verify else 0
     target = budget
@@ -290,6 +290,19 @@ def _answered(question: _Question, memory_budget: int | str, verify: bool) -> La
         target = found.predicted_peak - (measured - budget)
 
 
+def _first(question: _Question) -> tuple[int, Prospect]:
+    """Looks at the sample's size, or at twice that: one example may be too few for a norm."""
+    start = max(question.inputs.start // question.unit, 1)
+    device = question.device or "cpu"
+    try:
+        return start, question.prospect(start, device)
+    except InputError as error:
+        try:
+            return 2 * start, question.prospect(2 * start, device)
+        except InputError:
+            raise error from None
+
+
 def _found(question: _Question, first: Prospect, start: int, budget: int) -> Largest:
     """Searches by what is predicted."""
     looks = _Looks(question, budget, {start: first})
@@ -298,7 +311,7 @@ def _found(question: _Question, first: Prospect, start: int, budget: int) -> Lar
     needed, seen = looks.on_paper, looks.paper
     if count and question.device is None and first.place.type != "meta":
         needed, seen = looks.for_real, looks.tried
-        count = largest_within(needed, budget, count, base)
+        count = _corrected(looks, start, count, base)
     if not count:
         raise _too_small(question, budget, seen)
     look = seen[count]
@@ -308,6 +321,14 @@ def _found(question: _Question, first: Prospect, start: int, budget: int) -> Lar
     return Largest(
         count * question.unit, budget, look.peak, following, None, look.plan, look.time_ratio
     )
+
+
+def _corrected(looks: _Looks, start: int, count: int, base: int) -> int:
+    """Searches with what kernels hide: first by what they hide at the start, which may be small."""
+    if start < count:
+        hidden = (looks.for_real(start) or 0) - (looks.on_paper(start) or 0)
+        count = largest_within(looks.on_paper, looks.budget - hidden, start, base) or start
+    return largest_within(looks.for_real, looks.budget, count, base)
 
 
 def _check_multiple(question: _Question, needed: Needed, count: int) -> None:

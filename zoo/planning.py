@@ -10,6 +10,7 @@ The larger of the two must keep to the budget. Nothing of the model's size is al
 from fake tensors, seconds from one real run of each kind of step (`measure.profile`).
 """
 
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
