@@ -137,7 +137,7 @@ def fold(steps: Sequence[Step], state: State) -> Any:
 def step_names(chain: nn.Module, steps: Sequence[Step]) -> list[str]:
     """Names each step by its module's path in the chain and its own name: 'layer1.0.normalize'."""
     paths = {id(module): path for path, module in chain.named_modules()}
-    return [_name(step, paths) for step in steps]
+    return [step_name(step, paths) for step in steps]
 
 
 def check_weights(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -200,7 +200,8 @@ def _hooked(module: nn.Module) -> bool:
     )
 
 
-def _name(step: Step, paths: Mapping[int, str]) -> str:
+def step_name(step: Step, paths: Mapping[int, str]) -> str:
+    """Names a step; `paths` are those of the chain's modules by their ids."""
     if isinstance(step, functools.partial):
         shown = ", ".join(
             paths.get(id(value), str(value))
@@ -208,7 +209,7 @@ def _name(step: Step, paths: Mapping[int, str]) -> str:
             if isinstance(value, int | str)
             or (id(value) in paths and not isinstance(step.func, types.MethodType))
         )
-        return f"{_name(step.func, paths)}({shown})" if shown else _name(step.func, paths)
+        return f"{step_name(step.func, paths)}({shown})" if shown else step_name(step.func, paths)
     if isinstance(step, nn.Module):
         return paths.get(id(step), type(step).__name__)
     owner = getattr(step, "__self__", None)

@@ -98,9 +98,15 @@ class _Latest(threading.local):
         self.states: dict[str, Any] = {}
 
 
+def same_state(one: Tensor, other: Tensor) -> bool:
+    """Compares two states: they are real tensors, also where a mode makes all others fake."""
+    with torch._C._DisableTorchDispatch():
+        return torch.equal(one, other)
+
+
 _latest = _Latest()
 _ALWAYS = (
-    Source("torch", torch.get_rng_state, torch.set_rng_state, torch.equal),
+    Source("torch", torch.get_rng_state, torch.set_rng_state, same_state),
     Source("python", random.getstate, random.setstate, eq),
 )
 
@@ -160,12 +166,12 @@ def _of_numpy(module: Any) -> Source:
 
 def _of_device(device: torch.device) -> Source:
     if device.type == "mps":
-        return Source("mps", torch.mps.get_rng_state, torch.mps.set_rng_state, torch.equal)
+        return Source("mps", torch.mps.get_rng_state, torch.mps.set_rng_state, same_state)
     return Source(
         str(device),
         functools.partial(torch.cuda.get_rng_state, device),
         lambda state: torch.cuda.set_rng_state(state, device),
-        torch.equal,
+        same_state,
     )
 
 

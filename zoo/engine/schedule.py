@@ -28,7 +28,7 @@ def _run(items: Sequence[Item], steps: Sequence[Step], ambient: Ambient, *state:
     for item in items:
         state = value if isinstance(value, tuple) else (value,)
         if isinstance(item, int):
-            value = steps[item](*state)
+            value = fold((steps[item],), state)
         else:
             roots = [steps[step] for step in indices(item)]
             inner = functools.partial(_run, item, steps, ambient)

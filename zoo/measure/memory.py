@@ -198,13 +198,36 @@ def gradient_addresses(model: nn.Module) -> frozenset[int]:
 
 
 def _trace_cpu(function: Callable[[], object]) -> list[Event]:
-    with profile(use_cpu=True, profile_memory=True) as profiler:
+    with AllocatorEvents() as record:
         function()
-    results: Any = profiler.kineto_results
-    found = [event for event in _walk(results.experimental_event_tree()) if _is_cpu(event)]
-    found.sort(key=lambda event: event.start_time_ns)
-    fields = (event.extra_fields for event in found)
-    return [(entry.ptr, entry.alloc_size) for entry in fields]
+    return [(address, size) for _, address, size in record.events]
+
+
+class AllocatorEvents:
+    """Records what the CPU's allocator does inside a block: (nanoseconds, address, bytes) in order.
+
+    The clock is that of `time.time_ns`. `events` is empty until the block ends.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int, int]] = []
+        self._profiler = profile(use_cpu=True, profile_memory=True)
+
+    def __enter__(self) -> "AllocatorEvents":
+        """Starts to record."""
+        self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stops, and reads what was recorded."""
+        self._profiler.__exit__(*error)
+        results: Any = self._profiler.kineto_results
+        found = [event for event in _walk(results.experimental_event_tree()) if _is_cpu(event)]
+        found.sort(key=lambda event: event.start_time_ns)
+        self.events = [
+            (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+            for event in found
+        ]
 
 
 def _walk(events: Iterable[Any]) -> Iterator[Any]:

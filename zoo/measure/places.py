@@ -1,0 +1,110 @@
+"""Where in a model the running code belongs: step, module and line, read from the stack.
+
+Hooks on modules would see calls of modules only, not a chain's steps, would be left open when a
+second run stops early, and would be one more thing that the model has while it is watched. Here
+nothing is attached: the calls that are under way stand on Python's stack.
+"""
+
+import functools
+import os
+import sys
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zoo.chain import fold, step_name
+
+_CALL = nn.Module._wrapped_call_impl.__code__
+_FOLD = fold.__code__
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_ZOO = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# these files run models, they are none
+_RUNNERS = tuple(_ZOO + name for name in ("engine", "measure", "chain.py", "checkpointing.py"))
+
+
+class Place(NamedTuple):
+    """Block, step, path of the module and "file:line"; each "" where there is none."""
+
+    block: str = ""
+    step: str = ""
+    module: str = ""
+    line: str = ""
+
+
+NOWHERE = Place()
+
+
+class Places:
+    """Names the places of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.homes: dict[str, str] = {}
+        self.inside = False
+
+    def here(self, frame: FrameType | None) -> Place:
+        """Describes the place of a frame, and sets `inside` where it lies in the model."""
+        module = line = None
+        step = ""
+        self.inside = False
+        while frame is not None:
+            code = frame.f_code
+            if code is _CALL:
+                path = self.paths.get(id(_local(frame, "self")))
+                if path is not None:
+                    self.inside = True
+                    module = path if module is None and not step else module
+            elif code is _FOLD:
+                step = step or step_name(_local(frame, "step"), self.paths)
+                self.inside = True
+            elif line is None and not _is_hidden(code.co_filename):
+                line = f"{_shown(code.co_filename)}:{frame.f_lineno}"
+            if line is not None and (step or module == ""):
+                break
+            frame = frame.f_back
+        return self._place(step, module or "", line or "")
+
+    def of_module(self, path: str, known: Place = NOWHERE) -> Place:
+        """Describes the place of a module that is not running; `known` says more than its path."""
+        block = self.homes.get(path) or block_of(path)
+        return Place(block, known.step, path, known.line)
+
+    def _place(self, step: str, module: str, line: str) -> Place:
+        block = block_of(step or module)
+        if step and module:
+            self.homes.setdefault(module, block)
+        return Place(block, step, module, line)
+
+
+def block_of(path: str) -> str:
+    """Returns the block that a step or module belongs to: 'layer1.0.bn1' -> 'layer1.0'."""
+    parts = path.partition("(")[0].split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    if number is not None:
+        return ".".join(parts[: number + 1])
+    return ".".join(parts[:-1]) or path
+
+
+def _local(frame: FrameType, name: str) -> Any:
+    values = frame.f_locals
+    value = values[name]
+    if sys.version_info < (3, 13):
+        # a copy that the frame keeps: tensors in it would live longer
+        values.clear()
+    return value
+
+
+@functools.cache
+def _is_hidden(filename: str) -> bool:
+    return filename.startswith((_TORCH, *_RUNNERS, "<"))
+
+
+@functools.cache
+def _shown(filename: str) -> str:
+    for root in (os.getcwd(), *sorted(sys.path, key=len, reverse=True)):
+        if root and filename.startswith(os.path.join(root, "")):
+            return os.path.relpath(filename, root)
+    return filename

@@ -1,0 +1,345 @@
+"""The memory of a training step over time, as data: every allocation's life, and what follows.
+
+`measure.tracker` makes one; this file needs neither torch nor a model, so that a timeline can be
+read, compared and drawn anywhere. Time is counted in events: at point 0 only what was there before
+is allocated, and each allocation or release makes the next point.
+
+    point        0     1     2     3     4
+    weight       XXXXXXXXXXXXXXXXXXXXXXXXXXX        start 0, end None
+    activation         XXXXXXXXXXXXXXX              start 1, end 4
+    gradient                       XXXXXXXXX        start 3, end None
+    phase        forward     backward               from 0, from 2
+"""
+
+import csv
+import functools
+import io
+import itertools
+import json
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from zoo.errors import ArgumentError
+from zoo.measure.drawing import draw_timeline
+from zoo.units import format_bytes
+
+# in the order in which they are stacked: what no plan changes is at the bottom
+CATEGORIES = (
+    "parameters", "buffers", "optimizer state", "inputs", "gradients", "saved activations",
+    "recomputed", "temporaries", "unseen",
+)  # fmt: skip
+RESIDENT = frozenset(CATEGORIES[:5])
+UNSEEN = "unseen by tensors (library workspaces)"
+VERSION = 1
+# as many fit a screen
+MOST_BLOCKS = 16
+Rows = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One storage's life.
+
+    Attributes:
+        bytes: its size.
+        start: the point from which it is there; 0 for what was there before.
+        end: the point at which it is gone; None where it is there at the end.
+        category: one of `CATEGORIES`.
+        phase: what the program was doing when it was made; "before" the step for what was there.
+        block: the block of the model that made it, or that a parameter belongs to; "" for none.
+        step: the step of the chain, module: the path of the module, likewise.
+        line: "file:line" of the program, outside torch; in the backward that of the forward.
+        shape, dtype: those of the first tensor that was seen in it.
+        name: that of a parameter or buffer, for a gradient that of its parameter.
+    """
+
+    bytes: int
+    start: int
+    end: int | None
+    category: str
+    phase: str = ""
+    block: str = ""
+    step: str = ""
+    module: str = ""
+    line: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    name: str = ""
+
+    def is_there(self, point: int) -> bool:
+        """Says whether it is allocated at a point."""
+        return self.start <= point and (self.end is None or point < self.end)
+
+    @property
+    def place(self) -> str:
+        """The best name for where it comes from."""
+        return self.name or self.module or self.step or self.phase
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A phase and the point at which it begins."""
+
+    point: int
+    phase: str
+
+
+@dataclass
+class Timeline:
+    """Every allocation of a tracked step, and the phases of the step.
+
+    Empty until the tracked block ends. `allocator` says whether the allocator's own events are in
+    it: then what no tensor shows has the category "unseen", and the peak is exact to the byte.
+    `error` is the exception that ended the block, "" for none.
+    """
+
+    title: str = ""
+    device: str = ""
+    length: int = 0
+    allocator: bool = False
+    error: str = ""
+    phases: list[Mark] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
+
+    def curves(self) -> dict[str, list[int]]:
+        """Returns for each category its bytes at the points 0 to `length`."""
+        return {
+            category: _curve(self._of([category]), self.length)
+            for category in CATEGORIES
+        }
+
+    def total(self, categories: Iterable[str] = CATEGORIES) -> list[int]:
+        """Returns the bytes of these categories together at the points 0 to `length`."""
+        return _curve(self._of(categories), self.length)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were allocated at once."""
+        return max(self.total())
+
+    @property
+    def peak_point(self) -> int:
+        """The first point at which they were."""
+        total = self.total()
+        return total.index(max(total))
+
+    @property
+    def tensor_peak(self) -> int:
+        """The most bytes that tensors took at once."""
+        return max(self.total(CATEGORIES[:-1]))
+
+    @property
+    def activation_peak(self) -> int:
+        """The most bytes at once beside parameters, gradients, optimizer, buffers and inputs."""
+        return max(self.total(category for category in CATEGORIES if category not in RESIDENT))
+
+    @property
+    def unseen(self) -> int | None:
+        """The peak less that of the tensors; None where the allocator was not asked."""
+        return self.peak - self.tensor_peak if self.allocator else None
+
+    def phase_at(self, point: int) -> str:
+        """Returns the phase at a point."""
+        return next((mark.phase for mark in reversed(self.phases) if mark.point <= point), "")
+
+    def by(self, attribute: str, point: int | None = None) -> dict[str, int]:
+        """Returns the bytes at a point, by default the peak, by "category", "block", "module" ...
+
+        Raises:
+            ArgumentError: allocations have no such attribute.
+        """
+        if attribute not in _ATTRIBUTES:
+            raise ArgumentError(f"allocations have no {attribute!r}: {', '.join(_ATTRIBUTES)}")
+        found: Counter[str] = Counter()
+        for allocation in self.at(point):
+            found[getattr(allocation, attribute)] += allocation.bytes
+        return dict(found)
+
+    def at(self, point: int | None = None) -> list[Allocation]:
+        """Lists what is allocated at a point, by default the peak; the largest first."""
+        chosen = self.peak_point if point is None else point
+        found = (allocation for allocation in self.allocations if allocation.is_there(chosen))
+        return sorted(found, key=lambda allocation: -allocation.bytes)
+
+    def holders(self, count: int = 10, *, resident: bool = False) -> list[Allocation]:
+        """Lists who holds the most at the peak; with `resident` also parameters and the like."""
+        found = (a for a in self.at() if resident or a.category not in RESIDENT)
+        return list(itertools.islice(found, count))
+
+    def blocks(self, *, resident: bool = False) -> dict[str, int]:
+        """Returns the bytes of activations, or of all else, of each block at the peak."""
+        found = dict.fromkeys((a.block or a.phase for a in self.allocations), 0)
+        for a in self.at():
+            if (a.category in RESIDENT) is resident:
+                found[a.block or a.phase] += a.bytes
+        return found
+
+    def table(self, holders: int = 10) -> str:
+        """Writes the timeline as text: categories, blocks and the largest tensors at the peak."""
+        parts = [self.heading, _lines(self._by_category()), _lines(self._by_block())]
+        if holders:
+            parts.append(_lines(self._by_tensor(holders)))
+        return "\n\n".join(parts)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def plot(self, path: str | Path) -> None:
+        """Draws categories over time, phases shaded and the peak marked, to an SVG, PNG or PDF.
+
+        Raises:
+            ArgumentError: matplotlib is missing, or does not know such a file.
+        """
+        draw_timeline(
+            path,
+            title=self.heading,
+            curves={name: curve for name, curve in self.curves().items() if max(curve)},
+            phases=[(mark.point, mark.phase) for mark in self.phases],
+            peak=(self.peak_point, self.peak),
+        )
+
+    def to_json(self) -> str:
+        """Writes the timeline as JSON: allocations are rows under the names of their columns."""
+        values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values["phases"] = [astuple(mark) for mark in self.phases]
+        values["allocations"] = [astuple(allocation) for allocation in self.allocations]
+        return json.dumps({"version": VERSION, "columns": _ATTRIBUTES} | values)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Timeline":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ArgumentError: it is no such text.
+        """
+        try:
+            values = json.loads(text)
+            version, columns = values.pop("version"), values.pop("columns")
+            if version != VERSION:
+                raise ValueError(f"version {version}, known is {VERSION}")
+            values["phases"] = [Mark(*row) for row in values["phases"]]
+            rows = (dict(zip(columns, row, strict=True)) for row in values["allocations"])
+            values["allocations"] = [
+                Allocation(**row | {"shape": tuple(row["shape"])}) for row in rows
+            ]
+            return cls(**values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArgumentError(f"this is no timeline in JSON: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes the timeline to a file, as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Timeline":
+        """Reads a file that `save` wrote."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def to_csv(self) -> str:
+        """Writes one row for each point: the point, its phase, the bytes of each category."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["point", "phase", *CATEGORIES])
+        for point, sizes in enumerate(zip(*self.curves().values(), strict=True)):
+            writer.writerow([point, self.phase_at(point), *sizes])
+        return text.getvalue()
+
+    def _of(self, categories: Iterable[str]) -> list[Allocation]:
+        chosen = frozenset(categories)
+        return [allocation for allocation in self.allocations if allocation.category in chosen]
+
+    @property
+    def heading(self) -> str:
+        """One line: what, where, the peak and when."""
+        point = self.peak_point
+        phase = self.phase_at(point)
+        return (
+            f"{self.title} on {self.device}: peak {format_bytes(self.peak)}"
+            f"{f' in the {phase}' if phase else ''}, at event {point} of {self.length}"
+        )
+
+    def _by_category(self) -> Rows:
+        at_peak = self.by("category")
+        rows = [
+            (category, format_bytes(at_peak.get(category, 0)), format_bytes(max(curve)))
+            for category, curve in self.curves().items()
+            if category != "unseen" and max(curve)
+        ]
+        if not self.allocator:
+            return [("category", "at the peak", "at most"), *rows, (UNSEEN, "not measured", "")]
+        sizes = at_peak.get("unseen", 0), max(self.total(["unseen"]))
+        return [("category", "at the peak", "at most"), *rows, (UNSEEN, *map(format_bytes, sizes))]
+
+    def _by_block(self) -> Rows:
+        resident, activations = self.blocks(resident=True), self.blocks()
+        both = Counter(resident) + Counter(activations)
+        rows = [
+            (block, *(format_bytes(part.get(block, 0)) for part in (resident, activations)))
+            for block in _shown(both)
+        ]
+        return [("block, at the peak", "parameters and other residents", "activations"), *rows]
+
+    def _by_tensor(self, count: int) -> Rows:
+        rows = [("largest at the peak", "", "shape", "made in", "", "")]
+        for a in self.holders(count):
+            kind = f"{a.shape} {a.dtype}" if a.dtype else ""
+            rows.append((format_bytes(a.bytes), a.category, kind, a.phase, a.place, a.line))
+        return rows
+
+
+def compare(timelines: Mapping[str, Timeline], holders: int = 10) -> str:
+    """Writes timelines side by side, each at its own peak, by category and by block."""
+    parts = [f"{name}: {timeline.heading}" for name, timeline in timelines.items()]
+    categories = [timeline.by("category") for timeline in timelines.values()]
+    blocks = [timeline.blocks() for timeline in timelines.values()]
+    largest = [Counter(found) for found in blocks]
+    shown = _shown(functools.reduce(operator.or_, largest))
+    named = [category for category in CATEGORIES if any(category in c for c in categories)]
+    heads = [("category, at the peak", *timelines), ("block, activations at the peak", *timelines)]
+    return "\n\n".join(
+        [
+            "\n".join(parts),
+            _lines([heads[0], *_columns(named, categories)]),
+            _lines([heads[1], *_columns(shown, blocks)]),
+            *(
+                f"{name}\n{_lines(timeline._by_tensor(holders))}"
+                for name, timeline in timelines.items()
+                if holders
+            ),
+        ]
+    )
+
+
+def _columns(names: Iterable[str], found: Sequence[Mapping[str, int]]) -> Rows:
+    return [
+        (UNSEEN if name == "unseen" else name, *(format_bytes(part.get(name, 0)) for part in found))
+        for name in names
+    ]
+
+
+def _shown(sizes: Mapping[str, int]) -> list[str]:
+    """Returns the names of the largest, in the order of the others."""
+    largest = set(sorted(sizes, key=lambda name: -sizes[name])[:MOST_BLOCKS])
+    return [name for name in sizes if name in largest and sizes[name]]
+
+
+_ATTRIBUTES = tuple(entry.name for entry in fields(Allocation))
+
+
+def _curve(allocations: Iterable[Allocation], length: int) -> list[int]:
+    changes = [0] * (length + 1)
+    for allocation in allocations:
+        changes[allocation.start] += allocation.bytes
+        if allocation.end is not None:
+            changes[allocation.end] -= allocation.bytes
+    return list(itertools.accumulate(changes))
+
+
+def _lines(rows: Rows) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
