@@ -7,6 +7,7 @@ A model is a chain of steps, a plan says which are kept and which run again, the
 by a plan and changes nothing else. See README.md.
 """
 
+from zoo.anatomy import Anatomy, anatomy, track
 from zoo.catalog import (
     create,
     densenet100,
@@ -59,6 +60,7 @@ from zoo.errors import (
 )
 from zoo.largest import Largest, largest, max_batch_size
 from zoo.layers.transformer import TransformerBlock
+from zoo.measure.timeline import Timeline
 from zoo.plan import Plan
 from zoo.plan_frontier import Frontier
 from zoo.plan_report import PlanReport
@@ -67,6 +69,7 @@ from zoo.verify import verify
 from zoo.version import __version__
 
 __all__ = [
+    "Anatomy",
     "ArgumentError",
     "BudgetError",
     "Chain",
@@ -79,11 +82,13 @@ __all__ = [
     "PlanError",
     "PlanReport",
     "RecomputeError",
+    "Timeline",
     "TransformerBlock",
     "VerifyError",
     "WeightsError",
     "ZooError",
     "__version__",
+    "anatomy",
     "checkpoint",
     "create",
     "densenet100",
@@ -118,6 +123,7 @@ __all__ = [
     "resnet1202",
     "resnext50_32x4d",
     "resnext101_32x8d",
+    "track",
     "verify",
     "vit_base_patch16",
     "vit_large_patch16",

@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as modules
 
 from zoo.layers.modes import is_eager, is_once_differentiated
@@ -204,7 +205,7 @@ def is_wanted(ctx: Any) -> bool:
 
 def _can_share(weight: Tensor) -> bool:
     return (
-        type(weight) in (Tensor, nn.Parameter)
+        type(weight) in (Tensor, nn.Parameter, FakeTensor)
         and weight.requires_grad
         and torch.is_grad_enabled()
         and not torch._C._is_any_autocast_enabled()

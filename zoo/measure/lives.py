@@ -161,7 +161,5 @@ def _unseen(record: Record, blocks: Iterable[Block]) -> list[Life]:
     lives = []
     for block in blocks:
         phase, place = record.around(block.start)
-        lives.append(
-            Life(block.bytes, block.start, block.end, "unseen", phase=phase, place=place)
-        )
+        lives.append(Life(block.bytes, block.start, block.end, "unseen", phase=phase, place=place))
     return lives

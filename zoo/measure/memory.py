@@ -215,12 +215,12 @@ class AllocatorEvents:
 
     def __enter__(self) -> "AllocatorEvents":
         """Starts to record."""
-        self._profiler.__enter__()
+        self._profiler.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Stops, and reads what was recorded."""
-        self._profiler.__exit__(*error)
+        self._profiler.__exit__(*error)  # type: ignore[no-untyped-call]
         results: Any = self._profiler.kineto_results
         found = [event for event in _walk(results.experimental_event_tree()) if _is_cpu(event)]
         found.sort(key=lambda event: event.start_time_ns)

@@ -107,10 +107,7 @@ class Timeline:
 
     def curves(self) -> dict[str, list[int]]:
         """Returns for each category its bytes at the points 0 to `length`."""
-        return {
-            category: _curve(self._of([category]), self.length)
-            for category in CATEGORIES
-        }
+        return {category: _curve(self._of([category]), self.length) for category in CATEGORIES}
 
     def total(self, categories: Iterable[str] = CATEGORIES) -> list[int]:
         """Returns the bytes of these categories together at the points 0 to `length`."""
@@ -284,7 +281,7 @@ class Timeline:
         return [("block, at the peak", "parameters and other residents", "activations"), *rows]
 
     def _by_tensor(self, count: int) -> Rows:
-        rows = [("largest at the peak", "", "shape", "made in", "", "")]
+        rows: Rows = [("largest at the peak", "", "shape", "made in", "", "")]
         for a in self.holders(count):
             kind = f"{a.shape} {a.dtype}" if a.dtype else ""
             rows.append((format_bytes(a.bytes), a.category, kind, a.phase, a.place, a.line))

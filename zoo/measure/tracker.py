@@ -104,7 +104,7 @@ class Tracker(ContextDecorator):
         finally:
             recorder.look_around(self.optimizer)
             recorder.close()
-            settle(timeline, recorder.record, events and events.events)
+            settle(timeline, recorder.record, None if events is None else events.events)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -150,10 +150,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 self._assign(parameter.grad, "gradients", name)
-        states = optimizer.state.items() if optimizer is not None else ()
-        for parameter, state in states:
+        for owner, state in optimizer.state.items() if optimizer is not None else ():
             for tensor in tensors_in(state):
-                self._assign(tensor, "optimizer state", self.names.get(id(parameter), ""))
+                self._assign(tensor, "optimizer state", self.names.get(id(owner), ""))
 
     def close(self) -> None:
         """Hears of no more ends, and says where in the model what has a name belongs."""
@@ -275,7 +274,7 @@ class _End(weakref.ref[Any]):
         return super().__new__(cls, storage, gone)
 
     def __init__(self, storage: Any, gone: Any, life: Life) -> None:
-        super().__init__(storage, gone)
+        super().__init__(storage, gone)  # type: ignore[call-arg]
         self.key, self.life = storage._cdata, life
 
 

@@ -1,0 +1,124 @@
+"""The anatomy of a step is that of the step that a program would run, really run or not."""
+
+import copy
+import functools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from tests.training import Residuals, assert_same, everything, images
+from zoo.errors import ArgumentError
+from zoo.measure.memory import trace
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+MIB = 1024**2
+
+
+def words(*shape):
+    return torch.randint(50, shape), torch.randint(50, shape)
+
+
+MODELS = {
+    "chain": (Residuals, lambda: images(8, size=16)),
+    "resnet": (lambda: zoo.resnet18(classes=10), lambda: torch.rand(2, 3, 32, 32)),
+    "vit": (
+        functools.partial(zoo.vit_tiny_patch16, image_size=32),
+        lambda: torch.rand(2, 3, 32, 32),
+    ),
+    "gru": (lambda: zoo.gru(vocabulary=50), lambda: (words(30, 4)[0], None, words(30, 4)[1])),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fake_tensors_take_what_real_ones_do(name):
+    build, make = MODELS[name]
+    model, inputs = build(), make()
+    parts = [
+        zoo.anatomy(model, inputs, optimizer=sgd, loss=first, checkpoint=True, device=device)
+        for device in (None, "meta")
+    ]
+    for real, fake in zip(*((part.baseline, part.planned) for part in parts), strict=True):
+        assert abs(fake.peak - real.tensor_peak) <= 0.002 * real.tensor_peak
+        assert abs(fake.activation_peak - tensors(real)) <= 0.002 * tensors(real)
+        assert real.allocator
+        assert not fake.allocator
+
+
+def first(outputs):
+    return (outputs[0] if isinstance(outputs, tuple) else outputs).mean()
+
+
+def tensors(timeline):
+    return max(timeline.total(["saved activations", "recomputed", "temporaries"]))
+
+
+def test_the_planned_step_takes_less_and_both_are_shown():
+    found = zoo.anatomy(Residuals(), images(8, size=16), checkpoint=True)
+    assert found.plan == found.plan
+    assert found.planned.activation_peak < found.baseline.activation_peak
+    assert (
+        max(found.planned.curves()["recomputed"]) > 0 == max(found.baseline.curves()["recomputed"])
+    )
+    text = found.table()
+    assert "baseline: Residuals on cpu: peak" in text
+    assert "saved activations" in text
+    assert json.loads(found.to_json())["plan"] == json.loads(json.dumps(found.plan))
+
+
+def test_a_plan_of_the_models_own_is_the_plan():
+    model = zoo.checkpoint(Residuals(), ((0, 1, 2), (3, 4, 5), 6, 7, 8, 9))
+    assert zoo.anatomy(model, images()).plan == model.plan
+    assert zoo.anatomy(Residuals(), images()).planned is None
+    assert zoo.anatomy(model, images(), checkpoint=False).planned is None
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_the_model_and_the_random_state_are_left_as_they_are(device):
+    model, batch = Residuals(), images().requires_grad_()
+    before, runner = everything(model), model.runner
+    given = copy.deepcopy(batch)
+    zoo.anatomy(model, batch, checkpoint=True, device=device)
+    assert_same(everything(model), before)
+    assert model.runner is runner
+    assert torch.equal(batch, given)
+    assert batch.grad is None
+
+
+def test_nothing_of_the_models_size_is_allocated_for_meta_inputs():
+    model, batch = zoo.resnet18(), torch.empty(256, 3, 224, 224, device="meta")
+    found = []
+    run = functools.partial(zoo.anatomy, model, batch, optimizer=sgd, checkpoint="sqrt")
+    record = trace(lambda: found.append(run()))
+    assert record.peak < MIB
+    assert found[0].baseline.peak > 5000 * MIB
+
+
+def test_a_model_on_the_meta_device_needs_no_parameters():
+    with torch.device("meta"):
+        model = zoo.resnet18(classes=10)
+    real = zoo.anatomy(zoo.resnet18(classes=10), torch.rand(2, 3, 32, 32), device="meta")
+    assert zoo.anatomy(model, torch.rand(2, 3, 32, 32)).baseline.peak == real.baseline.peak
+
+
+def test_any_module_has_an_anatomy():
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    found = zoo.anatomy(model, torch.ones(4, 8), optimizer=None)
+    assert found.baseline.blocks().keys() >= {"0", "1", "2"}
+    assert not max(found.baseline.curves()["optimizer state"])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (len, {}, r"needs a torch\.nn\.Module; got builtin"),
+        (nn.Linear(4, 4).eval(), {}, r"call model\.train\(\) first"),
+        (nn.Linear(4, 4), {"checkpoint": True}, r"checkpoint=True needs a zoo\.Chain; got Linear"),
+        (nn.Linear(4, 4), {"device": "a100"}, "device='a100' is neither None nor 'meta'"),
+    ],
+)
+def test_what_has_no_anatomy_is_refused(model, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        zoo.anatomy(model, torch.ones(2, 4), **options)
