@@ -17,18 +17,14 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
 MIB = 1024**2
 
 
-def words(*shape):
-    return torch.randint(50, shape), torch.randint(50, shape)
+def texts(*shape):
+    return torch.randint(50, shape), None, torch.randint(50, shape)
 
 
 MODELS = {
     "chain": (Residuals, lambda: images(8, size=16)),
     "resnet": (lambda: zoo.resnet18(classes=10), lambda: torch.rand(2, 3, 32, 32)),
-    "vit": (
-        functools.partial(zoo.vit_tiny_patch16, image_size=32),
-        lambda: torch.rand(2, 3, 32, 32),
-    ),
-    "gru": (lambda: zoo.gru(vocabulary=50), lambda: (words(30, 4)[0], None, words(30, 4)[1])),
+    "lstm": (lambda: zoo.lstm(vocabulary=50, layers=1), lambda: texts(25, 4)),
 }
 
 
@@ -57,11 +53,9 @@ def tensors(timeline):
 
 def test_the_planned_step_takes_less_and_both_are_shown():
     found = zoo.anatomy(Residuals(), images(8, size=16), checkpoint=True)
-    assert found.plan == found.plan
     assert found.planned.activation_peak < found.baseline.activation_peak
-    assert (
-        max(found.planned.curves()["recomputed"]) > 0 == max(found.baseline.curves()["recomputed"])
-    )
+    assert max(found.planned.curves()["recomputed"]) > 0
+    assert not max(found.baseline.curves()["recomputed"])
     text = found.table()
     assert "baseline: Residuals on cpu: peak" in text
     assert "saved activations" in text

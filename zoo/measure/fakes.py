@@ -36,9 +36,10 @@ class FakeKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @functools.cache
 def _workspace(kinds: tuple[Any, ...]) -> int:
     """Returns the bytes of the workspace of the LSTM kernel for arguments of these kinds."""
-    with unset_fake_temporarily(), torch.no_grad():
-        outputs = _LSTM(*(_made(kind) for kind in kinds))
-        return int(outputs[-1].untyped_storage().nbytes())
+    # gradients are on, since else the kernel makes none
+    with unset_fake_temporarily(), torch.enable_grad():
+        workspace = _LSTM(*(_made(kind) for kind in kinds))[-1]
+    return 0 if workspace is None else int(workspace.nbytes)
 
 
 def _kind(value: Any) -> Any:
