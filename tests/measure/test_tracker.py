@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import weakref
 
 import pytest
 import torch
@@ -86,6 +87,32 @@ def test_the_peak_is_the_allocators_to_the_byte(plan):
 def test_tracking_keeps_nothing_alive(plan):
     training = Training(chain(plan), images(8, size=16))
     assert trace(training.tracked).peak == trace(training.step).peak
+
+
+class Three(zoo.Chain):
+    """Its last step looks whether the first one's result is gone."""
+
+    def steps(self):
+        return [self.first, self.second, self.third]
+
+    def first(self, x):
+        made = x + 1
+        self.made = weakref.ref(made)
+        return made
+
+    def second(self, x):
+        return x * 2
+
+    def third(self, x):
+        self.gone = self.made() is None
+        return x
+
+
+def test_a_state_goes_when_the_next_is_there_though_the_stack_was_read():
+    model = Three()
+    with zoo.track(model):
+        model(torch.ones(4))
+    assert model.gone
 
 
 @pytest.mark.parametrize("plan", PLANS)
