@@ -8,6 +8,7 @@ by a plan and changes nothing else. See README.md.
 """
 
 from zoo.anatomy import Anatomy, anatomy, track
+from zoo.adapter.front import chain_of, checkpoint, uncheckpoint
 from zoo.catalog import (
     create,
     densenet100,
@@ -44,7 +45,6 @@ from zoo.catalog import (
     wide_resnet101_2,
 )
 from zoo.chain import Chain
-from zoo.checkpointing import attach as checkpoint
 from zoo.engine.recompute import is_recomputing, recompute, remember
 from zoo.errors import (
     ArgumentError,
@@ -89,6 +89,7 @@ __all__ = [
     "ZooError",
     "__version__",
     "anatomy",
+    "chain_of",
     "checkpoint",
     "create",
     "densenet100",
@@ -124,6 +125,7 @@ __all__ = [
     "resnext50_32x4d",
     "resnext101_32x8d",
     "track",
+    "uncheckpoint",
     "verify",
     "vit_base_patch16",
     "vit_large_patch16",

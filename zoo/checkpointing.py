@@ -63,13 +63,20 @@ def attach(
             f"checkpoint= needs a zoo.Chain; got {type(chain).__name__}. Write the model as a "
             "chain, or call its parts through zoo.recompute"
         )
+    chain.runner = runner_for(checkpoint, memory_budget, max_overhead)
+    return chain
+
+
+def runner_for(
+    checkpoint: Checkpoint, memory_budget: Budget | None, max_overhead: float | None
+) -> "PlannedRunner | None":
+    """Returns what decides and runs by an option, None for plain training; raises as `attach`."""
     bounded = memory_budget is not None or max_overhead is not None
     if isinstance(checkpoint, PlanReport):
         checkpoint = checkpoint.plan
     if checkpoint == "auto" or (bounded and checkpoint is False):
         budget = memory_budget if bounded else "device"
-        chain.runner = PlannedRunner(functools.partial(_within, budget, max_overhead))
-        return chain
+        return PlannedRunner(functools.partial(_within, budget, max_overhead))
     if bounded:
         raise ArgumentError(
             f"memory_budget and max_overhead go with checkpoint='auto'; got {checkpoint!r}, which "
@@ -78,8 +85,7 @@ def attach(
     runner = None if checkpoint is False else PlannedRunner(_decide_by(checkpoint))
     if runner is not None and isinstance(checkpoint, tuple | list):
         runner.force(Plan(checkpoint))
-    chain.runner = runner
-    return chain
+    return runner
 
 
 @dataclass

@@ -1,0 +1,96 @@
+"""Any module trains by any option bit for bit as it trains without."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.adapter.models import Net, Reader, Tagger, UNet
+from tests.training import assert_same, images, train
+from zoo.measure.memory import trace
+
+
+def pictures() -> list[Tensor]:
+    return [images().requires_grad_()]
+
+
+def pairs() -> list[Tensor]:
+    return [images(2, size=16), torch.rand(2, 1, 1, 1)]
+
+
+def tokens() -> list[Tensor]:
+    return [torch.randint(20, (6, 3))]
+
+
+def sequences() -> list[Tensor]:
+    return [torch.randn(2, 5, 16), torch.randn(2, 4, 16)]
+
+
+def first(model: nn.Module) -> Callable[..., Tensor]:
+    def forward(*inputs: Tensor) -> Any:
+        output = model(*inputs)
+        if isinstance(output, dict):
+            return output["logits"]
+        return output[0] if isinstance(output, tuple) else output
+
+    return forward
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Sequence[Tensor]]]] = {
+    "net": (Net, pictures),
+    "unet": (UNet, pairs),
+    "lstm": (Tagger, tokens),
+    "transformer": (lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True), sequences),
+}
+
+
+def check(model: nn.Module, inputs: Callable[[], Sequence[Tensor]], option: Any) -> None:
+    other = zoo.checkpoint(copy.deepcopy(model), option)
+    assert_same(
+        train(other, inputs, forward=first(other)), train(model, inputs, forward=first(model))
+    )
+
+
+@pytest.mark.parametrize("option", [True, 2, "sqrt", "blocks", "cheap"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_option_is_exact(name: str, option: Any) -> None:
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    check(build(), inputs, option)
+
+
+@pytest.mark.parametrize("option", [True, "blocks"])
+def test_a_forward_that_cannot_be_followed_is_exact_by_blocks(option: Any) -> None:
+    check(Reader(), pictures, option)
+    model = zoo.checkpoint(Reader(), option)
+    model(images())
+    assert len(model.forward.segments) == 4
+
+
+def test_a_plan_of_steps_that_were_found_is_exact() -> None:
+    steps = len(zoo.chain_of(Net(), images()).names)
+    check(Net(), pictures, zoo.Plan([0, tuple(range(1, 9)), tuple(range(9, steps))]))
+
+
+def test_less_memory_is_taken() -> None:
+    def peak(model: nn.Module) -> int:
+        inputs = torch.rand(4, 4, 32, 32)
+        model(inputs).sum().backward()  # plans
+        return trace(lambda: model(inputs).sum().backward()).peak
+
+    plain, planned = (peak(Net(blocks=12)), peak(zoo.checkpoint(Net(blocks=12))))
+    assert planned < 0.5 * plain
+
+
+def test_a_budget_is_kept_to() -> None:
+    model = Net(16, blocks=12)
+    inputs = torch.rand(4, 4, 32, 32)
+    zoo.checkpoint(model, memory_budget=0.5, inputs=inputs)
+    plan = model.forward.plan
+    assert 0 < sum(count > 1 for count in plan.runs()) < len(plan.runs())
+    with pytest.raises(zoo.BudgetError, match="needs at least"):
+        zoo.checkpoint(Net(), memory_budget=1, inputs=inputs)

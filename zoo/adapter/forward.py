@@ -1,0 +1,240 @@
+"""The object that stands in a module's `forward` while a plan is in force.
+
+An instance attribute, and nothing else of the module changes: class, names, hooks, state dict. It
+has no `__dict__`, so that the engine does not go through it to the whole model, and holds its
+module weakly; a copy or a pickle takes the option along and watches its own module anew.
+"""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zoo.adapter.blocks import block_paths, matching_paths
+from zoo.adapter.following import Arguments, Followed, Following, refuse_global_hooks
+from zoo.adapter.switches import check_switches
+from zoo.adapter.watch import Opaque
+from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
+from zoo.engine.recompute import _is_transformed, recompute
+from zoo.errors import ArgumentError
+from zoo.plan import Plan
+from zoo.planning import Budget
+
+NAME = "forward"
+
+
+class Option(NamedTuple):
+    """What the user asked for."""
+
+    checkpoint: Checkpoint
+    memory_budget: Budget | None = None
+    max_overhead: float | None = None
+    steps: tuple[str, ...] | None = None
+
+    def runner(self) -> PlannedRunner:
+        """Makes what decides and runs plans."""
+        found = runner_for(self.checkpoint, self.memory_budget, self.max_overhead)
+        assert found is not None, "False puts nothing in force"
+        return found
+
+    def is_by_blocks(self) -> bool:
+        """Says whether it can be had without knowing what happens between the blocks."""
+        return self.memory_budget is None and self.checkpoint in (True, "blocks")
+
+
+class _Instead:
+    """A callable in the place of a module's forward; `before` is an instance attribute it had."""
+
+    __slots__ = ("__weakref__", "_module", "before")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.before: Any = vars(module).get(NAME)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose forward this is."""
+        module = self._module()
+        assert module is not None, "its forward is part of the module"
+        return module
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward that the module had."""
+        if self.before is not None:
+            return self.before  # type: ignore[no-any-return]
+        return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    def put(self) -> None:
+        """Takes its place."""
+        vars(self.module)[NAME] = self
+
+    def take_back(self) -> None:
+        """Gives the module the forward that it had."""
+        attributes = vars(self.module)
+        if self.before is None:
+            attributes.pop(NAME, None)
+        else:
+            attributes[NAME] = self.before
+
+
+class Segment(_Instead):
+    """A block's forward that runs as one segment."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Keeps only the inputs, in training."""
+        if not self.module.training:
+            return self.original(*args, **kwargs)
+        return recompute(functools.partial(_call, self.module, self.original), *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _segment, (), (self.module, self.before)
+
+    def __setstate__(self, state: Any) -> None:
+        module, self.before = state
+        self._module = weakref.ref(module)
+
+
+class Planned(_Instead):
+    """A model's forward that runs by a plan in training.
+
+    In `eval()`, under `no_grad`, `torch.func`, `torch.export` and a tracer it is the model's own.
+    """
+
+    __slots__ = ("following", "option", "reason", "segments")
+
+    def __init__(self, module: nn.Module, option: Option) -> None:
+        super().__init__(module)
+        self.option = option
+        self.following = Following(option.runner, option.steps)
+        self.segments: list[Segment] = []
+        self.reason: str | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan used last; None before the first training forward, and for blocks alone."""
+        latest = self.following.latest
+        return None if latest is None else latest.runner.plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward: by the plan in training, else as it is written."""
+        module = self.module
+        if (
+            not module.training
+            or not torch.is_grad_enabled()
+            or torch.compiler.is_exporting()
+            or _is_transformed()
+        ):
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._run)(module, args, kwargs)  # type: ignore[no-untyped-call]
+        return self._run(module, args, kwargs)
+
+    def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.reason is None:
+            refuse_global_hooks(module)
+            try:
+                return self.following(module, self.original, args, kwargs)
+            except Opaque as opaque:
+                self.by_blocks(opaque.reason)
+                return self._tried(args, kwargs)
+        check_switches(module)
+        return self.original(*args, **kwargs)
+
+    def _tried(self, args: Any, kwargs: Any) -> Any:
+        """Runs by blocks; where that fails too, it was the call that was wrong, not the model."""
+        try:
+            return self.original(*args, **kwargs)
+        except BaseException:
+            self.take_back_segments()
+            self.segments, self.reason = [], None
+            raise
+
+    def follow(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Followed | None:
+        """Watches the model and decides the plan now; None where it runs by blocks."""
+        module = self.module
+        try:
+            given = Arguments.of(args, kwargs)
+            with torch.enable_grad():
+                found = self.following.followed(module, self.original, given, args, kwargs)
+                found.runner.settle(module, found.steps.outline, found.steps.state(given.tensors))  # type: ignore[arg-type]
+        except Opaque as opaque:
+            self.by_blocks(opaque.reason)
+            return None
+        return found
+
+    def by_blocks(self, reason: str) -> None:
+        """Makes each block a segment, since the code between them is only known to run.
+
+        Raises:
+            ArgumentError: the option needs more than that, or there are no blocks.
+        """
+        module, kind = self.module, type(self.module).__name__
+        said = f"the forward of {kind} cannot be followed: its code {reason}"
+        if not self.option.is_by_blocks():
+            raise ArgumentError(
+                f"{said}. checkpoint={self.option.checkpoint!r} needs that; checkpoint='blocks' "
+                f"does not.{_hint(module)}"
+            )
+        if self.option.steps is None:
+            paths = block_paths(module)
+        else:
+            paths = matching_paths(module, self.option.steps)
+        if not paths:
+            raise ArgumentError(
+                f"{said}, and it has no blocks that repeat. Name modules to run again by "
+                f"steps=[...], or call its parts through zoo.recompute.{_hint(module)}"
+            )
+        self.reason = reason
+        self.segments = [Segment(module.get_submodule(path)) for path in paths]
+        for segment in self.segments:
+            segment.put()
+
+    def take_back(self) -> None:
+        """Gives the model and its blocks the forwards that they had."""
+        self.take_back_segments()
+        super().take_back()
+
+    def take_back_segments(self) -> None:
+        """Gives the blocks the forwards that they had."""
+        for segment in self.segments:
+            if vars(segment.module).get(NAME) is segment:
+                segment.take_back()
+
+    def __reduce__(self) -> Any:
+        state = self.module, self.before, self.option, self.reason, self.segments
+        return _planned, (), state
+
+    def __setstate__(self, state: Any) -> None:
+        module, self.before, self.option, self.reason, self.segments = state
+        self._module = weakref.ref(module)
+        self.following = Following(self.option.runner, self.option.steps)
+
+
+def _call(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a forward; the engine sees by the first argument what it may reach."""
+    return forward(*args, **kwargs)
+
+
+def _hint(module: nn.Module) -> str:
+    if getattr(getattr(module, "config", None), "use_cache", False) is True:
+        return " A cache is for generation: set model.config.use_cache = False."
+    return ""
+
+
+def _segment() -> Segment:
+    return Segment.__new__(Segment)
+
+
+def _planned() -> Planned:
+    return Planned.__new__(Planned)

@@ -1,0 +1,148 @@
+"""`zoo.checkpoint`, `zoo.uncheckpoint` and `zoo.chain_of`: any module, by a plan and back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from zoo.adapter.forward import NAME, Option, Planned, _Instead
+from zoo.adapter.switches import check_switches
+from zoo.chain import Chain, step_names
+from zoo.checkpointing import Checkpoint, attach, runner_for
+from zoo.errors import ArgumentError
+from zoo.planning import Budget
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def checkpoint(
+    model: AnyModule,
+    checkpoint: Checkpoint | None = None,
+    *,
+    memory_budget: Budget | None = None,
+    max_overhead: float | None = None,
+    inputs: Any = None,
+    steps: Sequence[str] | None = None,
+) -> AnyModule:
+    """Puts a `checkpoint=` option in force on any model and returns the same object.
+
+    - `False`: keep everything, plain training;
+    - `True`, or nothing: the plan of least peak memory in which no step runs more than twice;
+    - `"auto"`: the plan of least time within a memory budget, or of least memory within an
+      overhead; `memory_budget` and `max_overhead` are those of `zoo.plan`, and without either the
+      budget is what is free on the device. A budget alone means "auto";
+    - an int k: k segments of equal numbers of blocks, the last one kept;
+    - `"sqrt"`, `"blocks"`, `"cheap"`: a scheme of `zoo.planner.schemes`;
+    - a `Plan`, nested tuple or `PlanReport`: just that.
+
+    The steps are those of a `zoo.Chain`; of any other model they are found by watching its first
+    forward in training (`zoo.chain_of` shows them), again for each kind of inputs and whenever
+    something changed that the forward looks at. `inputs`, a tensor, a tuple of arguments or a dict
+    of keyword arguments, has that done now. `steps` names the modules that count as blocks, with
+    `*` for any name: `["encoder.layers.*"]`.
+
+    A model whose forward cannot be followed runs as it is written and each of its blocks as a
+    segment, where the option is `True` or `"blocks"`.
+
+    Raises:
+        ArgumentError: none of these options, no module, a model that checkpoints itself, or one
+            that can be neither followed nor cut into blocks; the last at that forward.
+        BudgetError: at that forward, when no plan keeps to the budget.
+        PlanError: a malformed plan; one that does not fit raises at that forward.
+    """
+    if checkpoint is None:
+        checkpoint = True if memory_budget is None and max_overhead is None else "auto"
+    if isinstance(model, Chain):
+        return attach(model, checkpoint, memory_budget=memory_budget, max_overhead=max_overhead)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"checkpoint= needs a torch.nn.Module; got {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ArgumentError("this model is compiled; call zoo.checkpoint on the model before")
+    runner = runner_for(checkpoint, memory_budget, max_overhead)
+    check_switches(model)
+    earlier = vars(model).get(NAME)
+    uncheckpoint(model)
+    if runner is None:
+        return model
+    if isinstance(checkpoint, list):
+        checkpoint = tuple(checkpoint)
+    names = None if steps is None else tuple(steps)
+    planned = Planned(model, Option(checkpoint, memory_budget, max_overhead, names))
+    planned.put()
+    if inputs is not None:
+        try:
+            _follow(planned, inputs)
+        except BaseException:
+            planned.take_back()
+            if isinstance(earlier, Planned):
+                earlier.put()
+            raise
+    return model
+
+
+def uncheckpoint(model: AnyModule) -> AnyModule:
+    """Gives a model, and all that is in it, plain training again, and returns it."""
+    for module in model.modules():
+        instead = vars(module).get(NAME)
+        if isinstance(instead, _Instead):
+            instead.take_back()
+        if isinstance(module, Chain):
+            module.runner = None
+    return model
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found in a model: the steps by name, the block of each, and why not where not.
+
+    Attributes:
+        names: the steps in order; none where the forward cannot be followed.
+        blocks: for each step the number of its block.
+        segments: paths of the modules that run again as a whole, where it cannot.
+        reason: why it cannot be followed, None where it can.
+    """
+
+    names: tuple[str, ...]
+    blocks: tuple[int, ...]
+    segments: tuple[str, ...] = ()
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            lines = [f"its code {self.reason}; {len(self.segments)} blocks run again as a whole"]
+            return "\n".join([*lines, *self.segments])
+        lines = [f"{len(self.names)} steps in {len(set(self.blocks))} blocks"]
+        lines += [
+            f"{block:>4}  {name}" for block, name in zip(self.blocks, self.names, strict=True)
+        ]
+        return "\n".join(lines)
+
+
+def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> Found:
+    """Returns the steps that `zoo.checkpoint` finds in a model for inputs like these.
+
+    Raises:
+        ArgumentError: as `checkpoint` does.
+    """
+    check_switches(model)
+    names = None if steps is None else tuple(steps)
+    planned = Planned(model, Option("blocks", None, None, names))
+    try:
+        found = _follow(planned, inputs)
+    finally:
+        planned.take_back_segments()
+    if found is None:
+        paths = {module: path for path, module in model.named_modules()}
+        segments = tuple(paths[segment.module] for segment in planned.segments)
+        return Found((), (), segments, planned.reason)
+    outline = found.steps.outline
+    return Found(tuple(step_names(model, outline.steps)), outline.blocks)
+
+
+def _follow(planned: Planned, inputs: Any) -> Any:
+    if not planned.module.training:
+        raise ArgumentError("a plan is for training; call model.train() first")
+    if isinstance(inputs, dict):
+        return planned.follow((), inputs)
+    return planned.follow((inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {})

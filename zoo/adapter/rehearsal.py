@@ -1,0 +1,146 @@
+"""Runs a model on fake tensors and leaves it as it was: to write its tape, and to prove it.
+
+The proof: the model as it is written and the steps made of its tape run on the same fake inputs,
+and every operation that reaches the kernels, with the tensors and numbers that it gets, must be the
+same in the same order.
+"""
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zoo.adapter.surroundings import Surroundings
+from zoo.adapter.tape import Tape
+from zoo.adapter.watch import HOOKS, Opaque, Watch, is_constant
+
+Work = list[tuple[Any, ...]]
+
+
+class Rehearsal:
+    """A model, its own forward and arguments for it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.model, self.forward = model, forward
+        self.leaves, self.structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        for leaf in self.leaves:
+            if not isinstance(leaf, Tensor) and not is_constant(leaf):
+                raise Opaque("", f"takes a {type(leaf).__name__}")
+        self.work: Work = []
+
+    def record(self, leaves: frozenset[nn.Module]) -> Tape:
+        """Returns the tape of the forward; `leaves` are called as a whole.
+
+        Raises:
+            Opaque: a module's own code cannot be put on a tape; `path` is that of the module.
+        """
+        with self._fake() as (values, tensors), Surroundings(self.model).put_back() as changed:
+            args, kwargs = pytree.tree_unflatten(values, self.structure)
+            watch = Watch(self.model, leaves, tensors)
+            with _Work() as log:
+                tape = watch.run(self.forward, args, kwargs)
+            self.work = log.work
+        if changed:
+            raise Opaque("", f"changes {changed[0]}")
+        return tape
+
+    def proves(self, run: Callable[[Sequence[Tensor]], Any]) -> bool:
+        """Says whether a function of the distinct input tensors does the same work."""
+        with self._fake() as (_, tensors), Surroundings(self.model).put_back(), _Work() as log:
+            run(tensors)
+        return bool(log.work == self.work)
+
+    @contextlib.contextmanager
+    def _fake(self) -> Iterator[tuple[list[Any], list[Tensor]]]:
+        """Yields the leaves of the arguments as fake tensors, and the distinct ones of these."""
+        with _untouched(self.model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            for module in self.model.modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = _scratch(mode, buffer)
+            known: dict[int, Tensor] = {}
+            for leaf in self.leaves:
+                if isinstance(leaf, Tensor) and id(leaf) not in known:
+                    fake = mode.from_tensor(leaf.detach(), static_shapes=True)
+                    known[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
+            values = [known[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+            yield values, list(known.values())
+
+
+class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operation, with a number for each tensor in the order in which they come."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work: Work = []
+        self.numbers: dict[int, int] = {}
+        self.alive: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = self._named((args, kwargs))
+        result = func(*args, **kwargs)
+        self.work.append((func, given, self._named(result), torch.is_grad_enabled()))
+        return result
+
+    def _named(self, value: Any) -> list[Any]:
+        return [self._name(leaf) for leaf in pytree.tree_leaves(value)]
+
+    def _name(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf if is_constant(leaf) else type(leaf)
+        if id(leaf) not in self.numbers:
+            self.numbers[id(leaf)] = len(self.numbers)
+            self.alive.append(leaf)
+        return self.numbers[id(leaf)], tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Takes the hooks off a model; puts back all of it, and Python's streams, after the block."""
+    before = {module: dict(vars(module)) for module in model.modules()}
+    buffers = {module: dict(module._buffers) for module in before}
+    streams = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    others = numpy.random.get_state() if numpy is not None else None
+    cache = torch.is_autocast_cache_enabled()
+    # no fake casts of weights in autocast's cache
+    torch.set_autocast_cache_enabled(False)
+    try:
+        for module in before:
+            vars(module).update({name: {} for name in HOOKS})
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers[module])
+        random.setstate(streams)
+        if numpy is not None:
+            numpy.random.set_state(others)
+
+
+def _scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:
+    """Stands in for a buffer; a counter stays a number, since some layers compute with it."""
+    if buffer is None:
+        return None
+    if buffer.ndim == 0 and buffer.device.type == "cpu":
+        with unset_fake_temporarily():
+            return buffer.clone()
+    return mode.from_tensor(buffer, static_shapes=True)
