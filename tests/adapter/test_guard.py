@@ -16,6 +16,7 @@ from tests.adapter.models import Net, UNet
 from tests.training import assert_same, images, train
 
 LIMIT = 1.0
+SCALE = 1.0
 
 
 class Settings(nn.Module):
@@ -25,15 +26,19 @@ class Settings(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
         self.rate = 0.5
-        self.config = SimpleNamespace(act="relu")
+        self.config = SimpleNamespace(act="relu", inner=SimpleNamespace(sign=1))
+        self.both = nn.Sequential(nn.Tanh(), nn.Identity())
         self.order = [1, 2]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x) * self.rate * LIMIT * self.order[0]
-        x = getattr(F, self.config.act)(x)
+        x = self._act(x) * self.config.inner.sign + self.both(x)
         if self.second.training:
             x = self.second(x)
         return x.sum(1) if x.shape[0] > 3 else x
+
+    def _act(self, x: Tensor) -> Tensor:
+        return getattr(F, self.config.act)(x) * SCALE
 
 
 def set_global(model: Any) -> None:
@@ -41,11 +46,19 @@ def set_global(model: Any) -> None:
     LIMIT += 1.0
 
 
+def set_global_of_a_helper(model: Any) -> None:
+    global SCALE  # noqa: PLW0603
+    SCALE += 1.0
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "attribute": lambda model: setattr(model, "rate", 0.1),
     "object": lambda model: setattr(model.config, "act", "gelu"),
     "list": lambda model: model.order.insert(0, 5),
+    "object in an object": lambda model: setattr(model.config.inner, "sign", -1),
     "global": set_global,
+    "global of a helper": set_global_of_a_helper,
+    "forward of a row": lambda model: setattr(model.both, "forward", torch.sigmoid),
     "flag of a child": lambda model: model.second.eval(),
     "child": lambda model: setattr(model, "second", nn.Linear(6, 6)),
     "hook": lambda model: model.second.register_forward_hook(lambda m, a, out: out * 3),

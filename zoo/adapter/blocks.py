@@ -92,7 +92,7 @@ def _above(name: str) -> Iterator[str]:
 def _found(module: nn.Module, path: str, counts: Counter[type]) -> Iterator[str]:
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
-        if _is_unit(child) and counts[type(child)] > 1 and not _holds_row(child, counts):
+        if _is_unit(child) and counts[type(child)] > 1 and not _holds_row(child):
             yield inner
         else:
             yield from _found(child, inner, counts)
@@ -103,10 +103,8 @@ def _is_unit(module: nn.Module) -> bool:
     return bool(module._modules) and type(module).forward not in [row.forward for row in ROWS]
 
 
-def _holds_row(module: nn.Module, counts: Counter[type]) -> bool:
+def _holds_row(module: nn.Module) -> bool:
     """Says whether a module goes through a row of modules that might be blocks."""
-    for inner in module.modules():
-        kinds = Counter(type(child) for child in inner.children() if _is_unit(child))
-        if (isinstance(inner, ROWS) or inner is module) and any(n > 1 for n in kinds.values()):
-            return True
-    return False
+    rows = (inner for inner in module.modules() if isinstance(inner, ROWS))
+    kinds = (Counter(type(child) for child in row.children() if _is_unit(child)) for row in rows)
+    return any(count > 1 for found in kinds for count in found.values())

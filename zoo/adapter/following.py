@@ -8,6 +8,7 @@ A module whose own code cannot be put on a tape runs as it is written, with each
 segment (`blocks`).
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ from zoo.errors import ArgumentError
 MOST_KINDS = 16
 # what may turn out to be a leaf one after another
 MOST_TRIES = 200
+# so many watches are worth a word
+OFTEN = 32
+_log = logging.getLogger("zoo")
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Following:
         self.make_runner, self.patterns = make_runner, patterns
         self.known: list[Followed] = []
         self.latest: Followed | None = None
+        self.times = 0
 
     def __call__(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -107,6 +112,7 @@ class Following:
                 self.latest = found
                 return found
         found = self._watched(model, forward, given, args, kwargs)
+        self._report(model, found)
         same = [old for old in self.known if old.kind == given.kind]
         for old in same:
             self.known.remove(old)
@@ -116,6 +122,19 @@ class Following:
         self.known = [*self.known[-MOST_KINDS + 1 :], found]
         self.latest = found
         return found
+
+    def _report(self, model: nn.Module, found: Followed) -> None:
+        """Says in the log what was found, and when it is found too often."""
+        self.times += 1
+        kind, steps = type(model).__name__, len(found.steps.outline.steps)
+        _log.info("%s: %d steps, watched for the time %d", kind, steps, self.times)
+        if self.times == OFTEN:
+            _log.warning(
+                "%s was watched %d times: its inputs, or what its forward looks at, change all the "
+                "time, and each time costs more than a forward",
+                kind,
+                self.times,
+            )
 
     def _watched(
         self,

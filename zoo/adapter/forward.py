@@ -6,7 +6,6 @@ module weakly; a copy or a pickle takes the option along and watches its own mod
 """
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch import nn
 
 from zoo.adapter.blocks import block_paths, matching_paths
 from zoo.adapter.following import Arguments, Followed, Following, refuse_global_hooks
+from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.switches import check_switches
 from zoo.adapter.watch import Opaque
 from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
@@ -23,8 +23,6 @@ from zoo.engine.recompute import _is_transformed, recompute
 from zoo.errors import ArgumentError
 from zoo.plan import Plan
 from zoo.planning import Budget
-
-NAME = "forward"
 
 
 class Option(NamedTuple):
@@ -46,47 +44,7 @@ class Option(NamedTuple):
         return self.memory_budget is None and self.checkpoint in (True, "blocks")
 
 
-class _Instead:
-    """A callable in the place of a module's forward; `before` is an instance attribute it had."""
-
-    __slots__ = ("__weakref__", "_module", "before")
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self.before: Any = vars(module).get(NAME)
-
-    @property
-    def module(self) -> nn.Module:
-        """The module whose forward this is."""
-        module = self._module()
-        assert module is not None, "its forward is part of the module"
-        return module
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that the module had."""
-        if self.before is not None:
-            return self.before  # type: ignore[no-any-return]
-        return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original)
-
-    def put(self) -> None:
-        """Takes its place."""
-        vars(self.module)[NAME] = self
-
-    def take_back(self) -> None:
-        """Gives the module the forward that it had."""
-        attributes = vars(self.module)
-        if self.before is None:
-            attributes.pop(NAME, None)
-        else:
-            attributes[NAME] = self.before
-
-
-class Segment(_Instead):
+class Segment(Instead):
     """A block's forward that runs as one segment."""
 
     __slots__ = ()
@@ -105,7 +63,7 @@ class Segment(_Instead):
         self._module = weakref.ref(module)
 
 
-class Planned(_Instead):
+class Planned(Instead):
     """A model's forward that runs by a plan in training.
 
     In `eval()`, under `no_grad`, `torch.func`, `torch.export` and a tracer it is the model's own.

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from zoo.adapter.forward import NAME, Option, Planned, _Instead
+from zoo.adapter.forward import Option, Planned
+from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.switches import check_switches
 from zoo.chain import Chain, step_names
 from zoo.checkpointing import Checkpoint, attach, runner_for
@@ -85,7 +86,7 @@ def uncheckpoint(model: AnyModule) -> AnyModule:
     """Gives a model, and all that is in it, plain training again, and returns it."""
     for module in model.modules():
         instead = vars(module).get(NAME)
-        if isinstance(instead, _Instead):
+        if isinstance(instead, Instead):
             instead.take_back()
         if isinstance(module, Chain):
             module.runner = None

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from zoo.adapter.instead import NAME
 from zoo.adapter.tape import Tape
 from zoo.adapter.watch import is_hooked
 from zoo.engine.notes import Noted, note, unchanged
 from zoo.engine.reach import Variable, _is_library, reach
 
 MISSING = object()
+# objects in objects
+DEEP = 3
 
 
 class Guard:
@@ -26,23 +29,38 @@ class Guard:
 
     def __init__(self, model: nn.Module, tape: Tape) -> None:
         modules = dict(model.named_modules())
+        self.model = model
         self.inlined = [modules[path] for path in tape.inlined]
-        self.forwards = [(module, type(module).forward) for module in self.inlined]
+        # that of the model itself is what runs
+        self.forwards = [
+            (module, type(module).forward, vars(module).get(NAME) if path else None)
+            for path, module in zip(tape.inlined, self.inlined, strict=True)
+        ]
         self.looks = [
             (modules[path], name, _looked(modules[path], name)) for path, name in tape.reads
         ]
-        self.objects = {
-            id(value): (value, {key: note(part) for key, part in vars(value).items()})
-            for _, _, (noted, _) in self.looks
-            if isinstance(noted, Noted) and _has_settings(value := noted.value)
-        }
+        self.objects: dict[int, tuple[Any, dict[str, Noted]]] = {}
+        for _, _, (noted, _) in self.looks:
+            if isinstance(noted, Noted):
+                self._note_settings(noted.value, 0)
         self.variables = list(_variables(self.inlined))
+
+    def _note_settings(self, value: Any, depth: int) -> None:
+        """Notes the attributes of an object that was looked at, and of those in it."""
+        if depth < DEEP and _has_settings(value) and id(value) not in self.objects:
+            self.objects[id(value)] = value, {k: note(v) for k, v in vars(value).items()}
+            for part in vars(value).values():
+                self._note_settings(part, depth + 1)
 
     def holds(self) -> bool:
         """Says whether all that was looked at is as it was."""
         return (
-            not any(map(is_hooked, self.inlined[1:]))
-            and all(type(module).forward is forward for module, forward in self.forwards)
+            not any(is_hooked(module) for module in self.inlined if module is not self.model)
+            and all(
+                type(module).forward is forward
+                and (module is self.model or vars(module).get(NAME) is own)
+                for module, forward, own in self.forwards
+            )
             and all(_is_same(module, name, seen) for module, name, seen in self.looks)
             and all(_same_settings(noted, vars(value)) for value, noted in self.objects.values())
             and all(unchanged(noted, variable.read()) for variable, noted in self.variables)
@@ -115,8 +133,8 @@ def _same_settings(noted: dict[str, Noted], now: dict[str, Any]) -> bool:
 
 def _variables(inlined: Iterable[nn.Module]) -> Iterator[tuple[Variable, Noted]]:
     """Yields the globals and closures that the inlined forwards name, noted."""
-    functions = [type(module).forward for module in inlined]
-    for variable in reach(functions).variables.values():
+    methods = [types.MethodType(type(module).forward, module) for module in inlined]
+    for variable in reach(methods).variables.values():
         value = variable.read()
         if not callable(value) and not isinstance(value, torch.Generator):
             yield variable, note(value)

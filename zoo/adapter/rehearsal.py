@@ -8,6 +8,7 @@ same in the same order.
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +18,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.surroundings import Surroundings
 from zoo.adapter.tape import Tape
 from zoo.adapter.watch import HOOKS, Opaque, Watch, is_constant
 
 Work = list[tuple[Any, ...]]
+# methods of `nn.Module` are replaced meanwhile
+_one_at_a_time = threading.RLock()
 
 
 class Rehearsal:
@@ -66,7 +70,8 @@ class Rehearsal:
     @contextlib.contextmanager
     def _fake(self) -> Iterator[tuple[list[Any], list[Tensor]]]:
         """Yields the leaves of the arguments as fake tensors, and the distinct ones of these."""
-        with _untouched(self.model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        with _one_at_a_time, _untouched(self.model), fakes as mode:
             for module in self.model.modules():
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = _scratch(mode, buffer)
@@ -123,6 +128,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     try:
         for module in before:
             vars(module).update({name: {} for name in HOOKS})
+            if isinstance(vars(module).get(NAME), Instead):
+                # a plan for a part is no part of what the whole does
+                vars(module)[NAME] = vars(module)[NAME].original
         yield
     finally:
         torch.set_autocast_cache_enabled(cache)

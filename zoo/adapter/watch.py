@@ -54,7 +54,8 @@ UNSEEN = (BOOKKEEPING | {"__dict__", "__class__", "forward"}) - {
 READERS = frozenset(
     (
         "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__",
-        "__array__", "equal", "allclose", "is_nonzero", "__contains__", "data_ptr",
+        "__array__", "__repr__", "__format__", "equal", "allclose", "is_nonzero",
+        "__contains__", "data_ptr",
     )
 )  # fmt: skip
 # what leaves something on a tensor that a second tensor would not have

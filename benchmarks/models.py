@@ -1,0 +1,437 @@
+"""Other libraries' models by `zoo.checkpoint`: which work, exactly or not, and what they save.
+
+    python benchmarks/models.py                      # the table below, random weights, small inputs
+    python benchmarks/models.py resnet50 gpt2        # some of it
+    python benchmarks/models.py --count 50           # so many small ones drawn from timm's list
+
+Each model trains two steps plainly and two by `checkpoint=True`; outputs, gradients, parameters,
+buffers and the random state are compared bit for bit. The first number is the peak of the
+activations in a step, over that of plain training, as the allocator counts it; the second the
+floating point operations of a step beyond those of plain training, over these. The library's own
+switch, where it has one, stands beside `checkpoint=True` and beside the plan of least time with no
+more memory than the switch.
+
+`blocks` in the place of a number of steps: the forward cannot be followed, and each block is a
+segment. `refused` gives the reason.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import gc
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import zoo
+from zoo.measure.memory import gradient_addresses, trace
+from zoo.measure.profile import profile
+
+Build = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass
+class Subject:
+    """A model, what it is called with, and how its own checkpointing is switched on."""
+
+    name: str
+    library: str
+    build: Build
+    switch: Callable[[nn.Module], object] | None = None
+
+
+@dataclass
+class Cost:
+    """The activation peak in bytes and the floating point operations of a step."""
+
+    bytes: int
+    flops: int
+
+    def beside(self, plain: "Cost") -> str:
+        return f"{self.bytes / plain.bytes:.3f}, +{self.flops / plain.flops - 1:.1%}"
+
+
+def image(size: int, batch: int = 2) -> tuple[Tensor]:
+    return (torch.randn(batch, 3, size, size),)
+
+
+def from_torchvision(name: str, size: int = 64) -> Build:
+    def build() -> Any:
+        import torchvision
+
+        return torchvision.models.get_model(name, weights=None), image(size), {}
+
+    return build
+
+
+def video() -> Any:
+    import torchvision
+
+    return torchvision.models.video.r3d_18(weights=None), (torch.randn(1, 3, 4, 32, 32),), {}
+
+
+def from_timm(name: str, smaller: int = 128) -> Build:
+    def build() -> Any:
+        import timm
+
+        model = timm.create_model(name)
+        sizes = [model.default_cfg["input_size"][1:]]
+        if not model.default_cfg.get("fixed_input_size"):
+            sizes.insert(0, (smaller, smaller))
+        for size in sizes:
+            # some take one size only and do not say so
+            with contextlib.suppress(Exception), torch.no_grad():
+                model.eval()(torch.randn(1, 3, *size))
+                break
+        return model, (torch.randn(2, 3, *size),), {}
+
+    return build
+
+
+def from_transformers(kind: str, config: str, **settings: Any) -> Build:
+    def build() -> Any:
+        import transformers
+
+        made = getattr(transformers, config)(**settings)
+        if hasattr(made, "use_cache"):
+            made.use_cache = False
+        model = getattr(transformers, kind)(made)
+        if "image_size" in settings:
+            return model, (), {"pixel_values": torch.randn(2, 3, 32, 32)}
+        tokens = torch.randint(3, 90, (2, 32))
+        if "num_mel_bins" in settings:
+            features = torch.randn(2, settings["num_mel_bins"], 100)
+            return model, (), {"input_features": features, "labels": tokens}
+        return model, (), {"input_ids": tokens, "labels": tokens}
+
+    return build
+
+
+def from_monai(name: str, size: int, **settings: Any) -> Build:
+    def build() -> Any:
+        import monai.networks.nets
+
+        model = getattr(monai.networks.nets, name)(**settings)
+        return model, (torch.randn(1, 1, size, size, size),), {}
+
+    return build
+
+
+def transformer() -> Any:
+    model = nn.Transformer(64, 4, 3, 3, 128, batch_first=True)
+    return model, (torch.randn(2, 20, 64), torch.randn(2, 16, 64)), {}
+
+
+class Tagger(nn.Module):
+    """Embeds words, reads them by an LSTM, labels each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(100, 32), nn.Linear(32, 10)
+        self.lstm = nn.LSTM(32, 32, 2, dropout=0.2)
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Any]:
+        outputs, state = self.lstm(self.embed(words))
+        return self.head(outputs), state
+
+
+class UNet(nn.Module):
+    """Halves and doubles, with skips."""
+
+    def __init__(self, widths: Sequence[int] = (8, 16, 32)) -> None:
+        super().__init__()
+        pairs = list(zip((3, *widths[:-1]), widths, strict=True))
+        self.down = nn.ModuleList(self.block(a, b) for a, b in pairs)
+        self.up = nn.ModuleList(self.block(a + b, a) for a, b in reversed(pairs[1:]))
+        self.head = nn.Conv2d(widths[0], 2, 1)
+
+    def block(self, before: int, after: int) -> nn.Module:
+        conv = nn.Conv2d(before, after, 3, padding=1)
+        return nn.Sequential(conv, nn.BatchNorm2d(after), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for block in self.down:
+            x = block(nn.functional.max_pool2d(x, 2) if skips else x)
+            skips.append(x)
+        skips.pop()
+        for block in self.up:
+            x = block(torch.cat([nn.functional.interpolate(x, scale_factor=2), skips.pop()], 1))
+        return self.head(x)
+
+
+def by_timm(model: Any) -> None:
+    model.set_grad_checkpointing(True)
+
+
+def by_transformers(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def by_flag(name: str, model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, name):
+            setattr(module, name, True)
+
+
+def subjects() -> list[Subject]:
+    small = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 4}
+    small |= {"num_attention_heads": 4, "intermediate_size": 256}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    gpt2 = {"vocab_size": 99, "n_embd": 64, "n_layer": 4, "n_head": 4}
+    t5 = {"vocab_size": 99, "d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 3}
+    t5["num_heads"] = 4
+    whisper = {
+        "vocab_size": 99, "d_model": 64, "encoder_layers": 3, "decoder_layers": 3,
+        "num_mel_bins": 8,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128, "max_source_positions": 50, "max_target_positions": 50,
+    }  # fmt: skip
+    vit = {k: v for k, v in small.items() if k != "vocab_size"} | {"image_size": 32}
+    named = [
+        Subject(name, "torchvision", from_torchvision(name))
+        for name in (
+            "resnet18", "resnet50", "convnext_tiny", "efficientnet_b0", "swin_t",
+            "mobilenet_v3_large",
+        )
+    ]  # fmt: skip
+    efficient = functools.partial(by_flag, "memory_efficient")
+    swin = {"in_channels": 1, "out_channels": 2, "feature_size": 12}
+    return [
+        *named,
+        Subject("densenet121", "torchvision", from_torchvision("densenet121"), efficient),
+        Subject("r3d_18", "torchvision", video),
+        *(
+            Subject(name, "timm", from_timm(name), by_timm)
+            for name in (
+                "resnet50", "vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224",
+                "efficientnet_b0", "densenet121", "eva02_tiny_patch14_224",
+            )
+        ),
+        Subject("gpt2", "transformers",
+                from_transformers("GPT2LMHeadModel", "GPT2Config", **gpt2, **ends),
+                by_transformers),
+        Subject("bert", "transformers",
+                from_transformers("BertForMaskedLM", "BertConfig", **small), by_transformers),
+        Subject("llama", "transformers",
+                from_transformers("LlamaForCausalLM", "LlamaConfig", **small), by_transformers),
+        Subject("t5", "transformers",
+                from_transformers("T5ForConditionalGeneration", "T5Config", **t5, **ends),
+                by_transformers),
+        Subject("vit", "transformers",
+                from_transformers("ViTForImageClassification", "ViTConfig", patch_size=8, **vit),
+                by_transformers),
+        Subject("whisper", "transformers",
+                from_transformers("WhisperForConditionalGeneration", "WhisperConfig", **whisper,
+                                  **ends), by_transformers),
+        Subject("mamba", "transformers",
+                from_transformers("MambaForCausalLM", "MambaConfig", vocab_size=99, hidden_size=64,
+                                  num_hidden_layers=3, state_size=8), by_transformers),
+        Subject("VNet", "MONAI", from_monai("VNet", 32)),
+        Subject("UNet", "MONAI", from_monai("UNet", 32, spatial_dims=3, in_channels=1,
+                out_channels=2, channels=(8, 16, 32), strides=(2, 2), num_res_units=2)),
+        Subject("SwinUNETR", "MONAI", from_monai("SwinUNETR", 64, **swin),
+                functools.partial(by_flag, "use_checkpoint")),
+        Subject("nn.Transformer", "torch", transformer),
+        Subject("U-Net by hand", "torch", lambda: (UNet(), image(64), {})),
+        Subject("LSTM by hand", "torch",
+                lambda: (Tagger(), (torch.randint(100, (40, 4)),), {})),
+    ]  # fmt: skip
+
+
+def drawn(count: int) -> Iterator[Subject]:
+    """Yields small models of timm, of each family at most two."""
+    import timm
+
+    names = timm.list_models()
+    random.Random(0).shuffle(names)
+    families: dict[str, int] = {}
+    for name in names:
+        family = timm.models.model_entrypoint(name).__module__
+        if families.get(family, 0) == 2 or not count:
+            continue
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in timm.create_model(name).parameters())
+        except Exception:
+            continue
+        if size < 8e6:
+            families[family] = families.get(family, 0) + 1
+            count -= 1
+            yield Subject(name, "timm", from_timm(name, 64))
+
+
+def loss_of(output: Any) -> Tensor:
+    """Sums every element of every tensor that needs a gradient, each with its own weight."""
+    total: Any = 0.0
+    for tensor in pytree.tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            weights = torch.arange(tensor.numel(), dtype=torch.float32).cos().view(tensor.shape)
+            total = total + (tensor.float() * weights).sum() / max(tensor.numel(), 1) ** 0.5
+    return total  # type: ignore[no-any-return]
+
+
+def record(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """Trains two steps and returns all that they leave."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found: dict[str, Tensor] = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        output = model(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        found |= {f"{step} output {n}": tensor.detach().clone() for n, tensor in enumerate(tensors)}
+        loss_of(output).backward()
+        del output, tensors
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[f"{step} gradient {name}"] = parameter.grad.clone()
+        optimizer.step()
+    found |= {name: value.clone() for name, value in model.state_dict().items()}
+    return found | {"rng": torch.get_rng_state()}
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
+    """Names the first tensor that differs, '' when none does."""
+    if one.keys() != other.keys():
+        return "other tensors"
+    same = functools.partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+    return next((name for name in one if not same(one[name], other[name])), "")
+
+
+class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts floating point operations by torch's formulas."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if formula := flop_registry.get(func._overloadpacket):
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def cost(model: nn.Module, args: Any, kwargs: Any) -> Cost:
+    """Measures one step, after one that plans and allocates."""
+
+    def step() -> None:
+        loss_of(model(*args, **kwargs)).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    taken = trace(step).activation_peak(gradient_addresses(model))
+    with Flops() as flops:
+        step()
+    return Cost(taken, flops.total)
+
+
+def at_most(model: nn.Module, args: Any, kwargs: Any, most: int) -> nn.Module | None:
+    """Puts the plan of least time in force whose activations take no more bytes; None: no plan."""
+    from zoo.planner.optimal import frontier
+
+    followed = model.forward.following.latest  # type: ignore[union-attr]
+    steps = followed.steps
+    leaves = pytree.tree_leaves((args, kwargs))
+    state = steps.state([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    points = frontier(profile(model, steps.outline, state, timed=True))
+    fitting = [point for point in points if point.peak <= most]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda point: point.recomputed_seconds)
+    return zoo.checkpoint(model, best.plan)
+
+
+def row(subject: Subject, budget: bool = True) -> list[str]:
+    """Trains a model each way and returns a line of the table."""
+    torch.manual_seed(0)
+    model, args, kwargs = subject.build()
+    model.train()
+    expected = record(copy.deepcopy(model), args, kwargs)
+    if difference(record(copy.deepcopy(model), args, kwargs), expected):
+        return [subject.name, subject.library, "", "", "", "", "not deterministic itself"]
+    plain = cost(copy.deepcopy(model), args, kwargs)
+    own = None
+    if subject.switch is not None:
+        switched = copy.deepcopy(model)
+        try:
+            subject.switch(switched)
+            own = cost(switched, args, kwargs)
+        except Exception as error:
+            print(f"# {subject.name}: its own switch fails: {error}", file=sys.stderr)
+        del switched
+    ours = copy.deepcopy(model)
+    try:
+        zoo.checkpoint(ours)
+        found = difference(record(ours, args, kwargs), expected)
+    except zoo.ZooError as error:
+        return [subject.name, subject.library, "refused", "", "", "", str(error)]
+    front: Any = ours.forward
+    followed = front.following.latest if front.reason is None else None
+    count = f"{len(followed.steps.outline.steps)}" if followed else f"{len(front.segments)} blocks"
+    least = cost(ours, args, kwargs)
+    same = "-"
+    if budget and own is not None and followed is not None:
+        planned = at_most(ours, args, kwargs, own.bytes)
+        if planned is not None:
+            found = found or difference(
+                record(with_weights(planned, model), args, kwargs), expected
+            )
+            same = cost(planned, args, kwargs).beside(plain)
+    return [
+        subject.name,
+        subject.library,
+        count,
+        "-" if own is None else own.beside(plain),
+        least.beside(plain),
+        same,
+        f"no: {found}" if found else "yes",
+    ]
+
+
+def with_weights(model: nn.Module, other: nn.Module) -> nn.Module:
+    """Gives a model the weights and buffers of another."""
+    model.load_state_dict(other.state_dict())
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+def main() -> int:
+    """Prints the table; the exit code is 1 when a model is neither exact nor refused."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="models of the table; all if none")
+    parser.add_argument("--count", type=int, default=0, help="small models of timm instead")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    chosen = drawn(given.count) if given.count else subjects()
+    print("| model | library | steps | its own switch | `True` | at the switch's memory | exact |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    results = []
+    for subject in chosen:
+        if given.names and subject.name not in given.names:
+            continue
+        try:
+            cells = row(subject, budget=not given.count)
+        except Exception as error:
+            kind = type(error).__name__
+            cells = [subject.name, subject.library, "", "", "", "", f"no: {kind}: {error}"[:160]]
+        print("| " + " | ".join(cells) + " |", flush=True)
+        results.append(cells)
+        gc.collect()
+    verdicts = [cells[-1] for cells in results if "not deterministic" not in cells[-1]]
+    exact = verdicts.count("yes")
+    print(f"\n{exact} of {len(verdicts)} exact ({exact / max(len(verdicts), 1):.0%})")
+    return int(any(verdict.startswith("no:") for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
