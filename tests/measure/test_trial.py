@@ -48,3 +48,21 @@ def test_bytes_without_hidden_kernels_are_those_of_fake_tensors() -> None:
     assert all(one <= other for one, other in pairs)
     assert all(map(float.__gt__, real.seconds, [0.0] * len(real)))
     assert all(map(float.__ge__, real.seconds, real.seconds_until_saved))
+
+
+class Expanded(Chain):
+    """Hands an expanded tensor on, which has fewer numbers than it shows."""
+
+    def steps(self) -> Steps:
+        return [self.expand, self.add]
+
+    def expand(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x[:1].sum().expand(8, 8)
+
+    def add(self, x: Tensor, more: Tensor) -> Tensor:
+        return x + more
+
+
+def test_a_state_of_an_expanded_tensor_is_tried() -> None:
+    x = torch.rand(8, 8, requires_grad=True)
+    assert costs(Expanded(), x).forward[1] == x.nbytes

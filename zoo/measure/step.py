@@ -293,8 +293,10 @@ def make_inputs(kinds: Kinds, sizes: Sequence[int]) -> tuple[Tensor | None, ...]
     with torch.no_grad():
         for leaf in leaves:
             if leaf is not None:
-                plain = leaf.detach()
-                plain.normal_() if leaf.is_floating_point() else plain.zero_()
+                # an expanded tensor cannot be written, its storage can
+                whole = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+                whole.set_(leaf.untyped_storage())
+                whole.normal_() if leaf.is_floating_point() else whole.zero_()
     return leaves
 
 
