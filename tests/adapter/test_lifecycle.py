@@ -106,3 +106,11 @@ def test_options_replace_each_other() -> None:
     assert model.forward.option.checkpoint == "cheap"
     zoo.checkpoint(model, False)
     assert "forward" not in vars(model)
+
+
+def test_what_was_found_is_named_as_in_the_model() -> None:
+    found = zoo.chain_of(Net(blocks=2), images())
+    assert found.names[:3] == ("stem", "blocks.0.conv", "blocks.0.norm blocks.0.relu")
+    assert "blocks.0.mul" in found.names[4]
+    assert found.blocks == (0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3)
+    assert "11 steps in 4 blocks" in str(found)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from zoo.adapter.forward import Option, Planned
 from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.switches import check_switches
-from zoo.chain import Chain, step_names
+from zoo.chain import Chain
 from zoo.checkpointing import Checkpoint, attach, runner_for
 from zoo.errors import ArgumentError
 from zoo.planning import Budget
@@ -138,7 +138,7 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
         segments = tuple(paths[segment.module] for segment in planned.segments)
         return Found((), (), segments, planned.reason)
     outline = found.steps.outline
-    return Found(tuple(step_names(model, outline.steps)), outline.blocks)
+    return Found(tuple(found.steps.names), outline.blocks)
 
 
 def _follow(planned: Planned, inputs: Any) -> Any:

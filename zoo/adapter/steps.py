@@ -53,7 +53,7 @@ class Part:
             tuple(gives),
             modules,
         )
-        self.__name__ = _title(self.calls)
+        self.__name__ = "_".join(dict.fromkeys(map(_verb, self.calls)))
         self.last: list[list[int]] = []
         self.unused: list[list[int]] = []
         seen = set(self.gives)
@@ -93,7 +93,8 @@ class Steps:
         self.proxies: dict[str, Tensors] = {}
         known: dict[Any, Part] = {}
         steps: list[Step] = []
-        names: list[str] = []
+        found: list[str] = []
+        self.names: list[str] = []
         live = _live(tape)
         ends = cuts(tape)
         for start, stop in itertools.pairwise([0, *ends]):
@@ -101,8 +102,9 @@ class Steps:
             key, part, handles = _localized(calls, live[start], live[stop])
             part = known.setdefault(key, part)
             steps.append(functools.partial(part, *(self._handle(modules, h) for h in handles)))
-            names.append(blocks[stop - 1] if start == stop else _block_of(blocks[start:stop]))
-        self.outline = Outline(tuple(steps), tuple(_numbered(names)))
+            self.names.append(" ".join(dict.fromkeys(map(_title, calls))))
+            found.append(next(filter(None, blocks[start:stop]), ""))
+        self.outline = Outline(tuple(steps), tuple(_numbered(found)))
         self.live_in, self.live_out = live[0], live[len(tape.calls)]
 
     def _handle(self, modules: Mapping[str, nn.Module], handle: Any) -> nn.Module:
@@ -144,7 +146,7 @@ def cuts(tape: Tape) -> list[int]:
 
 def _only_looks(call: Call) -> bool:
     """Says whether a call makes no storage of its own."""
-    return call.module is None and not set(call.results) & set(call.origins)
+    return not set(call.results) & set(call.origins)
 
 
 def _live(tape: Tape) -> list[tuple[int, ...]]:
@@ -216,16 +218,15 @@ def _fill(known: Mapping[int, Any], modules: Sequence[nn.Module], leaf: Any) -> 
     return leaf
 
 
-def _title(calls: Sequence[Call]) -> str:
-    names = [
-        getattr(call.function, "__name__", "call") if call.module is None else "call"
-        for call in calls
-    ]
-    return "_".join(dict.fromkeys(names)) or "nothing"
+def _verb(call: Call) -> str:
+    return "call" if call.module is not None else getattr(call.function, "__name__", "apply")
 
 
-def _block_of(names: Sequence[str]) -> str:
-    return next((name for name in names if name), "")
+def _title(call: Call) -> str:
+    """Names a call: the module's path, or a function behind the path of whose code it is in."""
+    if call.module is not None:
+        return call.module
+    return ".".join((*call.within[-1:], _verb(call)))
 
 
 def _numbered(names: Sequence[str]) -> Iterator[int]:
