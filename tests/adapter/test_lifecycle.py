@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -99,6 +100,26 @@ def test_a_checkpointed_part_of_a_model_works() -> None:
     plain = copy.deepcopy(model)
     zoo.checkpoint(model[0], "blocks")
     assert_same(train(model, batch), train(plain, batch))
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Answering(Net):
+    def forward(self, x: Tensor) -> Any:
+        return {"answer": [Answer(super().forward(x))], "kind": "net", "none": (None, 3)}
+
+
+def test_a_dataclass_within_containers_comes_back() -> None:
+    model = zoo.checkpoint(Answering(), "blocks")
+    output = model(images())
+    assert model.forward.plan is not None
+    assert isinstance(output["answer"][0], Answer)
+    assert output["answer"][0].logits.shape == (4, 5)
+    assert (output["answer"][0].loss, output["kind"], output["none"]) == (None, "net", (None, 3))
 
 
 def test_options_replace_each_other() -> None:

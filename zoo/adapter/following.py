@@ -22,7 +22,7 @@ from zoo.adapter.guard import Guard, has_global_hooks
 from zoo.adapter.rehearsal import Rehearsal
 from zoo.adapter.steps import Steps
 from zoo.adapter.switches import check_switches
-from zoo.adapter.tape import Tape
+from zoo.adapter.tape import Tape, restored
 from zoo.adapter.watch import Opaque, ambient, is_hooked
 from zoo.chain import fold
 from zoo.checkpointing import PlannedRunner
@@ -91,7 +91,7 @@ class Following:
         found = self.followed(model, forward, given, args, kwargs)
         steps = found.steps
         state = found.runner(model, steps.outline, steps.state(given.tensors))  # type: ignore[arg-type]
-        return pytree.tree_unflatten(steps.output(model, state), steps.tape.output_spec)
+        return restored(pytree.tree_unflatten(steps.output(model, state), steps.tape.output_spec))
 
     def followed(
         self,
@@ -149,14 +149,19 @@ class Following:
         tape = tape_of(rehearsal)
         if not tape.calls:
             raise Opaque("", "calls no function of torch")
-        if self.patterns is None:
-            paths = block_paths(model) or parts_of(model)
-        else:
-            paths = matching_paths(model, self.patterns)
-        steps = Steps(model, tape, block_of_each(tape.calls, paths))
+        steps = Steps(model, tape, self._blocks(model, tape))
         if not rehearsal.proves(lambda tensors: fold(steps.outline.steps, steps.state(tensors))):
             raise Opaque("", "does other work than the steps that were made of it")
         return Followed(given.kind, Guard(model, tape), steps, self.make_runner())
+
+    def _blocks(self, model: nn.Module, tape: Tape) -> list[str]:
+        """Returns for each call the path of its block; a model of no two falls into its parts."""
+        if self.patterns is not None:
+            return block_of_each(tape.calls, matching_paths(model, self.patterns))
+        found = block_of_each(tape.calls, block_paths(model))
+        if len({*found} - {""}) < 2:
+            return block_of_each(tape.calls, parts_of(model))
+        return found
 
 
 def tape_of(rehearsal: Rehearsal) -> Tape:

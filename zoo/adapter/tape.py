@@ -4,6 +4,7 @@ A tape holds no tensor and no module. Values are numbers, modules and their tens
 tape fits every copy of the model and survives `to()` and `load_state_dict`.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -107,6 +108,34 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, slice):
         return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
     return change(value)
+
+
+class Fields(NamedTuple):
+    """A dataclass of somebody's as containers that `torch.utils._pytree` knows."""
+
+    kind: Any
+    values: dict[str, Any]
+
+
+def flattened(value: Any) -> Any:
+    """Returns what a forward returned with `Fields` in the place of dataclasses."""
+    is_leaf = any(leaf is value for leaf in pytree.tree_leaves(value))
+    if is_leaf and dataclasses.is_dataclass(value):
+        return Fields(type(value), {key: flattened(part) for key, part in vars(value).items()})
+    if type(value) in (list, tuple):
+        return type(value)(map(flattened, value))
+    return {k: flattened(v) for k, v in value.items()} if type(value) is dict else value
+
+
+def restored(value: Any) -> Any:
+    """Returns dataclasses in the place of `Fields`, without their `__init__`."""
+    if isinstance(value, Fields):
+        made = object.__new__(value.kind)
+        vars(made).update({key: restored(part) for key, part in value.values.items()})
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(map(restored, value))
+    return {k: restored(v) for k, v in value.items()} if type(value) is dict else value
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from zoo.adapter.tape import Attribute, Call, Tape, Value, leaves_of, mapped, tensors_of
+from zoo.adapter.tape import Attribute, Call, Tape, Value, flattened, leaves_of, mapped, tensors_of
 from zoo.engine.notes import PLAIN, version_of
 from zoo.engine.snapshot import BOOKKEEPING, Snapshot
 from zoo.errors import ZooError
@@ -153,7 +153,7 @@ class Watch(TorchFunctionMode):
 
         with self._modules_watched(), self:
             output = self._inlined(call, self.model, "", args, kwargs)
-        leaves, self.tape.output_spec = pytree.tree_flatten(output)
+        leaves, self.tape.output_spec = pytree.tree_flatten(flattened(output))
         self.tape.output = self._encoded(leaves)
         self.tape.reads = tuple(self.reads)
         return self.tape
