@@ -42,7 +42,8 @@ class Surroundings:
             self._keep(own, 0)
 
     def _keep(self, value: Any, depth: int) -> None:
-        if not isinstance(value, CONTAINERS) or id(value) in self.contents or depth > DEEP:
+        # a subclass may make its parts as it is read, as a registry of transformers does
+        if type(value) not in CONTAINERS or id(value) in self.contents or depth > DEEP:
             return
         self.contents[id(value)] = value, value.copy()
         for part in value.values() if isinstance(value, dict) else value:
