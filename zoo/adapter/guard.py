@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from zoo.adapter.instead import NAME
+from zoo.adapter.surroundings import is_registry
 from zoo.adapter.tape import Tape
 from zoo.adapter.watch import is_hooked
 from zoo.engine.notes import Noted, note, unchanged
@@ -136,5 +137,9 @@ def _variables(inlined: Iterable[nn.Module]) -> Iterator[tuple[Variable, Noted]]
     methods = [types.MethodType(type(module).forward, module) for module in inlined]
     for variable in reach(methods).variables.values():
         value = variable.read()
-        if not callable(value) and not isinstance(value, torch.Generator):
+        if (
+            not callable(value)
+            and not isinstance(value, torch.Generator)
+            and not is_registry(value)
+        ):
             yield variable, note(value)

@@ -32,7 +32,8 @@ class Surroundings:
         ]
         self.contents: dict[int, tuple[Any, Any]] = {}
         for variable in reached.variables.values():
-            if not callable(value := variable.read()):
+            value = variable.read()
+            if not callable(value) and not is_registry(value):
                 self.variables.append((variable, note(value)))
                 self._keep(value, 0)
         for _, attributes in self.objects:
@@ -73,6 +74,11 @@ class Surroundings:
             for value, attributes in self.objects:
                 vars(value).clear()
                 vars(value).update(attributes)
+
+
+def is_registry(value: Any) -> bool:
+    """Says whether a container is of another kind, and may make its parts as it is read."""
+    return isinstance(value, CONTAINERS) and type(value) not in CONTAINERS
 
 
 def _is_same(before: dict[str, Any], now: dict[str, Any]) -> bool:
