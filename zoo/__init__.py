@@ -7,8 +7,8 @@ A model is a chain of steps, a plan says which are kept and which run again, the
 by a plan and changes nothing else. See README.md.
 """
 
-from zoo.anatomy import Anatomy, anatomy, track
 from zoo.adapter.front import chain_of, checkpoint, uncheckpoint
+from zoo.anatomy import Anatomy, anatomy, track
 from zoo.catalog import (
     create,
     densenet100,
