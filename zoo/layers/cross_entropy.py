@@ -27,7 +27,7 @@ from zoo.layers.modes import is_eager, is_last_backward, is_once_differentiated
 
 IGNORED = -100
 # so few that they do not matter beside the scores, so many that no kernel has too little to do
-PARTS = 32
+PARTS = 8
 SUM = 2  # `reduction="sum"`, as the operators of torch count
 
 
