@@ -23,6 +23,7 @@ segment's second run delivers, and that run leaves the inner one's boxes empty.
 Under `torch.compile` torch's own checkpoint takes over; under `torch.func` the function just runs.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -214,7 +215,9 @@ class _Recording(_Mode):
             kept = _Kept(tensor.detach(), "parameter")
             self.target.slots.append(kept)
             return kept
-        holder = _Holder(self.target, tensor)
+        # on a line of its own: to pass it on is to refer to it once more
+        references = sys.getrefcount(tensor)
+        holder = _Holder(self.target, tensor, sample(tensor, references))
         self.target.slots.append(weakref.ref(holder))
         return holder
 
@@ -304,12 +307,17 @@ class _Replay(_Mode):
             first.check_same(tensor)
         holder = self._take()
         if holder is not None:
-            holder.fill(tensor)
+            references = sys.getrefcount(tensor)
+            holder.fill(tensor, None if self._is_scratch(tensor) else sample(tensor, references))
         self._stop_when_full()
         return _Kept(tensor.detach())
 
     def _is_foreign(self, tensor: Tensor) -> bool:
-        return id(tensor) not in self.inputs and tensor.untyped_storage()._cdata not in self.scratch
+        return id(tensor) not in self.inputs and not self._is_scratch(tensor)
+
+    def _is_scratch(self, tensor: Tensor) -> bool:
+        strided = tensor.layout is torch.strided
+        return strided and tensor.untyped_storage()._cdata in self.scratch
 
     def _settle(self, tensor: Tensor) -> None:
         if tensor.grad_fn is not None:
@@ -390,25 +398,25 @@ class _Holder:
 
     __slots__ = ("__weakref__", "kept", "kind", "sample", "segment")
 
-    def __init__(self, segment: _Segment, tensor: Tensor) -> None:
+    def __init__(self, segment: _Segment, tensor: Tensor, numbers: list[float] | None) -> None:
         self.segment = segment
-        self.kind = (tensor.shape, tensor.dtype, tensor.device)
-        self.sample = sample(tensor)
+        self.kind = _kind(tensor)
+        self.sample = numbers
         self.kept: _Kept | None = None
 
     @property
     def empty(self) -> bool:
         return self.kept is None
 
-    def fill(self, tensor: Tensor) -> None:
-        kind = (tensor.shape, tensor.dtype, tensor.device)
+    def fill(self, tensor: Tensor, numbers: list[float] | None) -> None:
+        kind = _kind(tensor)
         if kind != self.kind:
             raise RecomputeError(
                 f"the second run of a segment saved {_text(kind)} where the first saved "
                 f"{_text(self.kind)}. The function must do the same work each time; call "
                 "train() or eval() after the backward, not before it."
             )
-        if not same_numbers(self.sample, sample(tensor)):
+        if not same_numbers(self.sample, numbers):
             raise RecomputeError(
                 "the second run of a segment computed other numbers than the first: a saved tensor "
                 f"{_text(kind)} differs. Something that the function reads was changed where zoo "
@@ -555,6 +563,12 @@ def _at_end_of_backward(method: "weakref.WeakMethod[Callable[[], None]]") -> Non
             alive()
 
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    # nested tensors of the older layout have no shape
+    nested = tensor.is_nested and tensor.layout is torch.strided
+    return torch.Size() if nested else tensor.shape, tensor.dtype, tensor.device
 
 
 def _text(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:

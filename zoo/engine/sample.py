@@ -8,14 +8,19 @@ waiting, and where kernels repeat themselves to the bit.
 """
 
 import contextlib
+import functools
 import math
+import sys
 import threading
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 NUMBERS = 16
+# two masks are more often alike in one place
+BITS = 64
 
 
 class _Thread(threading.local):
@@ -35,26 +40,68 @@ def without_samples() -> Iterator[None]:
         _thread.on = earlier
 
 
-def sample(tensor: Tensor) -> list[float] | None:
+class _Probe:
+    """Counts the references of a tensor that only autograd has, as a segment's hook sees it."""
+
+    def __init__(self) -> None:
+        self.references = sys.maxsize
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Counts."""
+        self.references = sys.getrefcount(tensor)
+        return tensor
+
+
+@functools.cache
+def references_of_a_fresh_one() -> int:
+    """Returns how many references a pack hook counts to a tensor that no Python code has."""
+    probe = _Probe()
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        with saved_tensors_hooks(probe.pack, _as_it_is):
+            x.exp()
+    return probe.references
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def sample(tensor: Tensor, references: int = sys.maxsize) -> list[float] | None:
     """Returns some of a tensor's numbers; None where they do not tell.
 
-    They do not for a tensor without history: a kernel may yet write what it has just saved.
+    They do not for one without history that an operation made for itself, which nobody else has a
+    reference to: the kernel may yet write what it has just saved, or leave parts unwritten.
     """
-    if not _thread.on or type(tensor) is not Tensor or tensor.grad_fn is None:
+    if not _thread.on or type(tensor) is not Tensor or not _is_plain(tensor):
         return None
-    if not tensor.is_cpu:
+    if tensor.grad_fn is None and references <= references_of_a_fresh_one():
         return None
     count = tensor.numel()
-    if not count or not tensor.dtype.is_floating_point or tensor.layout is not torch.strided:
-        return None
     detached = tensor.detach()
-    if not _is_dense(detached, count):
-        return None
-    taken = min(count, NUMBERS)
+    size, stride = (count, 1) if _is_dense(detached, count) else _longest_axis(detached)
+    taken = min(size, BITS if tensor.dtype is torch.bool else NUMBERS)
     found: list[float] = detached.as_strided(
-        (taken,), (count // taken,), detached.storage_offset()
+        (taken,), (size // taken * stride,), detached.storage_offset()
     ).tolist()
     return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Says whether it has numbers, in memory, that can be looked at."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_complex() or tensor.is_quantized)
+        and not tensor._is_zerotensor()
+        and tensor.numel() > 0
+    )
+
+
+def _longest_axis(tensor: Tensor) -> tuple[int, int]:
+    """Returns the size and the stride of the axis along which most numbers lie."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    return max(((size, stride) for size, stride in axes if stride), default=(1, 1))
 
 
 def same_numbers(first: list[float] | None, second: list[float] | None) -> bool:

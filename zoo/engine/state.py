@@ -94,7 +94,7 @@ class State:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[set[int]]:
-        """Gives all that differs now what it was; yields the storages of scratch parameters.
+        """Gives all that differs now what it was; yields the storages of scratch tensors.
 
         What cannot be given again is refused once its module is called: more is reached than runs.
         """
@@ -104,7 +104,7 @@ class State:
             self._restore(scratch)
             norms = [state.module for state in self.modules if is_norm(state.module)]
             self.repeats = bool(scratch.repeated)
-            with _watched(norms, lost):
+            with _watched(norms, lost, scratch.storages):
                 yield scratch.storages
         finally:
             for action in reversed(scratch.undo):
@@ -152,7 +152,7 @@ class State:
 
 
 class _Scratch:
-    """What a second run changes, how to undo it, and the storages of its own parameters.
+    """What a second run changes, how to undo it, and the storages of its own tensors.
 
     `fresh` has the copies of containers that several places share; `repeated` the parameters that
     the first run wrote and their copies, where what they were is not known.
@@ -172,6 +172,10 @@ class _Scratch:
         if before is None:
             self.repeated.append((parameter, copy))
         return copy
+
+    def statistics_of(self, buffers: dict[str, Any]) -> dict[str, Tensor]:
+        """Returns scratch statistics to be written."""
+        return _noted(scratch_statistics_of(buffers), self.storages)
 
 
 class _ModuleState:
@@ -197,7 +201,7 @@ class _ModuleState:
         elif self.norm:
             registry: dict[str, Any] = self.module._buffers
             scratch.undo.append(functools.partial(registry.update, dict(registry)))
-            registry.update(scratch_statistics_of(registry))
+            registry.update(scratch.statistics_of(registry))
 
     def _differs(self) -> bool:
         module = self.module
@@ -215,7 +219,7 @@ class _ModuleState:
         buffers: dict[str, Any] = dict(module._buffers if self.norm else self.buffers)
         buffers |= moved
         if self.norm:
-            buffers |= scratch_statistics_of(buffers)
+            buffers |= scratch.statistics_of(buffers)
         registries = {
             "_parameters": self._parameters_again(written, scratch),
             "_buffers": buffers,
@@ -308,8 +312,15 @@ def _named(name: str, module: nn.Module, tensor: Tensor) -> str:
     return f"{name!r} of {type(module).__name__}, {tuple(tensor.shape)},"
 
 
+def _noted(tensors: dict[str, Tensor], storages: set[int]) -> dict[str, Tensor]:
+    storages.update(tensor.untyped_storage()._cdata for tensor in tensors.values())
+    return tensors
+
+
 @contextlib.contextmanager
-def _watched(reached: Sequence[nn.Module], lost: Mapping[nn.Module, str]) -> Iterator[None]:
+def _watched(
+    reached: Sequence[nn.Module], lost: Mapping[nn.Module, str], storages: set[int]
+) -> Iterator[None]:
     """Refuses modules whose state is lost; gives norms that were not reached scratch statistics.
 
     A function may get at modules in ways that reading it does not show, so a forward pre-hook for
@@ -329,7 +340,7 @@ def _watched(reached: Sequence[nn.Module], lost: Mapping[nn.Module, str]) -> Ite
             )
         if module not in replaced and moves_statistics(module):
             replaced[module] = dict(module._buffers)
-            module._buffers.update(scratch_statistics_of(module._buffers))
+            module._buffers.update(_noted(scratch_statistics_of(module._buffers), storages))
 
     handle = register_module_forward_pre_hook(replace)
     try:
