@@ -66,3 +66,12 @@ def test_a_second_run_is_named_where_it_takes_the_most() -> None:
     costs = replace(uniform(4), forward=(10, 99, 10, 10))
     found = simulate(Plan(((0, 1, 2), 3)), costs).moment
     assert (found.phase, found.step, found.work, found.gradient_of) == (SECOND_RUN, 1, 99, 3)
+
+
+def test_what_was_returned_is_made_again_by_a_second_run() -> None:
+    # step 0 makes storage 1, which step 3 returns beside its own
+    twice = tuple(live | {0} if state else live for state, live in enumerate(uniform(4).live))
+    costs = replace(uniform(4), live=twice, saved=(frozenset(),) * 4)
+    held = simulate(Plan(((0, 1), 2, 3)), replace(costs, returned=costs.live[-1])).turns[0]
+    # 0 and 3 for the caller, in the second run 0 and 1 anew: 1 is still being made, and a gradient
+    assert held == simulate(Plan(((0, 1), 2, 3)), costs).turns[0] + 20

@@ -35,7 +35,7 @@ class StepCosts:
         parameter_gradients: for each of the n + 1 states, bytes of the gradients of parameters that
             exist when the backward comes to it; none where it is empty.
         returned: storages that the caller holds until the backward is over: what the chain returned
-            to it. Empty where nobody does.
+            to it. Empty where nobody does. A second run that makes one again makes another.
         gradients_made: for each step, bytes of such gradients that its forward makes beside the
             bytes above; none where it is empty.
     """

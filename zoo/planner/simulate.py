@@ -81,6 +81,7 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     for item in reversed(plan):
         # nothing is held here that a second run made
         held = clock.held
+        clock.give_away(item)
         clock.peak = 0
         clock.backward(item)
         turns.append(clock.peak)
@@ -192,6 +193,17 @@ class _Clock:
             if not self.holders[storage]:
                 self.held += self.costs.sizes[storage]
             self.holders[storage] += 1
+
+    def give_away(self, item: Item) -> None:
+        """Leaves to the caller what a segment made and returned: a second run makes it once more.
+
+        Its bytes stay. Nobody else holds it: all that came after the segment is done.
+        """
+        if isinstance(item, tuple):
+            found, returned = self.costs.live[next(indices(item))], self.costs.returned
+            made = {s for step in indices(item) for s in self.costs.live[step + 1]}
+            for storage in (made - found) & returned:
+                self.holders[storage] = 0
 
     def release(self, storages: Iterable[int]) -> None:
         for storage in storages:
