@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zoo.chain import Chain, Outline, State, fold
 from zoo.engine.schedule import run_compiled, run_plan
-from zoo.errors import ArgumentError, PlanError, ZooError
+from zoo.errors import ArgumentError
 from zoo.measure.profile import profile
 from zoo.plan import Plan, indices
 from zoo.plan_report import PlanReport
@@ -203,17 +203,7 @@ def _from_costs(
     planner: Callable[[StepCosts], Plan], chain: Chain, outline: Outline, inputs: State
 ) -> Plan:
     """Measures the chain on fake tensors and plans."""
-    try:
-        costs = profile(chain, outline, inputs)
-    except ZooError:
-        raise
-    except Exception as error:
-        raise PlanError(
-            f"the steps of {type(chain).__name__} could not be measured on fake tensors "
-            f"({type(error).__name__}: {error}). Pass checkpoint= a number of segments or a "
-            "Plan, which need no measuring."
-        ) from error
-    return planner(costs)
+    return planner(profile(chain, outline, inputs))
 
 
 def _kind(value: Tensor | None) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.training import Residuals, assert_same, everything, images
@@ -13,6 +14,7 @@ from zoo.engine.schedule import run_plan
 from zoo.layers.shared_weight import SharedWeight
 from zoo.measure.memory import trace
 from zoo.measure.profile import profile
+from zoo.measure.step import StepRun, run_step
 from zoo.plan import Plan
 from zoo.planner.costs import StepCosts
 from zoo.planner.simulate import simulate
@@ -68,26 +70,61 @@ def test_profiling_under_autocast_leaves_no_fake_weights_in_its_cache() -> None:
     assert type(model.fc.weight.grad) is Tensor
 
 
-def test_equal_steps_are_run_once() -> None:
-    torch.manual_seed(0)
-    runs = []
-
-    class Counting(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            runs.append(1)
-            return x.sin()
+def test_equal_steps_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
 
     class Many(Chain):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(Counting() for _ in range(20))
+            self.layers = nn.ModuleList(nn.Tanh() for _ in range(20))
 
         def steps(self) -> Steps:
             return list(self.layers)
 
+    def counted(step: Any, *arguments: Any) -> StepRun:
+        runs.append(step)
+        return run_step(step, *arguments)
+
+    monkeypatch.setattr("zoo.measure.profile.run_step", counted)
     costs = costs_of(Many(), torch.rand(3).requires_grad_())
     assert len(runs) == 1
     assert len(costs) == 20
+
+
+class Listed(Chain):
+    """A chain of the steps that it is given."""
+
+    def __init__(self, *steps: Any) -> None:
+        super().__init__()
+        self.listed = steps
+
+    def steps(self) -> Steps:
+        return self.listed
+
+
+def test_functions_written_in_c_are_steps() -> None:
+    x = torch.rand(8).requires_grad_()
+    costs = costs_of(Listed(F.gelu, torch.tanh, F.gelu), x)
+    assert costs.forward == (32, 32, 32)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_second_run_that_ends_with_dropout_runs_it_to_its_end(timed: bool) -> None:
+    """Its mask might still be written when it is saved; see `engine.recompute`."""
+    x = torch.rand(1 << 16).requires_grad_()
+    model = Listed(torch.sin, nn.Dropout(0.5), torch.sin)
+    costs = profile(model, outline(model.steps()), (x,), timed=timed)
+    assert costs.forward_until_saved[1] == costs.forward[1] >= 2 * x.nbytes
+    assert costs.seconds_until_saved[1] == costs.seconds[1]
+    steps = outline(model.steps()).steps
+
+    def step() -> None:
+        run_plan(Plan.parse("(0-1) 2"), steps, (x,)).sum().backward()
+
+    step()
+    x.grad = None
+    assert costs.flops_until_saved == costs.flops
+    assert trace(step).peak >= simulate(Plan.parse("(0-1) 2"), costs).peak
 
 
 def test_views_and_handed_on_tensors_share_their_storage() -> None:

@@ -45,7 +45,7 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
             optimizer.step()
             with Watch(frozenset()) as watch:
                 optimizer.step()
-        except (DataDependentOutputException, TypeError) as error:
+        except (DataDependentOutputException, TypeError, RuntimeError) as error:
             raise ArgumentError(
                 f"{type(optimizer).__name__} cannot step on fake tensors ({error}). Pass "
                 "optimizer= one of like state, or None and take its bytes off the budget."

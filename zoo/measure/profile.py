@@ -6,24 +6,26 @@ so a model is measured that would not fit, and the kernels chosen are those of t
 kept, only their kinds; so steps that do the same to the same kinds are run once.
 
 What kernels allocate inside themselves (oneDNN's reordered tensors, cuDNN's workspaces) is not
-seen, unless each kind of step is also run for real (`timed`). The model is left as it was: buffers,
-hooks and attributes are put back, no random number is drawn.
+seen, unless each kind of step is also run for real (`timed`). What the steps reach is left as it
+was: buffers, hooks, attributes, variables, random streams; see `engine.scratch`.
 """
 
 import contextlib
 import functools
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from zoo.chain import Outline, State, Step
+from zoo.engine.scratch import on_scratch
+from zoo.errors import PlanError, ZooError
 from zoo.measure.devices import Device, device_named
 from zoo.measure.step import Given, Kind, Kinds, StepRun, Strided, kind_of, renumber, run_step
-from zoo.measure.trial import Trial, run_trial, undisturbed_streams
+from zoo.measure.trial import Trial, run_trial
 from zoo.planner.costs import StepCosts
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -44,11 +46,29 @@ def profile(
     Seconds are those of a roofline of `device`, by default one like the inputs'. With `timed` every
     kind of step also runs for real, alone, on the inputs' device: that gives its seconds and what
     its kernels allocate. Grad mode, autocast and the training flags are those of the caller.
+
+    Raises:
+        PlanError: a step fails, or needs numbers that a fake tensor does not have.
     """
+    try:
+        return _profiled(chain, outline, inputs, device, timed)
+    except ZooError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"the steps of {type(chain).__name__} could not be measured on fake tensors "
+            f"({type(error).__name__}: {error}). Pass checkpoint= a number of segments or a "
+            "Plan, which need no measuring."
+        ) from error
+
+
+def _profiled(
+    chain: nn.Module, outline: Outline, inputs: State, device: Device | None, timed: bool
+) -> StepCosts:
     trained = {id(p): p.nbytes for p in chain.parameters() if p.requires_grad}
     found = _Profile(inputs, sum(trained.values()))
     with (
-        _untouched(chain),
+        _untouched(chain, outline, inputs),
         _without_autocast_cache(),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
@@ -59,7 +79,7 @@ def profile(
         fakes = [value for value in chain.buffers() if isinstance(value, FakeTensor)]
         found.follow(outline, [*map(mode.from_tensor, chain.parameters()), *fakes])
     if timed:
-        with _untouched(chain), _without_autocast_cache(), undisturbed_streams(found.device):
+        with _untouched(chain, outline, inputs), _without_autocast_cache():
             for module in chain.modules():
                 module._buffers = {
                     name: value if value is None else value.detach().clone()
@@ -115,6 +135,7 @@ class _Profile:
         runs = [self.known[key] for key in self.keys]
         trials = [self.trials.get(key) for key in self.keys]
         pairs = list(zip(runs, trials, strict=True))
+        times = [_seconds(run, trial, device) for run, trial in pairs]
         sizes, saved = list(self.sizes), list(self.saved)
         for step, (run, trial) in enumerate(pairs):
             # such as the workspace of an LSTM's kernel, which as a fake tensor is empty
@@ -136,20 +157,9 @@ class _Profile:
             gradients=self.gradients,
             flops=tuple(run.flops for run in runs),
             flops_until_saved=tuple(run.flops_until_saved for run in runs),
-            seconds=tuple(
-                trial.seconds if trial else device.seconds(run.work, run.dtype)
-                for run, trial in pairs
-            ),
-            seconds_until_saved=tuple(
-                trial.seconds_until_saved
-                if trial
-                else device.seconds(run.work_until_saved, run.dtype)
-                for run, trial in pairs
-            ),
-            seconds_backward=tuple(
-                trial.seconds_backward if trial else device.seconds(run.work_backward, run.dtype)
-                for run, trial in pairs
-            ),
+            seconds=tuple(time.forward for time in times),
+            seconds_until_saved=tuple(time.until_saved for time in times),
+            seconds_backward=tuple(time.backward for time in times),
             blocks=outline.blocks,
             parameter_gradients=self._left(outline, runs),
             gradients_made=tuple(run.made for run in runs),
@@ -293,6 +303,24 @@ def _setting(value: Any) -> Hashable:
     return value if isinstance(value, PLAIN) else id(value)
 
 
+class _Seconds(NamedTuple):
+    """Seconds of a step: of its forward, of that until its last tensor is saved, behind it."""
+
+    forward: float
+    until_saved: float
+    backward: float
+
+
+def _seconds(run: StepRun, trial: Trial | None, device: Device) -> _Seconds:
+    """Returns what was measured, else what a device should take."""
+    if trial is None:
+        works = (run.work, run.work_until_saved, run.work_backward)
+        return _Seconds(*(device.seconds(work, run.dtype) for work in works))
+    whole = run.work_until_saved == run.work
+    until_saved = trial.seconds if whole else trial.seconds_until_saved
+    return _Seconds(trial.seconds, until_saved, trial.seconds_backward)
+
+
 def _hidden(run: StepRun, trial: Trial | None) -> int:
     """Returns the bytes that a forward took for real and its tensors do not show."""
     return max(0, trial.forward - run.forward) if trial is not None else 0
@@ -318,7 +346,8 @@ def _identity(step: Any) -> Hashable:
         bound = (*step.args, *step.keywords.values())
         return _identity(step.func), tuple(v if isinstance(v, PLAIN) else id(v) for v in bound)
     owner = getattr(step, "__self__", None)
-    return (id(owner), step.__func__) if owner is not None else id(step)
+    # a function written in C has an owner, its library, and no function
+    return (id(owner), getattr(step, "__func__", step)) if owner is not None else id(step)
 
 
 def _own(kind: Kind) -> Given:
@@ -340,15 +369,21 @@ def _scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:
 
 
 @contextlib.contextmanager
-def _untouched(chain: nn.Module) -> Iterator[None]:
-    """Puts back the attributes, buffers and hooks of every module after the block."""
+def _untouched(chain: nn.Module, outline: Outline, inputs: State) -> Iterator[None]:
+    """Lets the steps run without hooks; afterwards all that they reach is as it was."""
     before = {module: dict(vars(module)) for module in chain.modules()}
+    hooks = {p: p._backward_hooks for p in chain.parameters() if p._backward_hooks}
     try:
         for module in before:
             for name in HOOKS:
                 setattr(module, name, {})
-        yield
+        for parameter in hooks:
+            parameter._backward_hooks = None
+        with on_scratch(outline.steps, inputs):
+            yield
     finally:
+        for parameter, own in hooks.items():
+            parameter._backward_hooks = own
         for module, attributes in before.items():
             vars(module).clear()
             vars(module).update(attributes)

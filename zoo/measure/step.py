@@ -131,11 +131,13 @@ def run_step(
     inputs = frozenset(storages.number(leaf) for leaf in leaves if leaf is not None)
     released = _Released(storages, inputs)
     saved: set[int] = set()
-    until_saved = (0, 0)
+    until_saved: tuple[int | None, int | None] = (0, 0)
+    stop = _Stop(leaves)
     start = torch._C._autograd._get_sequence_nr()
 
     def pack(tensor: Tensor) -> "_Saved":
         nonlocal until_saved
+        stop.note(tensor)
         if isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata in fixed:
             return _Saved(tensor)
         saved.add(storages.number(tensor))
@@ -144,6 +146,8 @@ def run_step(
 
     with Watch(fixed) as watch, saved_tensors_hooks(pack, _Saved.get):
         value = step(*leaves)
+    if not stop.is_settled:
+        until_saved = (None, None)
     outputs = value if isinstance(value, tuple) else (value,)
     ends = ends_of(outputs, strided)
     behind = _run_backward(ends, leaves, released, fixed, start)
@@ -382,6 +386,30 @@ def renumber(kind: Kind, tensors: dict[int, int], storages: dict[int, int]) -> K
         tensor=tensors.setdefault(kind.tensor, len(tensors)),
         storage=storages.setdefault(kind.storage, len(storages)),
     )
+
+
+class _Stop:
+    """Knows whether a second run may stop at a step's last saved tensor; see `engine.recompute`.
+
+    It may not where the operation may be about to write what it saved, as dropout does its mask.
+    """
+
+    def __init__(self, inputs: Iterable[Tensor | None]) -> None:
+        self.inputs = frozenset(map(id, inputs))
+        self.unsettled: int | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Says whether nothing is about to be written."""
+        return self.unsettled is None
+
+    def note(self, tensor: Tensor) -> None:
+        """Looks at a saved tensor."""
+        if tensor.grad_fn is not None:
+            if self.unsettled is not None and tensor.grad_fn._sequence_nr() >= self.unsettled:
+                self.unsettled = None
+        elif not tensor.requires_grad and id(tensor) not in self.inputs:
+            self.unsettled = torch._C._autograd._get_sequence_nr() - 1
 
 
 class _Saved:

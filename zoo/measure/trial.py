@@ -7,8 +7,7 @@ numbers of the same kinds, alone: no more memory is needed than one step takes.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +53,7 @@ def run_trial(
 ) -> Trial:
     """Runs a step several times on random tensors of these kinds; see `run_step`.
 
-    The caller lets it work on scratch buffers and puts the random streams back.
+    The caller lets it work on scratch buffers and puts back what else it moves.
     """
     leaves = make_inputs(kinds, sizes)
     attempt = _Attempt(step, leaves, strided, device)
@@ -162,10 +161,3 @@ def _seconds(start: Any, end: Any) -> float:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-@contextmanager
-def undisturbed_streams(device: torch.device) -> Iterator[None]:
-    """Puts torch's random streams back after the block."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
