@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zoo.harness.cells import Cell
+from zoo.harness.collect import details
 from zoo.harness.data import Batch, batches
 from zoo.harness.digests import step_digests
 from zoo.harness.environment import environment
@@ -53,12 +54,14 @@ def _measure(cell: Cell) -> Result:
         training.optimizer,
         [last.inputs, last.targets],
     )
-    return {
+    result = {
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "plan": None if training.model.plan is None else training.model.plan.text(),
         "digests": [*digests, step_digests(training.model, losses[0])],
         "memory": asdict(memory),
     }
+    # what a report draws is read when all is measured
+    return result | details(training, cell.model.data, last)
 
 
 def _time(cell: Cell) -> Result:

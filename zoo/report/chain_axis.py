@@ -11,8 +11,10 @@ has 2,000 steps, more than a page has points.
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from zoo.plan import Item, indices
 
 MOST_STEPS = 400
 
@@ -70,6 +72,15 @@ def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
         tuple(_numbers(groups, edges)),
         tuple(_stages(groups, edges)),
     )
+
+
+def segments(items: Sequence[Item], level: int = 0) -> Iterator[tuple[int, int, int]]:
+    """Yields each segment's first step, the step after its last, and how many are around it."""
+    for item in items:
+        if not isinstance(item, int):
+            steps = list(indices(item))
+            yield steps[0], steps[-1] + 1, level
+            yield from segments(item, level + 1)
 
 
 def block_name(names: Sequence[str]) -> str:

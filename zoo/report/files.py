@@ -1,6 +1,7 @@
 """Writes a comparison as Markdown and CSV."""
 
 import csv
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,18 @@ def write_markdown(rows: Sequence[Row], heading: Heading, picture: str, path: Pa
 
 
 def write_models(rows: Sequence[Row], path: Path) -> None:
-    """Writes one line per model, bytes and ratios unrounded."""
-    _write(
-        path,
+    """Writes `models_csv` to a file."""
+    path.write_text(models_csv(rows), encoding="utf-8", newline="")
+
+
+def write_timings(rows: Sequence[Row], path: Path) -> None:
+    """Writes `timings_csv` to a file."""
+    path.write_text(timings_csv(rows), encoding="utf-8", newline="")
+
+
+def models_csv(rows: Sequence[Row]) -> str:
+    """Returns one line per model, bytes and ratios unrounded."""
+    return to_csv(
         (
             {
                 "model": row.model,
@@ -68,10 +78,9 @@ def write_models(rows: Sequence[Row], path: Path) -> None:
     )
 
 
-def write_timings(rows: Sequence[Row], path: Path) -> None:
-    """Writes one line per timed pair of steps, in seconds."""
-    _write(
-        path,
+def timings_csv(rows: Sequence[Row]) -> str:
+    """Returns one line per timed pair of steps, in seconds."""
+    return to_csv(
         (
             {
                 "model": row.model,
@@ -88,13 +97,15 @@ def write_timings(rows: Sequence[Row], path: Path) -> None:
     )
 
 
+def to_csv(entries: Iterable[dict[str, Any]]) -> str:
+    """Returns entries of the same keys as CSV under these."""
+    entries = list(entries)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(entries[0]) if entries else ["model"])
+    writer.writeheader()
+    writer.writerows(entries)
+    return text.getvalue()
+
+
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _write(path: Path, entries: Iterable[dict[str, Any]]) -> None:
-    entries = list(entries)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(entries[0]) if entries else ["model"])
-        writer.writeheader()
-        writer.writerows(entries)

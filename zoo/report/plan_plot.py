@@ -9,7 +9,7 @@ MiB   │    █                 █
          conv1  layer1     classify
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +18,17 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zoo.plan import Item, Plan, indices
-from zoo.report.chain_axis import ChainAxis, Label, chain_axis, fitting, round_numbers
+from zoo.plan import Plan
+from zoo.report.chain_axis import (
+    ChainAxis,
+    Label,
+    chain_axis,
+    fitting,
+    round_numbers,
+    segments,
+)
 from zoo.report.style import AGAIN, FAINT_INK, GRID, INK, KEPT, STYLE, bare, head, scale, write
+from zoo.report.words import OFTEN
 from zoo.units import format_bytes
 
 # the categories of a peak: what no plan changes in grays, the plan's share in color
@@ -28,7 +36,6 @@ COLORS = (
     *("#6e7781", "#8c959f", "#a8b1bb", "#c3cad2", "#d9dee4"),
     *(KEPT, AGAIN[0], "#56b4e9", "#009e73", "#cc79a7"),
 )
-WORDS = {1: "kept", 2: "run again", 3: "run three times", 4: "run more often"}
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ def _draw_chain(axes: Axes, picture: PlanPicture) -> None:
     highest = _draw_steps(axes, picture, axis)
     depth = picture.plan.depth()
     thickness = highest * min(0.045, 0.4 / max(depth, 1))
-    for start, stop, level in _segments(picture.plan, 0):
+    for start, stop, level in segments(picture.plan):
         left, right = axis.edges[start], axis.edges[stop]
         gap = min(0.12, 0.2 * (right - left))
         axes.barh(
@@ -136,7 +143,7 @@ def _draw_steps(axes: Axes, picture: PlanPicture, axis: ChainAxis) -> float:
             for column in axis.columns
         ]
         axes.bar(
-            left, sizes, width, bottom, align="edge", color=_again(count), label=WORDS[count],
+            left, sizes, width, bottom, align="edge", color=_again(count), label=OFTEN[count],
             edgecolor="white", linewidth=min(0.5, 40 / len(left)),
         )  # fmt: skip
         bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
@@ -174,15 +181,6 @@ def _crowded(labels: Sequence[Label], inch: float) -> bool:
         right.middle - left.middle < 0.045 * inch * (len(left.text) + len(right.text) + 2)
         for left, right in pairwise(labels)
     )
-
-
-def _segments(items: Sequence[Item], level: int) -> Iterator[tuple[int, int, int]]:
-    """Yields each segment's first step, the step after its last, and how many are around it."""
-    for item in items:
-        if not isinstance(item, int):
-            steps = list(indices(item))
-            yield steps[0], steps[-1] + 1, level
-            yield from _segments(item, level + 1)
 
 
 def _again(runs: int) -> str:

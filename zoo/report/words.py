@@ -1,9 +1,11 @@
-"""The words of a report's table, the same for terminal and Markdown."""
+"""The words of a report, the same for terminal, Markdown, pictures and page."""
 
 from zoo.report.rows import Pair, Row
 from zoo.units import format_bytes
 
 MISSING = "—"
+# by how often a step runs in one training step; 4 stands for all above
+OFTEN = {1: "kept", 2: "run again", 3: "run three times", 4: "run more often"}
 
 COLUMNS = (
     "model",

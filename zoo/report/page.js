@@ -1,0 +1,75 @@
+"use strict";
+// Puts bokeh's pictures in their places, paints them with the style sheet's colors, and zooms them
+// from the keyboard. A model's tags say which property has which of the colors.
+
+const pictures = JSON.parse(document.getElementById("pictures").textContent);
+const plots = new Map();
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const still = matchMedia("(pointer: coarse)");
+
+function paint(plot) {
+  const colors = getComputedStyle(document.documentElement);
+  for (const model of plot.document._all_models.values()) {
+    for (const roles of model.tags ?? []) {
+      for (const [property, role] of Object.entries(roles)) {
+        const color = colors.getPropertyValue("--" + role).trim();
+        const old = model[property];
+        model[property] = old !== null && typeof old === "object" ? { value: color } : color;
+      }
+    }
+  }
+}
+
+async function show(id) {
+  const views = await Bokeh.embed.embed_item(pictures[id], id);
+  const plot = [...views][0].model;
+  plots.set(id, { plot, start: plot.x_range.start, end: plot.x_range.end });
+  // a finger scrolls the page; zooming has its buttons
+  if (still.matches) plot.toolbar.active_drag = null;
+  if (still.matches) for (const tool of plot.toolbar.tools) if ("dimensions" in tool) tool.active = false;
+  paint(plot);
+}
+
+function zoom(id, factor) {
+  const { plot, start, end } = plots.get(id);
+  const middle = (plot.x_range.start + plot.x_range.end) / 2;
+  const half = Math.min((plot.x_range.end - plot.x_range.start) * factor, end - start) / 2;
+  const left = factor === 0 ? start : Math.min(Math.max(middle - half, start), end - 2 * half);
+  plot.x_range.setv({ start: left, end: factor === 0 ? end : left + 2 * half });
+}
+
+function move(id, part) {
+  const { plot, start, end } = plots.get(id);
+  const width = plot.x_range.end - plot.x_range.start;
+  const left = Math.min(Math.max(plot.x_range.start + part * width, start), end - width);
+  plot.x_range.setv({ start: left, end: left + width });
+}
+
+const actions = {
+  in: (id) => zoom(id, 0.5), out: (id) => zoom(id, 2), all: (id) => zoom(id, 0),
+  left: (id) => move(id, -0.4), right: (id) => move(id, 0.4),
+};
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("button[data-action]");
+  if (!button) return;
+  const figure = button.closest(".figure");
+  for (const picture of figure.querySelectorAll(".picture")) {
+    if (!picture.closest("[hidden]")) actions[button.dataset.action](picture.id);
+  }
+});
+
+document.addEventListener("change", (event) => {
+  const figure = event.target.closest(".figure");
+  if (event.target.type !== "radio" || !figure) return;
+  for (const part of figure.querySelectorAll("[data-choice]")) {
+    part.hidden = part.dataset.choice !== event.target.value;
+  }
+});
+
+const repaint = () => plots.forEach(({ plot }) => paint(plot));
+dark.addEventListener("change", repaint);
+
+Promise.all(Object.keys(pictures).map(show)).then(() => {
+  document.documentElement.dataset.drawn = plots.size;
+});
