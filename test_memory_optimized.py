@@ -25,6 +25,7 @@ try:
     from zoo.harness.run import results_of, run
     from zoo.harness.worker import work
     from zoo.report.heading import heading
+    from zoo.report.page import write_page
     from zoo.report.report import write_report
     from zoo.report.rows import rows
     from zoo.report.terminal import show
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     found = rows(comparisons)
     above = heading(comparisons, config.name, command)
     show(found, above.title, console)
-    page = write_report(found, above, Path(config.output) / config.name)
+    folder = Path(config.output) / config.name
+    write_report(found, above, folder)
+    page = write_page(comparisons, above, folder / "report.html")
     console.print(f"results: {results_of(config).path}\nreport:  {page}", soft_wrap=True)
     return int(any(row.faults for row in found))
 

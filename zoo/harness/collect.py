@@ -20,13 +20,14 @@ from torch import Tensor
 from zoo.anatomy import track
 from zoo.harness.data import Batch
 from zoo.harness.training import Training
-from zoo.measure.timeline import Allocation, Timeline
+from zoo.measure.timeline import CATEGORIES, RESIDENT, Allocation, Timeline
 from zoo.planning import Prospect
 
 Result = dict[str, Any]
 
 # a curve drawn over a page's width shows no more
-POINTS = 320
+POINTS = 240
+PLANS = 64
 HOLDERS = 10
 
 
@@ -45,13 +46,15 @@ def details(training: Training, data: str, batch: Batch) -> Result:
 
 
 def summary(timeline: Timeline, points: int = POINTS) -> Result:
-    """Returns a timeline of about so many of its points, the peak among them.
+    """Returns a timeline of about so many of its points, the peaks among them.
 
     Of each stretch the points of most and of fewest bytes stay, so that what is drawn was so.
     """
     curves = {name: curve for name, curve in timeline.curves().items() if any(curve)}
     total = timeline.total()
-    chosen = sorted(set(_chosen(total, points)) | {timeline.peak_point})
+    activations = timeline.total(name for name in CATEGORIES if name not in RESIDENT)
+    most = {timeline.peak_point, activations.index(max(activations))}
+    chosen = sorted(most.union(_chosen(total, points)))
     return {
         "length": timeline.length,
         "allocator": timeline.allocator,
@@ -66,6 +69,16 @@ def summary(timeline: Timeline, points: int = POINTS) -> Result:
         },
         "holders": [_holder(allocation) for allocation in timeline.holders(HOLDERS)],
     }
+
+
+def thinned(curve: list[list[float]], most: int = PLANS) -> list[list[float]]:
+    """Returns at most so many plans of a curve of rising peaks, its ends among them."""
+    if len(curve) <= most:
+        return curve
+    (low, _), (high, _) = curve[0], curve[-1]
+    width = (high - low) / (most - 2) or 1
+    first_of = {int((point[0] - low) / width): point for point in reversed(curve)}
+    return sorted({tuple(point): point for point in (*first_of.values(), curve[-1])}.values())
 
 
 def _timeline(training: Training, batch: Batch) -> Result:
@@ -97,7 +110,7 @@ def _outlook(training: Training, data: str, batch: Batch) -> Result:
     return {
         "chain": {"names": chain.names, "blocks": chain.blocks, "saved": chain.saved},
         "frontier": {
-            "optimal": [[point.peak, point.time_ratio] for point in curve.optimal],
+            "optimal": thinned([[point.peak, point.time_ratio] for point in curve.optimal]),
             "schemes": {point.name: [point.peak, point.time_ratio] for point in curve.schemes},
             "baseline": curve.baseline.peak,
             "lower_bound": curve.lower_bound,

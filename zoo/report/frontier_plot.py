@@ -27,9 +27,9 @@ from zoo.report.style import (
     STYLE,
     bare,
     head,
-    scale,
     write,
 )
+from zoo.report.words import scale
 from zoo.units import format_bytes
 
 SCHEME = "#d9730d"

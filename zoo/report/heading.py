@@ -28,7 +28,8 @@ def heading(comparisons: Sequence[Mapping[str, Any]], name: str, command: str) -
 
 def _setting(record: Mapping[str, Any]) -> str:
     environment, cell = record["environment"], record["cell"]
-    threads = f", {environment['threads']} threads" if cell["device"] == "cpu" else ""
+    count = environment["threads"]
+    threads = f", {count} thread{'s' * (count != 1)}" if cell["device"] == "cpu" else ""
     return (
         f"{environment['device']}{threads}, {cell['dtype']}, torch {environment['torch']}, "
         f"Python {environment['python']}, zoo {environment['zoo']}"

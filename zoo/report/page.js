@@ -2,8 +2,8 @@
 // Puts bokeh's pictures in their places, paints them with the style sheet's colors, and zooms them
 // from the keyboard. A model's tags say which property has which of the colors.
 
-const pictures = JSON.parse(document.getElementById("pictures").textContent);
 const plots = new Map();
+const views = new Map();
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const still = matchMedia("(pointer: coarse)");
 
@@ -20,9 +20,16 @@ function paint(plot) {
   }
 }
 
-async function show(id) {
-  const views = await Bokeh.embed.embed_item(pictures[id], id);
-  const plot = [...views][0].model;
+async function unpacked(id) {
+  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
+}
+
+async function show(picture, id) {
+  const [view] = await Bokeh.embed.embed_item(picture, id);
+  const plot = view.model;
+  views.set(id, view);
   plots.set(id, { plot, start: plot.x_range.start, end: plot.x_range.end });
   // a finger scrolls the page; zooming has its buttons
   if (still.matches) plot.toolbar.active_drag = null;
@@ -70,6 +77,38 @@ document.addEventListener("change", (event) => {
 const repaint = () => plots.forEach(({ plot }) => paint(plot));
 dark.addEventListener("change", repaint);
 
-Promise.all(Object.keys(pictures).map(show)).then(() => {
+// paper is white, and of another width: prints get pictures of the pictures
+addEventListener("beforeprint", () => {
+  document.documentElement.dataset.printing = "";
+  repaint();
+  views.forEach((view, id) => {
+    // what is drawn from data learns of its new color at leisure, unless it is told to look
+    for (const part of view.renderer_views.values()) part.update_data?.();
+    document.getElementById(id).append(view.export("png").canvas);
+  });
+});
+addEventListener("afterprint", () => {
+  delete document.documentElement.dataset.printing;
+  repaint();
+  document.querySelectorAll(".picture > canvas").forEach((canvas) => canvas.remove());
+});
+
+async function start() {
+  const library = document.createElement("script");
+  library.textContent = await unpacked("library");
+  document.head.append(library);
+  Bokeh.logger.set_level("error");
+  for (const [id, picture] of Object.entries(JSON.parse(await unpacked("pictures")))) {
+    await show(picture, id);
+    // the page answers between two pictures
+    await new Promise((resolve) => setTimeout(resolve));
+  }
   document.documentElement.dataset.drawn = plots.size;
+}
+
+start().catch((error) => {
+  console.error(error);
+  for (const place of document.querySelectorAll(".picture:empty")) {
+    place.textContent = "This browser cannot draw the picture; the table has its numbers.";
+  }
 });

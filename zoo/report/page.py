@@ -9,11 +9,13 @@ where, as a path into the JSON that the page carries. Pictures are bokeh's, each
 """
 
 import base64
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -23,7 +25,9 @@ from zoo.plan import Plan
 from zoo.report.files import models_csv, timings_csv, to_csv
 from zoo.report.heading import Heading
 from zoo.report.interactive import (
+    CATEGORIES,
     MARKS,
+    RESIDENT,
     RUNS,
     categories_picture,
     frontier_picture,
@@ -38,11 +42,6 @@ from zoo.units import format_bytes, format_seconds
 Comparison = Mapping[str, Any]
 HERE = Path(__file__).parent
 KINDS = ("baseline", "checkpointed")
-# in the order in which they are stacked, from below
-CATEGORIES = (
-    "parameters", "buffers", "optimizer state", "inputs", "gradients", "saved activations",
-    "recomputed", "temporaries", "unseen",
-)  # fmt: skip
 
 
 def write_page(comparisons: Sequence[Comparison], heading: Heading, path: Path) -> Path:
@@ -61,16 +60,17 @@ def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
     )  # fmt: skip
     found = rows(comparisons)
     sections = [Section(number, *pair) for number, pair in enumerate(zip(comparisons, found))]  # noqa: B905
+    pictures = {place: drawn for section in sections for place, drawn in section.pictures.items()}
     return writer.get_template("page.html").render(
         heading=heading,
         sections=sections,
         environment=_environment(comparisons),
         faults=[fault for row in found for fault in row.faults],
         files=_files(comparisons, found, heading),
-        pictures=_inline({k: v for section in sections for k, v in section.pictures.items()}),
+        pictures=_packed(json.dumps(pictures, separators=(",", ":"))),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
-        library=Markup(_library()),
+        library=_packed(_library()),
         size=lambda path: _size(comparisons, path),
         number=_number,
         words=format_bytes,
@@ -157,8 +157,8 @@ class Section:
         """The pictures under the ids of their places."""
         found: dict[str, Any] = {}
         if self.timelines:
-            found["memory"] = memory_picture(self.timelines, activations=False)
-            found["activations"] = memory_picture(self.timelines, activations=True)
+            found["memory"] = memory_picture(self.timelines)
+            found["activations"] = memory_picture(self.timelines, without=RESIDENT)
             most = max(timeline["peak"]["bytes"] for timeline in self.timelines.values())
             for kind, timeline in self.timelines.items():
                 found[kind] = categories_picture(timeline, most)
@@ -196,15 +196,19 @@ def _files(
 ) -> list[tuple[str, str, Markup]]:
     """Returns for each file in the page its name, what it holds, and itself as a link."""
     results = {"name": heading.name, "command": heading.command, "comparisons": comparisons}
-    texts = [
-        (f"{heading.name}.json", "everything", "application/json", json.dumps(results)),
-        ("models.csv", "a line per model", "text/csv", models_csv(found)),
-        ("timings.csv", "a line per timed pair of steps", "text/csv", timings_csv(found)),
-        ("memory.csv", "bytes over the step by category", "text/csv", _memory_csv(comparisons)),
+    everything = base64.b64encode(json.dumps(results).encode()).decode()
+    link = Markup(f"data:application/json;base64,{everything}")
+    tables = [
+        ("models.csv", "a line per model", models_csv(found)),
+        ("timings.csv", "a line per timed pair of steps", timings_csv(found)),
+        ("memory.csv", "bytes over the step by category", _memory_csv(comparisons)),
     ]
     return [
-        (name, what, Markup(f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"))
-        for name, what, kind, text in texts
+        (f"{heading.name}.json", "everything", link),
+        *(
+            (name, what, Markup(f"data:text/csv,{quote(text, safe=',:/')}"))
+            for name, what, text in tables
+        ),
     ]
 
 
@@ -219,12 +223,12 @@ def _memory_csv(comparisons: Sequence[Comparison]) -> str:
     )
 
 
-def _inline(value: Any) -> Markup:
-    """Writes JSON that cannot end the script element around it."""
-    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+def _packed(text: str) -> Markup:
+    """Writes text as gzip in base64: what stands in a page by the megabyte, and no one reads."""
+    return Markup(base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())
 
 
 def _library() -> str:
     """Returns bokeh's script, the part that draws: no widgets, no tables."""
-    scripts = Resources(mode="inline", components=["bokeh"], log_level="error").js_raw
-    return "\n".join(scripts).replace("</script", "<\\/script")
+    # without the line that follows it, which tells the console the level of its messages
+    return Resources(mode="inline", components=["bokeh"]).js_raw[0]

@@ -27,8 +27,8 @@ from zoo.report.chain_axis import (
     round_numbers,
     segments,
 )
-from zoo.report.style import AGAIN, FAINT_INK, GRID, INK, KEPT, STYLE, bare, head, scale, write
-from zoo.report.words import OFTEN
+from zoo.report.style import AGAIN, FAINT_INK, GRID, INK, KEPT, STYLE, bare, head, write
+from zoo.report.words import OFTEN, scale
 from zoo.units import format_bytes
 
 # the categories of a peak: what no plan changes in grays, the plan's share in color

@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zoo.errors import ArgumentError
-from zoo.units import BINARY
 
 BASELINE, KEPT, INK, FAINT_INK, GRID = "#b8bec8", "#1f6feb", "#24292f", "#57606a", "#e6e8eb"
 # by how often a step runs: the darker the more often, and blue beside them for any eye
@@ -39,12 +38,6 @@ def head(figure: Figure, title: str, subtitle: str) -> None:
     figure.text(0.01, 1 - 0.4 * inch, subtitle, va="top", fontsize=9, color=FAINT_INK)
     engine: Any = figure.get_layout_engine()
     engine.set(rect=(0, 0, 1, 1 - 0.65 * inch))
-
-
-def scale(most: int) -> tuple[int, str]:
-    """Returns what bytes are divided by when the most of them is so large, and that unit."""
-    power = min(max(most.bit_length() - 1, 0) // 10, len(BINARY) - 1)
-    return 1024**power, BINARY[power]
 
 
 def write(figure: Figure, path: str | Path) -> None:

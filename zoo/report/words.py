@@ -1,7 +1,7 @@
 """The words of a report, the same for terminal, Markdown, pictures and page."""
 
 from zoo.report.rows import Pair, Row
-from zoo.units import format_bytes
+from zoo.units import BINARY, format_bytes
 
 MISSING = "—"
 # by how often a step runs in one training step; 4 stands for all above
@@ -31,6 +31,12 @@ def words(row: Row) -> list[str]:
         _time(row),
         MISSING if row.exact is None else "yes" if row.exact else "NO",
     ]
+
+
+def scale(most: int) -> tuple[int, str]:
+    """Returns what bytes are divided by when the most of them is so large, and that unit."""
+    power = min(max(most.bit_length() - 1, 0) // 10, len(BINARY) - 1)
+    return 1024**power, BINARY[power]
 
 
 def _time(row: Row) -> str:

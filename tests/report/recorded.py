@@ -1,0 +1,107 @@
+"""A comparison as the harness records it, small and made by hand."""
+
+from typing import Any
+
+MIB = 2**20
+NAMES = [
+    "conv1",
+    *(f"layer1.{block}.{part}" for block in range(3) for part in ("convolve", "add")),
+    "classify",
+]
+MODEL = {
+    "name": "resnet50",
+    "checkpoint": True,
+    "data": "photographs",
+    "batch_size": 4,
+    "size": 224,
+    "largest_ratio": 0.9,
+}
+WHERE = {"device": "A processor", "threads": 2, "torch": "2", "python": "3", "zoo": "1"}
+FORWARD = [[0, "forward"], [4, "backward"]]
+AGAIN = [[0, "forward"], [4, "backward"], [6, "recompute"], [8, "backward"]]
+
+
+def timeline(activations: list[int], phases: list[list[Any]]) -> dict[str, Any]:
+    """A step in 12 events, the optimizer's from 10 on, with so many MiB of activations at each."""
+    sizes = [size * MIB + 12 for size in activations]
+    peak = max(range(len(sizes)), key=sizes.__getitem__)
+    return {
+        "length": 12,
+        "allocator": True,
+        "points": list(range(len(sizes))),
+        # as they come from a file: by name
+        "bytes": {"parameters": [3 * MIB] * len(sizes), "saved activations": sizes},
+        "phases": [*phases, [10, "optimizer"]],
+        "peak": {
+            "point": peak,
+            "bytes": sizes[peak] + 3 * MIB,
+            "phase": "backward",
+            "categories": {"parameters": 3 * MIB, "saved activations": sizes[peak]},
+        },
+        "holders": [
+            {
+                "bytes": 2 * MIB + 5,
+                "category": "saved activations",
+                "shape": [4, 64, 56, 56],
+                "dtype": "float32",
+                "place": "layer1.0.convolve",
+                "phase": "forward",
+                "line": "zoo/models/resnet.py:47",
+            }
+        ],
+    }
+
+
+def record(kind: str, activations: list[int], loss: str, **more: Any) -> dict[str, Any]:
+    """A cell's record; its activations peak at 12 bytes more than the most MiB of them."""
+    drawn = timeline(activations, FORWARD if kind == "baseline" else AGAIN)
+    return {
+        "status": "done",
+        "kind": kind,
+        "parameters": 25_557_032,
+        "memory": {"peak": drawn["peak"]["bytes"], "activation_peak": max(activations) * MIB + 12},
+        "digests": [{"loss": "a"}, {"loss": loss}],
+        "environment": WHERE,
+        "cell": {"device": "cpu", "dtype": "float32", "seed": 0, "steps": 2},
+        "finished": "2026-01-01T00:00:00+00:00",
+        "timeline": drawn,
+        "missing": {},
+        **more,
+    }
+
+
+def frontier() -> dict[str, Any]:
+    """Three plans and two schemes."""
+    return {
+        "optimal": [[6 * MIB, 1.5], [8 * MIB + 7, 1.25], [13 * MIB, 1.0]],
+        "schemes": {"blocks": [9 * MIB, 1.3], "sqrt": [8 * MIB, 1.4]},
+        "baseline": 13 * MIB,
+        "lower_bound": 5 * MIB,
+    }
+
+
+def comparison(loss: str = "a", name: str = "resnet50", **cells: Any) -> dict[str, Any]:
+    """A model's records; a loss other than "a" is one that differs."""
+    saved = [(number + 1) * MIB for number in range(len(NAMES))]
+    chain = {"names": NAMES, "blocks": [0, 1, 1, 2, 2, 3, 3, 4], "saved": saved}
+    baseline = record("baseline", [1, 4, 6, 8, 10, 9, 7, 6, 4, 3, 2, 1], "a")
+    checkpointed = record("checkpointed", [1, 2, 2, 3, 4, 3, 4, 5, 4, 3, 2, 1], loss)
+    return {
+        "model": MODEL | {"name": name},
+        "baseline": baseline | {"plan": None, "chain": chain, "frontier": frontier()},
+        "checkpointed": checkpointed | {"plan": "0 (1-3 (4-5)) 6-7"},
+        "timing": {
+            "status": "done",
+            "step_seconds": {"baseline": [1.0, 2.0, 4.0], "checkpointed": [1.5, 2.2, 5.2]},
+        },
+        **cells,
+    }
+
+
+def plain(found: dict[str, Any]) -> dict[str, Any]:
+    """A comparison whose cells recorded nothing to draw, as older ones did not."""
+    extras = ("timeline", "chain", "frontier", "missing")
+    return {
+        kind: {key: value for key, value in part.items() if key not in extras}
+        for kind, part in found.items()
+    }

@@ -1,0 +1,209 @@
+"""The page shows what was recorded, each number as it stands in the results, and needs no other."""
+
+import base64
+import csv
+import gzip
+import io
+import json
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from tests.report.recorded import MIB, comparison, plain
+from zoo.report.files import models_csv
+from zoo.report.heading import Heading
+from zoo.report.page import page, write_page
+from zoo.report.rows import rows
+from zoo.units import format_bytes
+
+HEADING = Heading("mine", "A processor, 2 threads", "python test_memory_optimized.py mine.yaml")
+FAILED = {"status": "failed", "reason": "killed by SIGKILL"}
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes and the text right inside of it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.open: list[tuple[str, list[str]]] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs), []))
+        if tag not in ("meta", "input"):
+            self.open.append((tag, self.found[-1][2]))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.open[-1][1].append(data)
+
+    def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
+        """The attributes and text of all elements of a tag."""
+        return [(attributes, "".join(text)) for name, attributes, text in self.found if name == tag]
+
+
+def packed(text: str, name: str) -> str:
+    (found,) = re.findall(rf'id="{name}">([^<]*)<', text)
+    return gzip.decompress(base64.b64decode(found)).decode()
+
+
+def files(text: str) -> dict[str, str]:
+    found = {}
+    for attributes, _ in Elements(text).all("a"):
+        if name := attributes.get("download"):
+            head, _, body = (attributes["href"] or "").partition(",")
+            found[name] = base64.b64decode(body).decode() if "base64" in head else unquote(body)
+    return found
+
+
+def columns(picture: Any) -> list[dict[str, list[Any]]]:
+    """The columns of every data source of a picture."""
+    if isinstance(picture, dict):
+        own = [dict(picture["entries"])] if picture.get("type") == "map" else []
+        return own + [found for part in picture.values() for found in columns(part)]
+    return (
+        [found for part in picture for found in columns(part)] if isinstance(picture, list) else []
+    )
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return page([comparison(), comparison(name="vnet")], HEADING)
+
+
+def test_every_size_is_the_one_in_the_results_of_the_page(text: str) -> None:
+    results = json.loads(files(text)["mine.json"])["comparisons"]
+    sizes = [found for found in Elements(text).all("data") if "data-from" in found[0]]
+    assert len(sizes) == 2 * 35
+    for attributes, shown in sizes:
+        value = results
+        for part in str(attributes["data-from"]).split("/"):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        assert int(str(attributes["value"])) == value
+        assert shown == format_bytes(value)
+
+
+def test_what_follows_from_the_results_is_computed_right(text: str) -> None:
+    (row, _) = rows([comparison(), comparison(name="vnet")])
+    derived = [found for found in Elements(text).all("data") if "data-from" not in found[0]]
+    shown = {written: float(str(attributes["value"])) for attributes, written in derived}
+    assert row.ratio is not None
+    assert row.time is not None
+    assert shown[f"{row.ratio:.3f}"] == row.ratio
+    assert shown[f"−{100 * (1 - row.ratio):.1f} %"] == 1 - row.ratio
+    assert shown[f"×{row.time.median:.2f}"] == row.time.median == 1.3
+    assert shown["25.56 M"] == 25_557_032
+
+
+def test_the_results_and_tables_are_in_the_page(text: str) -> None:
+    found, made = files(text), [comparison(), comparison(name="vnet")]
+    assert json.loads(found["mine.json"])["comparisons"] == made
+    assert found["models.csv"] == models_csv(rows(made))
+    memory = list(csv.DictReader(io.StringIO(found["memory.csv"])))
+    baseline = made[0]["baseline"]["timeline"]
+    shown = [int(row["saved activations"]) for row in memory[:12]]
+    assert shown == baseline["bytes"]["saved activations"]
+    assert {row["recomputed"] for row in memory} == {"0"}
+    assert len(found["timings.csv"].splitlines()) == 1 + 2 * 3
+
+
+def test_each_place_has_a_picture_and_each_picture_a_place_a_name_and_a_table(text: str) -> None:
+    elements = Elements(text)
+    places = [a for a, _ in elements.all("div") if a.get("class") == "picture"]
+    assert [place["id"] for place in places] == list(json.loads(packed(text, "pictures")))
+    assert len(places) == 2 * 6
+    assert all(place["aria-label"] and place["role"] == "img" for place in places)
+    figures = text.split('<div class="figure"')[1:]
+    assert all("<table" in figure for figure in figures)
+
+
+def test_pictures_show_the_recorded_numbers(text: str) -> None:
+    pictures = json.loads(packed(text, "pictures"))
+    recorded = comparison()["checkpointed"]["timeline"]["bytes"]
+    (stacked,) = (c for c in columns(pictures["model-0-checkpointed"]) if "parameters" in c)
+    for name, sizes in recorded.items():
+        assert stacked[name][:-1] == [round(size / MIB, 4) for size in sizes]
+    curves = [c["size"] for c in columns(pictures["model-0-memory"]) if "size" in c]
+    assert [max(curve) for curve in curves] == [13.0, 8.0]
+    spots = [c["peak"] for c in columns(pictures["model-0-frontier"]) if "peak" in c]
+    assert spots == [[6.0, 8.0, 13.0, 13.0], [9.0], [8.0], [13.0], [8.0]]
+
+
+def test_the_plan_is_drawn_as_it_nests(text: str) -> None:
+    found = columns(json.loads(packed(text, "pictures"))["model-0-plan"])
+    bars = [c for c in found if "step" in c]
+    assert [len(c["step"]) for c in bars] == [3, 5]
+    assert bars[1]["step"][0] == "layer1.0.convolve"
+    assert [c["steps"] for c in found if "steps" in c] == [["1 to 5"], ["4 to 5"]]
+
+
+def test_the_page_asks_for_nothing_outside_of_it(text: str) -> None:
+    elements = Elements(text)
+    links = [a.get(key) for _, a, _ in elements.found for key in ("src", "href") if a.get(key)]
+    assert all(str(link).startswith(("#", "data:")) for link in links)
+    assert "url(" not in text
+    assert "@import" not in text
+    (policy,) = (a["content"] for a, _ in elements.all("meta") if "http-equiv" in a)
+    assert str(policy).startswith("default-src 'none'")
+    assert len(text.encode()) < 3_000_000
+
+
+def test_headings_descend_and_names_are_there_once(text: str) -> None:
+    elements = Elements(text)
+    levels = [int(tag[1]) for tag, _, _ in elements.found if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(lower - upper <= 1 for upper, lower in pairwise(levels))
+    names = [a["id"] for _, a, _ in elements.found if "id" in a]
+    assert len(set(names)) == len(names)
+    targets = {str(a["href"])[1:] for a, _ in elements.all("a") if str(a["href"]).startswith("#")}
+    assert targets <= set(names)
+    assert all("scope" in a for a, _ in elements.all("th"))
+
+
+def test_colors_that_pictures_name_are_in_the_style_sheet(text: str) -> None:
+    style, _, _ = text.partition("</style>")
+    roles = re.findall(r'"\w+_color","([a-z-]+)"', packed(text, "pictures"))
+    assert {"baseline", "checkpointed", "in-recompute", "saved-activations"} <= set(roles)
+    assert all(f"--{role}:" in style for role in roles)
+
+
+def test_what_was_not_recorded_is_left_out_and_said() -> None:
+    assert 'class="figure"' not in page([plain(comparison())], HEADING)
+    found = comparison()
+    del found["baseline"]["frontier"]
+    found["baseline"]["missing"] = {"frontier": "ArgumentError: numpy is missing"}
+    text = page([found], HEADING)
+    assert "model-0-frontier" not in text
+    assert "ArgumentError: numpy is missing" in text
+
+
+def test_a_failed_cell_and_a_difference_are_said() -> None:
+    text = page([comparison(loss="b"), comparison(name="vnet", checkpointed=FAILED)], HEADING)
+    assert "resnet50 is not exact: it differs in loss from step 2 on" in text
+    assert "vnet checkpointed failed: killed by SIGKILL" in text
+    assert text.count("✗ not exact") == 2
+    everything = {"baseline": FAILED, "checkpointed": FAILED, "timing": FAILED}
+    assert "killed by SIGKILL" in page([comparison(**everything)], HEADING)
+
+
+def test_names_are_text_and_no_markup() -> None:
+    heading = Heading("<b>", "</style><script>alert(1)</script>", "python '<i>'")
+    text = page([comparison(name="</script><u>")], heading)
+    for markup in ("<b>", "<i>", "<u>", "alert(1)</script>"):
+        assert markup not in text
+
+
+def test_the_same_results_make_the_same_page(tmp_path: Path) -> None:
+    written = [write_page([comparison()], HEADING, tmp_path / name / "page.html") for name in "ab"]
+    assert written[0].read_bytes() == written[1].read_bytes()
