@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 from bokeh.embed import json_item
 from bokeh.models import (
     AdaptiveTicker,
-    BoxAnnotation,
     BoxZoomTool,
     FixedTicker,
     HoverTool,
-    Label,
     NoOverlap,
     PrintfTickFormatter,
     Range1d,
 )
+from bokeh.models.annotations import BoxAnnotation, Label
 from bokeh.plotting import figure
 
 from zoo.report.step_axis import EDGES, PARTS
 from zoo.report.words import scale
 
 Picture = dict[str, Any]
+Range = tuple[float, float]
 TIPS = (
     "display: grid; grid-template-columns: auto auto; gap: 1px 12px; color: var(--ink); "
     "font: 13px/1.4 system-ui, 'Liberation Sans', sans-serif; font-variant-numeric: tabular-nums"
@@ -56,12 +56,13 @@ class Unit(NamedTuple):
         return f"{{0.00}} {self.name}"
 
 
-def blank(height: int, across: Range1d, up: Range1d, **more: Any) -> Any:
-    """Makes an empty plot as wide as its place on the page."""
+def blank(height: int, across: Range, up: Range, **more: Any) -> Any:
+    """Makes an empty plot as wide as its place on the page, its axes from and to so much."""
     zoom = BoxZoomTool(dimensions="width")
     plot: Any = figure(
         height=height, sizing_mode="stretch_width", toolbar_location=None, tools=[zoom],
-        active_drag=zoom, x_range=across, y_range=up, min_border_right=14, **more,
+        active_drag=zoom, x_range=_range(across),
+        y_range=_range(up), min_border_right=14, **more,
     )  # fmt: skip
     plot.background_fill_color = plot.border_fill_color = plot.outline_line_color = None
     for axis in (plot.xaxis[0], plot.yaxis[0]):
@@ -80,7 +81,7 @@ def blank(height: int, across: Range1d, up: Range1d, **more: Any) -> Any:
 def blank_step(highest: int, height: int) -> Any:
     """Makes an empty plot over a training step, up to so many bytes."""
     unit = Unit.of(highest)
-    plot = blank(height, Range1d(0, EDGES[-1]), Range1d(0, 1.16 * highest / unit.bytes or 1))
+    plot = blank(height, (0, EDGES[-1]), (0, 1.16 * highest / unit.bytes or 1))
     label_bytes(plot.yaxis[0], unit)
     label(plot.xaxis[0], {(left + right) / 2: text for (left, right), text in _parts()})
     plot.xgrid.visible = False
@@ -149,6 +150,10 @@ def _written(tips: Sequence[tuple[str, str]]) -> str:
         f'<span style="color: var(--faint)">{name}</span><b>{value}</b>' for name, value in tips
     )
     return f'<div style="{TIPS}">{"".join(rows)}</div>'
+
+
+def _range(edges: Range) -> Range1d:
+    return Range1d(start=edges[0], end=edges[1])
 
 
 def _parts() -> list[tuple[tuple[float, float], str]]:

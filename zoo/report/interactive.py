@@ -11,13 +11,11 @@ from itertools import cycle
 from typing import Any
 
 from bokeh.models import (
-    BoxAnnotation,
     ColumnDataSource,
     LogTicker,
     PrintfTickFormatter,
-    Range1d,
-    Span,
 )
+from bokeh.models.annotations import BoxAnnotation, Span
 from bokeh.transform import stack
 
 from zoo.plan import Plan
@@ -109,7 +107,7 @@ def plan_picture(chain: Mapping[str, Any], plan: Plan) -> Picture:
     top, depth = highest / unit.bytes or 1.0, plan.depth()
     thickness = top * min(0.06, 0.4 / max(depth, 1))
     low = -(depth + 0.7) * thickness
-    plot = blank(260, Range1d(0, axis.edges[-1]), Range1d(low, 1.05 * top))
+    plot = blank(260, (0, axis.edges[-1]), (low, 1.05 * top))
     _draw_steps(plot, chain, plan, axis, unit)
     _draw_segments(plot, plan, axis.edges, thickness)
     label_bytes(plot.yaxis[0], unit)
@@ -222,14 +220,14 @@ def _blank_frontier(frontier: Mapping[str, Any], measured: Mapping[str, Spot], u
     right = max(peak for peak, _ in spots) / unit.bytes
     wide = right > WIDE * left > 0
     across = (
-        Range1d(left * (left / right) ** 0.06, right * (right / left) ** 0.06)
+        (left * (left / right) ** 0.06, right * (right / left) ** 0.06)
         if wide
-        else Range1d(left - 0.06 * (right - left or right), right + 0.06 * (right - left or right))
+        else (left - 0.06 * (right - left or right), right + 0.06 * (right - left or right))
     )
     times = [time for _, time in spots]
     low, cut = min(times), max([SLOW, *(1.1 * time for _, time in others)])
     height = max(min(cut, max(times)) - low, 0.02)
-    up = Range1d(low - 0.08 * height, low + 1.12 * height)
+    up = low - 0.08 * height, low + 1.12 * height
     plot = blank(320, across, up, x_axis_type="log" if wide else "linear")
     if wide:
         plot.xaxis.ticker = LogTicker(base=2, num_minor_ticks=0)

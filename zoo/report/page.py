@@ -12,7 +12,7 @@ import base64
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -70,7 +70,7 @@ def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
         pictures=_packed(json.dumps(pictures, separators=(",", ":"))),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
-        library=_packed(_library()),
+        library=_library(),
         size=lambda path: _size(comparisons, path),
         number=_number,
         words=format_bytes,
@@ -137,13 +137,11 @@ class Section:
     @property
     def measured(self) -> dict[str, tuple[int, float]]:
         """Peak and time ratio of both runs, as far as they were measured."""
-        times = {"baseline": 1.0, "checkpointed": self.row.time and self.row.time.median}
-        peaks = {"baseline": self.row.peak.baseline, "checkpointed": self.row.peak.checkpointed}
-        return {
-            kind: (peak, time)
-            for kind, peak in peaks.items()
-            if peak is not None and (time := times[kind]) is not None
-        }
+        peak, time = self.row.peak, self.row.time
+        found = {} if peak.baseline is None else {"baseline": (peak.baseline, 1.0)}
+        if peak.checkpointed is not None and time is not None:
+            found["checkpointed"] = peak.checkpointed, time.median
+        return found
 
     @property
     def schemes(self) -> list[tuple[str, str, int]]:
@@ -185,7 +183,7 @@ def _number(value: float, text: str) -> Markup:
 
 def _environment(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     records = [comparison[kind] for comparison in comparisons for kind in KINDS]
-    found = next((record for record in records if "environment" in record), {})
+    found: Mapping[str, Any] = next((each for each in records if "environment" in each), {})
     cell = {key: found.get("cell", {}).get(key) for key in ("dtype", "seed", "steps")}
     known = {**found.get("environment", {}), **cell, "measured": found.get("finished")}
     return {key: value for key, value in known.items() if value is not None}
@@ -228,7 +226,8 @@ def _packed(text: str) -> Markup:
     return Markup(base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())
 
 
-def _library() -> str:
-    """Returns bokeh's script, the part that draws: no widgets, no tables."""
+@cache
+def _library() -> Markup:
+    """Returns bokeh's script, the part that draws, packed: no widgets, no tables."""
     # without the line that follows it, which tells the console the level of its messages
-    return Resources(mode="inline", components=["bokeh"]).js_raw[0]
+    return _packed(Resources(mode="inline", components=["bokeh"]).js_raw[0])

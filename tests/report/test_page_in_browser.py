@@ -1,0 +1,157 @@
+"""What a browser makes of the page, where Chromium and playwright are installed."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.recorded import comparison
+from zoo.report.heading import Heading
+from zoo.report.page import write_page
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    heading = Heading("mine", "A processor, 2 threads", "python test_memory_optimized.py mine.yaml")
+    found = [comparison(), comparison(name="vnet")]
+    return write_page(found, heading, tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        # as root, as in a container, Chromium runs only without its sandbox
+        arguments = ["--no-sandbox"] if os.name == "posix" and os.geteuid() == 0 else []
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def look(browser: Any, path: Path) -> Iterator[Any]:
+    """Opens the page at a size and in a color scheme; what it says or asks for fails the test."""
+    said: list[str] = []
+    contexts = []
+
+    def look(size: str = "desktop", scheme: str = "light", **options: Any) -> Any:
+        width, height = SIZES[size]
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme,
+            has_touch=size == "phone", is_mobile=size == "phone", **options,
+        )  # fmt: skip
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: said.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-drawn]", state="attached", timeout=60_000)
+        return page
+
+    yield look
+    for context in contexts:
+        context.close()
+    assert [text for text in said if not text.startswith(("file:", "data:", "blob:"))] == []
+    assert sum(text.startswith("file:") for text in said) == len(contexts)
+
+
+def canvas(page: Any, place: str) -> bytes:
+    shot: bytes = page.locator(f"#{place}").screenshot()
+    return shot
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_picture_is_drawn_and_nothing_is_wider_than_the_screen(
+    look: Any, size: str, scheme: str
+) -> None:
+    page = look(size, scheme)
+    assert page.locator("html").get_attribute("data-drawn") == "12"
+    places = page.locator(".picture:visible")
+    assert places.count() == 10
+    for place in places.all():
+        assert place.evaluate("place => place.firstElementChild.shadowRoot !== null")
+        box = place.bounding_box()
+        assert box["height"] > 200
+        assert box["width"] > 280
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+
+
+def test_pictures_follow_the_color_scheme(look: Any) -> None:
+    page = look()
+    light = canvas(page, "model-0-baseline")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_timeout(300)
+    dark = canvas(page, "model-0-baseline")
+    page.emulate_media(color_scheme="light")
+    page.wait_for_timeout(300)
+    assert canvas(page, "model-0-baseline") == light != dark
+
+
+def test_keys_zoom_and_show_all_again(look: Any) -> None:
+    page = look()
+    span = "() => { const { x_range } = plots.get('model-0-plan').plot; "
+    width = span + "return x_range.end - x_range.start; }"
+    before = page.evaluate(width)
+    figure = page.locator(".figure", has=page.locator("#model-0-plan"))
+    figure.get_by_role("button", name="zoom in").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate(width) == pytest.approx(before / 2)
+    figure.get_by_role("button", name="move right").press("Enter")
+    assert page.evaluate(width) == pytest.approx(before / 2)
+    figure.get_by_role("button", name="show all").press("Space")
+    assert page.evaluate(width) == before
+
+
+def test_the_curve_of_activations_takes_the_place_of_the_whole(look: Any) -> None:
+    page = look()
+    page.get_by_label("activations only").first.check(force=True)
+    assert not page.locator("#model-0-memory").is_visible()
+    assert page.locator("#model-0-activations").bounding_box()["width"] > 600
+
+
+def test_the_pointer_is_told_what_is_below_it(look: Any) -> None:
+    page = look()
+    place = page.locator("#model-0-checkpointed")
+    place.scroll_into_view_if_needed()
+    place.hover()
+    page.wait_for_selector(".bk-Tooltip")
+    shown = page.locator(".bk-tooltip-content").inner_text()
+    assert "parameters" in shown
+    assert "3.00 MiB" in shown
+
+
+def test_a_download_is_the_file(look: Any) -> None:
+    page = look()
+    with page.expect_download() as started:
+        page.get_by_role("link", name="models.csv").click()
+    text = Path(started.value.path()).read_text(encoding="utf-8")
+    assert text.splitlines()[1].startswith("resnet50,true,4×224×224,25557032")
+
+
+def test_prints_show_pictures_of_the_day(look: Any) -> None:
+    page = look("desktop", "dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    assert page.locator(".picture > canvas:visible").count() == 10
+    assert not page.locator(".tools").first.is_visible()
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator(".picture > canvas").count() == 0
+
+
+def test_tables_hold_the_numbers_without_a_script(look: Any, browser: Any, path: Path) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    page.get_by_text("Table: categories at the peak").first.click()
+    assert page.get_by_role("region", name="Categories at the peak, resnet50").is_visible()
+    context.close()
