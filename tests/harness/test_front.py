@@ -39,7 +39,7 @@ def test_exit_code_says_whether_it_was_exact_and_saved_enough(
 ):
     monkeypatch.setattr(front, "run", lambda config, console: [comparison(ratio, loss)])
     assert front.main(["quick", "--output", str(tmp_path)]) == code
-    assert f"report:  {tmp_path / 'quick' / 'report.md'}" in capsys.readouterr().out
+    assert f"report:  {tmp_path / 'quick' / 'report.html'}" in capsys.readouterr().out
 
 
 def test_a_misspelt_option_is_one_sentence_and_2(front, capsys):

@@ -71,7 +71,7 @@ def blank(height: int, across: Range, up: Range, **more: Any) -> Any:
         axis.major_label_text_font_size = axis.axis_label_text_font_size = "12px"
         axis.axis_label_text_font = axis.major_label_text_font = FONT
         axis.ticker = AdaptiveTicker(desired_num_ticks=5, num_minor_ticks=0)
-        axis.major_label_policy = NoOverlap(min_distance=8)
+        axis.major_label_policy = NoOverlap(min_distance=16)
         paint(axis, major_label_text_color="faint", axis_label_text_color="faint")
     for grid in (plot.xgrid[0], plot.ygrid[0]):
         paint(grid, grid_line_color="grid")

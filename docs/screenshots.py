@@ -1,0 +1,40 @@
+"""Takes the screenshots of the example report: `python docs/screenshots.py`; needs Chromium.
+
+Each is the top of docs/default/report.html, by day and by night, on a desk and on a phone.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+HERE = Path(__file__).parent
+SIZES = {"desktop": (1280, 2250, 1.0), "phone": (390, 1900, 1.5)}
+
+
+def main() -> None:
+    """Writes docs/report-<size>-<scheme>.png."""
+    # as root, as in a container, Chromium runs only without its sandbox
+    arguments = ["--no-sandbox"] if os.name == "posix" and os.geteuid() == 0 else []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
+        for size, (width, height, scale) in SIZES.items():
+            for scheme in ("light", "dark"):
+                page = browser.new_page(
+                    viewport={"width": width, "height": height},
+                    device_scale_factor=scale,
+                    color_scheme=scheme,
+                    is_mobile=size == "phone",
+                    has_touch=size == "phone",
+                )
+                page.goto((HERE / "default" / "report.html").as_uri())
+                page.wait_for_selector("html[data-drawn]", state="attached")
+                page.wait_for_timeout(1000)
+                page.screenshot(path=HERE / f"report-{size}-{scheme}.png")
+                page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
