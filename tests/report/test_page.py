@@ -17,6 +17,7 @@ import pytest
 from tests.report.recorded import MIB, comparison, plain
 from zoo.report.files import models_csv
 from zoo.report.heading import Heading
+from zoo.report.interactive import CATEGORIES, categories_picture
 from zoo.report.page import page, write_page
 from zoo.report.rows import rows
 from zoo.units import format_bytes
@@ -84,7 +85,7 @@ def text() -> str:
 def test_every_size_is_the_one_in_the_results_of_the_page(text: str) -> None:
     results = json.loads(files(text)["mine.json"])["comparisons"]
     sizes = [found for found in Elements(text).all("data") if "data-from" in found[0]]
-    assert len(sizes) == 2 * 35
+    assert len(sizes) == 2 * 27
     for attributes, shown in sizes:
         value = results
         for part in str(attributes["data-from"]).split("/"):
@@ -137,6 +138,26 @@ def test_pictures_show_the_recorded_numbers(text: str) -> None:
     assert [max(curve) for curve in curves] == [13.0, 8.0]
     spots = [c["peak"] for c in columns(pictures["model-0-frontier"]) if "peak" in c]
     assert spots == [[6.0, 8.0, 13.0, 13.0], [9.0], [8.0], [13.0], [8.0]]
+
+
+def test_a_long_chain_is_told_by_blocks() -> None:
+    found, count = comparison(), 150
+    names = [f"layer1.{block}.{part}" for block in range(count) for part in ("a", "b", "c")]
+    blocks = [block for block in range(count) for _ in range(3)]
+    found["baseline"]["chain"] = {"names": names, "blocks": blocks, "saved": [MIB] * 3 * count}
+    found["checkpointed"]["plan"] = f"(0-2) 3-{3 * count - 1}"
+    text = page([found], HEADING)
+    assert text.count('<td class="number">2</td>') == 1
+    assert ">layer1.149.a to layer1.149.c</th>" in text
+    assert text.count('<data value="3145728">3.00 MiB</data></td><td class="number">1</td>') == 149
+
+
+def test_categories_are_stacked_in_one_order_whatever_that_of_the_file() -> None:
+    drawn = comparison()["baseline"]["timeline"]
+    drawn["bytes"] = {name: [1] * 12 for name in sorted(CATEGORIES)}
+    picture = json.dumps(categories_picture(drawn, 12 * MIB))
+    names = [name for name in re.findall(r'"name": "([^"]+)"', picture) if name in CATEGORIES]
+    assert names == list(CATEGORIES)
 
 
 def test_the_plan_is_drawn_as_it_nests(text: str) -> None:

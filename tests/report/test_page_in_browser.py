@@ -112,6 +112,21 @@ def test_keys_zoom_and_show_all_again(look: Any) -> None:
     assert page.evaluate(width) == before
 
 
+def test_a_drag_zooms_on_a_desk_and_a_finger_scrolls(look: Any) -> None:
+    page = look()
+    page.locator("#model-0-memory").scroll_into_view_if_needed()
+    box = page.locator("#model-0-memory").bounding_box()
+    page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 100)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 100, steps=5)
+    page.mouse.up()
+    span = "(({ x_range }) => x_range.end - x_range.start)(plots.get('model-0-memory').plot)"
+    assert 0.5 < page.evaluate(span) < 1.2
+    still = "[...plots.values()].every(({ plot }) => plot.toolbar.active_drag === null)"
+    assert not page.evaluate(still)
+    assert look("phone").evaluate(still)
+
+
 def test_the_curve_of_activations_takes_the_place_of_the_whole(look: Any) -> None:
     page = look()
     page.get_by_label("activations only").first.check(force=True)

@@ -108,8 +108,10 @@ def mark(plot: Any, role: str, spot: tuple[float, float], text: str, *, below: b
     dot = plot.scatter([place], [height], size=9, line_width=2, name=text)
     paint(dot.glyph, fill_color=role, line_color="card")
     share = place / EDGES[-1]
+    # bokeh takes a number for each of these, which its annotations do not say
+    corners: dict[str, Any] = {"padding": 2, "border_radius": 4}
     words = Label(
-        x=place, y=height, text=text, padding=2, border_radius=4, background_fill_alpha=0.8,
+        x=place, y=height, text=text, background_fill_alpha=0.8, **corners,
         text_align="left" if share < 0.2 else "right" if share > 0.8 else "center",
         text_baseline="top" if below else "bottom", y_offset=-7 if below else 7,
         text_font_size="12px", text_font_style="bold", text_font=FONT,

@@ -22,6 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from zoo.plan import Plan
+from zoo.report.chain_axis import chain_axis
 from zoo.report.files import models_csv, timings_csv, to_csv
 from zoo.report.heading import Heading
 from zoo.report.interactive import (
@@ -33,6 +34,7 @@ from zoo.report.interactive import (
     frontier_picture,
     memory_picture,
     plan_picture,
+    spoken,
 )
 from zoo.report.rows import Row, rows
 from zoo.report.step_axis import highest
@@ -111,6 +113,20 @@ class Section:
         """How often steps run: a color, words, and how many steps."""
         runs = [min(count, 4) for count in self.parsed.runs()] if self.parsed else []
         return [(RUNS[count], OFTEN[count], runs.count(count)) for count in sorted(set(runs))]
+
+    @property
+    def steps(self) -> list[tuple[str, str, int, str]]:
+        """Rows of a table: the steps, or blocks of a long chain; names, saved bytes, runs."""
+        if self.parsed is None or self.chain is None:
+            return []
+        names, saved, runs = self.chain["names"], self.chain["saved"], self.parsed.runs()
+        found = []
+        for part in chain_axis(names, self.chain["blocks"]).columns:
+            often = sorted({runs[step] for step in part})
+            numbers = str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}"
+            size = sum(saved[step] for step in part)
+            found.append((numbers, spoken(part, names), size, " or ".join(map(str, often))))
+        return found
 
     @property
     def saving(self) -> float | None:
