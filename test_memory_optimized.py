@@ -3,10 +3,11 @@
     python test_memory_optimized.py
     python test_memory_optimized.py configs/lstm_wikitext_shape.yaml
     python test_memory_optimized.py --model resnet50 densenet121 --batch-size 16 --checkpoint sqrt
+    python test_memory_optimized.py --compare results-of-last-week.jsonl --tolerance 0.02
 
-Exit code 0: exact, and saved what the config says; 1: not so, or a cell failed; 2: no such config,
-key or value; 130: interrupted, and the same command goes on. Under pytest this file asserts the
-same on small inputs.
+Exit code 0: exact, and saved what the config says; 1: not so, a cell failed, or a peak is larger
+than in the results to compare with; 2: no such config, key or value; 130: interrupted, and the same
+command goes on. Under pytest this file asserts the same on small inputs.
 """
 
 import shlex
@@ -22,6 +23,7 @@ try:
     from zoo.errors import ZooError
     from zoo.harness.cells import expand
     from zoo.harness.config import config_folder, load, read
+    from zoo.harness.regression import Earlier
     from zoo.harness.run import results_of, run
     from zoo.harness.worker import work
     from zoo.report.heading import heading
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 130)
     try:
         config = load(arguments)
+        earlier = Earlier.of(config)
         comparisons = run(config, console)
     except ZooError as error:
         print(f"test_memory_optimized.py: {error}", file=sys.stderr)
@@ -56,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     write_report(found, above, folder)
     page = write_page(comparisons, above, folder / "report.html")
     console.print(f"results: {results_of(config).path}\nreport:  {page}", soft_wrap=True)
-    return int(any(row.faults for row in found))
+    worse = earlier is not None and earlier.compare(comparisons, console)
+    return int(worse or any(row.faults for row in found))
 
 
 def pytest_generate_tests(metafunc: Any) -> None:

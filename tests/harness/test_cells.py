@@ -38,9 +38,11 @@ def test_the_baseline_keeps_everything():
         ({"seed": 1}, {"baseline", "checkpointed", "timing"}),
         ({"arguments": {"classes": 5}}, {"baseline", "checkpointed", "timing"}),
         ({"threads": 7}, {"baseline", "checkpointed", "timing"}),
+        ({"memory_limit": "1GiB"}, {"baseline", "checkpointed", "timing"}),
         ({"largest_ratio": 0.5}, set()),
         ({"output": "elsewhere"}, set()),
         ({"timeout": 5}, set()),
+        ({"compare": "old.jsonl", "tolerance": 0.5}, set()),
     ],
 )
 def test_a_key_changes_with_what_its_cell_depends_on(change, measured_again):
@@ -50,5 +52,7 @@ def test_a_key_changes_with_what_its_cell_depends_on(change, measured_again):
 
 def test_what_is_timed_is_the_plan_that_was_measured():
     (cells,) = expand(CONFIG)
-    assert timed_by("(0-1) 2", cells["timing"]).model.checkpoint == "(0-1) 2"
+    timed = timed_by("(0-1) 2", cells["timing"])
+    assert (timed.plan, timed.model.checkpoint) == ("(0-1) 2", True)
+    assert timed.key() != cells["timing"].key()
     assert timed_by(None, cells["timing"]) == cells["timing"]

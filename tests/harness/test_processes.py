@@ -50,14 +50,21 @@ def test_a_result_comes_from_a_process_of_its_own():
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (raises, "MemoryError: no room for 3 GiB"),
-        (is_killed, "killed by SIGKILL, as happens when memory runs out; a smaller batch_size"),
+        (prints_and_raises, "ValueError: several lines"),
+        (is_killed, "killed by SIGKILL, by hand or as memory ran out"),
         (crashes, "killed by SIGSEGV"),
         (exits, "ended with exit code 3"),
     ],
 )
 def test_the_reason_says_what_ended_it(function, reason):
-    assert outcome(function, "a cell", 60)["reason"].startswith(reason)
+    result = outcome(function, "a cell", 60)
+    assert (result["status"], result["reason"]) == ("failed", reason)
+
+
+def test_what_does_not_fit_is_told_from_what_fails():
+    result = outcome(raises, "a cell", 60)
+    assert result["status"] == "does not fit"
+    assert "there is (MemoryError: no room for 3 GiB); a smaller batch_size" in result["reason"]
 
 
 def test_what_it_said_is_kept_and_stays_off_the_screen(capfd):
@@ -70,7 +77,9 @@ def test_what_it_said_is_kept_and_stays_off_the_screen(capfd):
 
 def test_a_process_that_hangs_is_ended():
     result = outcome(hangs, "a cell", 0.5)
-    assert result == {"reason": "not done after 0.5 s; --timeout allows more"}
+    assert result.pop("said") == ""
+    reason = "not done after 0.5 s; --timeout allows more"
+    assert result == {"status": "failed", "reason": reason}
 
 
 def tells_its_number_and_hangs(cell):

@@ -18,7 +18,13 @@ from zoo.harness.run import results_of, run
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {})
 MEMORY = {"memory": {"peak": 3, "activation_peak": 2}, "digests": []}
-SECONDS = {"step_seconds": {"baseline": [1.0], "checkpointed": [1.2]}}
+SECONDS = {
+    "step_seconds": {"baseline": [1.0], "checkpointed": [1.2]},
+    "spread": {
+        name: {"median": value, "lower": value, "upper": value}
+        for name, value in (("baseline", 1.0), ("checkpointed", 1.2), ("ratio", 1.2))
+    },
+}
 
 
 @pytest.fixture
@@ -36,7 +42,11 @@ def measured(cell):
 
 
 def broken(cell):
-    return {"reason": "broken"}
+    return {"status": "failed", "reason": "broken"}
+
+
+def too_large(cell):
+    return {"status": "does not fit", "reason": "needs more than there is"}
 
 
 def killed_in_the_second(cell):
@@ -50,7 +60,13 @@ def results(monkeypatch):
     """Lets a test say what cells result in, without processes: by default they are measured."""
 
     def results(function):
-        monkeypatch.setattr(module, "outcome", lambda work, cell, timeout: function(cell))
+        place = {"environment": {"torch": "2"}}
+        monkeypatch.setattr(module, "check_cells", lambda cells: None)
+        monkeypatch.setattr(
+            module,
+            "outcome",
+            lambda work, cell, timeout: place if work is module.locate else function(cell),
+        )
 
     results(measured)
     return results
@@ -67,6 +83,7 @@ def test_results_are_kept_one_line_a_cell(config, results):
 
 def test_a_cell_that_dies_is_recorded_and_costs_no_other(config, monkeypatch):
     monkeypatch.setattr(module, "work", killed_in_the_second)
+    monkeypatch.setattr(module, "check_cells", lambda cells: None)
     first, second = run(config, quiet())
     assert first["checkpointed"]["reason"].startswith("killed by SIGKILL")
     assert [first[kind]["status"] for kind in KINDS] == ["done", "failed", "done"]
@@ -86,6 +103,24 @@ def test_what_failed_is_tried_again(config, results):
     assert run(config, quiet())[0]["baseline"]["status"] == "failed"
     results(measured)
     assert run(config, quiet())[0]["baseline"]["status"] == "done"
+
+
+def test_what_does_not_fit_is_a_result(config, results):
+    results(too_large)
+    console = quiet()
+    assert run(config, console)[0]["baseline"]["status"] == "does not fit"
+    assert "baseline: does not fit, needs more than there is (0 s)" in console.file.getvalue()
+    results(measured)
+    assert run(config, quiet())[0]["baseline"]["status"] == "does not fit"
+    assert run(replace(config, fresh=True), quiet())[0]["baseline"]["status"] == "done"
+
+
+@pytest.mark.parametrize("result", [measured, broken, too_large])
+def test_every_result_says_where_it_was_measured(config, results, result):
+    results(result)
+    run(config, quiet())
+    records = results_of(config).read().values()
+    assert {record["environment"]["torch"] for record in records} == {"2"}
 
 
 def test_fresh_measures_again(config, results):

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import torch
 
 from zoo.harness.config import Config, ModelConfig
+from zoo.units import parse_bytes
 
 Kind = Literal["baseline", "checkpointed", "timing"]
 KINDS: Sequence[Kind] = get_args(Kind)
@@ -25,7 +26,7 @@ KINDS: Sequence[Kind] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Cell:
-    """One process's work."""
+    """One process's work; `memory_limit` is in bytes, `plan` is set where it need not be made."""
 
     kind: Kind
     model: ModelConfig
@@ -35,6 +36,8 @@ class Cell:
     dtype: str
     seed: int
     threads: int
+    memory_limit: int | None = None
+    plan: str | None = None
 
     def key(self) -> str:
         """Names the measurement: results of the same key, from the same code, are the same."""
@@ -50,7 +53,7 @@ def expand(config: Config) -> list[dict[Kind, Cell]]:
 
 def timed_by(plan: str | None, cell: Cell) -> Cell:
     """Returns a timing cell that runs just the plan that was measured, and need not make it."""
-    return replace(cell, model=replace(cell.model, checkpoint=plan)) if plan else cell
+    return replace(cell, plan=plan)
 
 
 def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
@@ -70,7 +73,12 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
         seed=config.seed,
         # kernels take scratch memory for each thread: DenseNet-121's peak is 18 % larger with two
         threads=config.threads or torch.get_num_threads(),
+        memory_limit=_bytes(config.memory_limit),
     )
+
+
+def _bytes(size: int | str | None) -> int | None:
+    return None if size is None else parse_bytes(size, "memory_limit")
 
 
 @cache

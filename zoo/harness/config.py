@@ -21,12 +21,14 @@ import yaml
 
 from zoo.catalog import list_models, model_arguments
 from zoo.errors import ConfigError, nearest
+from zoo.harness.naming import run_name
 from zoo.harness.recipes import recipe
 from zoo.harness.values import (
     Declared,
     Key,
     check_checkpoint,
     check_keys,
+    check_memory_limit,
     check_size,
     declared,
     typed,
@@ -71,6 +73,13 @@ class Config:
     threads: Annotated[int, Key("CPU threads, 0 for as many as there are cores", least=0)] = 0
     timeout: Annotated[int, Key("seconds after which a cell has failed", least=1)] = 1800
     fresh: Annotated[bool, Key("measure again what was measured before")] = False
+    memory_limit: Annotated[
+        int | str | None, Key("what a cell may take: 8GiB; see zoo/harness/limits.py for of what")
+    ] = None
+    compare: Annotated[
+        str | None, Key("results of an earlier run (.jsonl): exit 1 when a peak has grown")
+    ] = None
+    tolerance: Annotated[float, Key("growth of a peak that --compare accepts", least=0)] = 0.01
 
 
 MODEL_KEYS = declared(ModelConfig)
@@ -104,7 +113,9 @@ def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Confi
         changes.setdefault("largest_ratio", 1.0)
     on_cuda = run.get("device") == "cuda"
     models = tuple(_model(entry, changes, on_cuda, path.name) for entry in entries)
-    return Config(path.stem, models, **typed(run, RUN_KEYS, path.name))
+    found = typed(run, RUN_KEYS, path.name)
+    check_memory_limit(found.get("memory_limit"), path.name)
+    return Config(run_name(path.stem, names, override), models, **found)
 
 
 def find_config(name: str) -> Path:

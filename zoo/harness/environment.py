@@ -1,30 +1,89 @@
 """Where a result was measured: without it a number cannot be compared with another."""
 
+import os
 import platform
+import subprocess
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from zoo.version import __version__
 
+Environment = dict[str, str | int | float | None]
 
-def environment(device: str) -> dict[str, str | int]:
-    """Describes versions, device and threads of this process."""
+
+def environment(device: str) -> Environment:
+    """Describes versions, code, device, threads, clock and load; None is what cannot be known."""
     return {
         "zoo": __version__,
+        "commit": commit(Path(__file__).parents[1]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": device_name(device),
         "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "clock_mhz": clock(device),
+        # processes that wanted a core in the last minute: beyond `threads`, others were at work
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
+
+
+@cache
+def commit(folder: Path) -> str | None:
+    """Returns the commit of a folder's files, '+changes' behind it when they are not those.
+
+    None where git does not know them, as when the package was installed.
+    """
+    if not _said(["git", "-C", str(folder), "ls-files", "."]):
+        return None
+    changed = _said(["git", "-C", str(folder), "status", "--porcelain", "."])
+    head = _said(["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"])
+    return f"{head}+changes" if changed else head
+
+
+def clock(device: str) -> float | None:
+    """Returns the clock of the GPU or of the first core now, in MHz; None where nothing tells."""
+    if device == "cuda":
+        asked = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+        return _number(_said([*asked, f"--id={_identity()}"]))
+    kilohertz = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
+    if kilohertz.is_file():
+        return float(kilohertz.read_text()) / 1000
+    return _number(_processor("cpu MHz"))
 
 
 def device_name(device: str) -> str:
     """Names the GPU or the processor."""
     if device == "cuda":
         return torch.cuda.get_device_name()
+    return _processor("model name") or platform.processor() or platform.machine()
+
+
+def _identity() -> str:
+    # nvidia-smi counts all GPUs, torch those that CUDA_VISIBLE_DEVICES leaves
+    return f"GPU-{torch.cuda.get_device_properties().uuid}"
+
+
+def _processor(entry: str) -> str:
     found = Path("/proc/cpuinfo")
     lines = found.read_text().splitlines() if found.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(entry)), "")
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _said(command: Sequence[str]) -> str:
+    """Returns what a command prints, '' where it is not there or fails."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return run.stdout.strip()

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from zoo.harness.cells import Cell
+from zoo.harness.limits import be_killed_first, kills, ran_out, too_much
 
 Result = dict[str, Any]
+Work = TypeVar("Work")
 
 # macOS could fork too, but its own libraries do not survive it
 _FORKS = sys.platform == "linux"
@@ -28,18 +29,23 @@ _CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
 _IMPORTED = ["__main__", "torch._dynamo", "zoo.harness.worker", "sklearn.datasets", "nibabel"]
 
 
-def outcome(function: Callable[[Cell], Result], cell: Cell, timeout: float) -> Result:
-    """Returns what a function of a module returns for a cell, or why not under "reason"."""
+def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> Result:
+    """Returns what a function of a module returns for a cell, or else "status" and "reason".
+
+    The status is "does not fit" where memory ran out, and "failed" otherwise.
+    """
     if _FORKS:
         _start_server()
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, receiver:
         said = Path(folder) / "said"
         process = _CONTEXT.Process(target=_serve, args=(function, cell, sender, said), daemon=True)
+        killed = kills()
         process.start()
         sender.close()
         try:
-            return _await(process, receiver, said, timeout)
+            result = _await(process, receiver, timeout, killed)
+            return result | {"said": _tail(said)} if "reason" in result else result
         finally:
             process.kill()
             process.join()
@@ -57,31 +63,42 @@ def _start_server() -> None:
         signal.signal(signal.SIGINT, earlier)
 
 
-def _await(process: Any, receiver: Connection, said: Path, timeout: float) -> Result:
+def _await(process: Any, receiver: Connection, timeout: float, killed: int) -> Result:
     if not receiver.poll(timeout):
-        return {"reason": f"not done after {timeout:g} s; --timeout allows more"}
+        return _failed(f"not done after {timeout:g} s; --timeout allows more")
     try:
         result: Result = receiver.recv()
     except EOFError:
         process.join()
-        result = {"reason": _end(process.exitcode)}
-    return result | {"said": _tail(said)} if "reason" in result else result
+        result = _end(process.exitcode, kills() > killed)
+    return result
 
 
-def _end(code: int) -> str:
+def _end(code: int, by_system: bool) -> Result:
+    if code == -signal.SIGKILL and by_system:
+        return {
+            "status": "does not fit",
+            "reason": "killed by the system as memory ran out; a smaller batch_size needs less",
+        }
     if code == -signal.SIGKILL:
-        return "killed by SIGKILL, as happens when memory runs out; a smaller batch_size needs less"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return _failed("killed by SIGKILL, by hand or as memory ran out")
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return _failed(how)
+
+
+def _failed(reason: str) -> Result:
+    return {"status": "failed", "reason": reason}
 
 
 def _tail(said: Path) -> str:
     return said.read_text(errors="replace")[-4000:] if said.is_file() else ""
 
 
-def _serve(function: Callable[[Cell], Result], cell: Cell, sender: Connection, said: Path) -> None:
+def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, said: Path) -> None:
     """Runs in the new process; what it prints goes to a file, not between the lines of progress."""
     # Ctrl-C reaches the whole group; the process that waits decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    be_killed_first()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     file = os.open(said, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
@@ -90,7 +107,13 @@ def _serve(function: Callable[[Cell], Result], cell: Cell, sender: Connection, s
         sender.send(function(cell))
     except Exception as error:
         traceback.print_exc()
-        sender.send({"reason": " ".join(f"{type(error).__name__}: {error}".split())})
+        sender.send(_raised(error, getattr(cell, "memory_limit", None)))
+
+
+def _raised(error: Exception, limit: int | None) -> Result:
+    if ran_out(error, limit):
+        return {"status": "does not fit", "reason": too_much(error, limit)}
+    return _failed(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def _end_with_parent() -> None:

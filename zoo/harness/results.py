@@ -7,7 +7,7 @@ counts; a line that is not whole is passed over.
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from zoo.errors import ConfigError
 
@@ -47,7 +47,7 @@ class Results:
     def append(self, record: Record) -> None:
         """Adds a record, on a line of its own even where the last one broke off."""
         with self.path.open("a+b") as file:
-            if file.tell() and not self._ends_in_newline():
+            if _breaks_off(file):
                 file.write(b"\n")
             file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
             file.flush()
@@ -57,5 +57,10 @@ class Results:
         """Forgets every record."""
         self.path.unlink(missing_ok=True)
 
-    def _ends_in_newline(self) -> bool:
-        return self.path.read_bytes()[-1:] == b"\n"
+
+def _breaks_off(file: BinaryIO) -> bool:
+    """Says whether a file's last line is not whole, as a kill leaves it."""
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"

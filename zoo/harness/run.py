@@ -2,6 +2,7 @@
 
 A cell that fails, runs out of memory or is killed has that as its result and costs no other one.
 What ran before is not run again: after an interruption the same command goes on where it stopped.
+That a cell does not fit in memory is a result as any; what failed is tried again.
 """
 
 import time
@@ -13,15 +14,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zoo.errors import ConfigError
 from zoo.harness.cells import KINDS, Cell, Kind, expand, timed_by
+from zoo.harness.check import check_cells
 from zoo.harness.config import Config
+from zoo.harness.limits import check_limit
 from zoo.harness.processes import outcome
+from zoo.harness.progress import Shown
 from zoo.harness.results import Record, Results
-from zoo.harness.worker import work
-from zoo.units import format_bytes, format_seconds
+from zoo.harness.worker import locate, work
 
 Comparison = dict[str, Any]
 """A model's config under "model" and the records of its cells under their kinds."""
@@ -36,28 +38,37 @@ def run(config: Config, console: Console) -> list[Comparison]:
     """Runs every cell of a config that has no result yet and returns the results by model.
 
     Raises:
-        ConfigError: the device is not there, or the folder for results cannot be written.
+        ConfigError: before anything is measured, that a device, a package or the folder for results
+            is not there, or that a model cannot be built or run as the config says.
         KeyboardInterrupt: passed on; the cells that finished are on disk.
     """
     _check_device(config.device)
-    results_of(config).check()
+    check_limit(config.memory_limit, config.device)
+    results, cells = results_of(config), expand(config)
+    results.check()
     if config.fresh:
-        results_of(config).clear()
-    with Shown(console, total=len(KINDS) * len(config.models)) as shown:
-        session = Session(results_of(config), shown, config.timeout)
+        results.clear()
+    names = [model.name for model in config.models for _ in KINDS]
+    with Shown(console, names) as shown:
+        session = Session(results, shown, config.timeout)
+        check_cells([entry["checkpointed"] for entry in cells if session.lacks(entry)])
         return [
-            {"model": asdict(model), **session.compare(cells)}
-            for model, cells in zip(config.models, expand(config), strict=True)
+            {"model": asdict(model), **session.compare(entry)}
+            for model, entry in zip(config.models, cells, strict=True)
         ]
 
 
 class Session:
     """Runs cells one at a time and keeps their results, except those that are known already."""
 
-    def __init__(self, results: Results, shown: "Shown", timeout: float) -> None:
+    def __init__(self, results: Results, shown: Shown, timeout: float) -> None:
         self.results, self.shown, self.timeout = results, shown, timeout
         records = results.read().items()
-        self.known = {key: record for key, record in records if record.get("status") == "done"}
+        self.known = {key: record for key, record in records if record.get("status") != "failed"}
+
+    def lacks(self, cells: Mapping[Kind, Cell]) -> bool:
+        """Says whether a model's memory has yet to be measured."""
+        return not all(cells[kind].key() in self.known for kind in ("baseline", "checkpointed"))
 
     def compare(self, cells: Mapping[Kind, Cell]) -> Comparison:
         """Returns the records of a model's cells; what is timed is the plan that was measured."""
@@ -77,60 +88,19 @@ class Session:
         return record
 
 
-class Shown:
-    """Shows how far a run is: a line for each cell that ended and, in a terminal, a bar."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self.console, self.total, self.done = console, total, 0
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        self.bar = Progress(
-            *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
-        )
-        self.task = self.bar.add_task("", total=total)
-
-    def __enter__(self) -> "Shown":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.bar.stop()
-
-    def start(self, cell: Cell) -> None:
-        """Says what runs now."""
-        self.bar.update(self.task, description=f"{cell.model.name} {cell.kind}")
-
-    def finish(self, cell: Cell, record: Record) -> None:
-        """Says what came of it."""
-        self.done += 1
-        text = f"[{self.done:>{len(str(self.total))}}/{self.total}] {line(cell, record)}"
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self.bar.advance(self.task)
-
-
-def line(cell: Cell, record: Record) -> str:
-    """Says in a line what came of a cell."""
-    start = f"{cell.model.name} {cell.kind}: "
-    if record["status"] == "failed":
-        return f"{start}failed, {record['reason']}"
-    again = ", measured before" if record.get("cached") else ""
-    took = f" ({record['seconds']:.0f} s{again})"
-    if cell.kind == "timing":
-        fastest = {name: min(values) for name, values in record["step_seconds"].items()}
-        steps = f"{format_seconds(fastest['baseline'])}, checkpointed "
-        return f"{start}a step takes {steps}{format_seconds(fastest['checkpointed'])}{took}"
-    return f"{start}activation peak {format_bytes(record['memory']['activation_peak'])}{took}"
-
-
 def run_cell(cell: Cell, timeout: float) -> Record:
     """Runs a cell in a fresh process and returns its record, whatever happens to the process."""
     start = time.monotonic()
     result = outcome(work, cell, timeout)
+    took = round(time.monotonic() - start, 2)
+    if "environment" not in result:
+        result["environment"] = outcome(locate, cell, timeout).get("environment")
     return {
         "key": cell.key(),
         "kind": cell.kind,
         "cell": asdict(cell),
-        "status": "failed" if "reason" in result else "done",
-        "seconds": round(time.monotonic() - start, 2),
+        "status": "done",
+        "seconds": took,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         **result,
     }

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import jsonargparse
 
-from zoo.errors import ConfigError, PlanError, nearest
+from zoo.errors import ArgumentError, ConfigError, PlanError, nearest
 from zoo.plan import Plan
 from zoo.planner.schemes import NAMES
+from zoo.units import parse_bytes
 
 WORDS = {
     bool: "true or false",
@@ -99,6 +100,16 @@ def check_size(size: int | list[int], where: str) -> None:
     sizes = [size] if isinstance(size, int) else size
     if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
         raise ConfigError(f"{where}: size takes one to three numbers of at least 1; got {size!r}")
+
+
+def check_memory_limit(value: int | str | None, where: str) -> None:
+    """Raises ConfigError for a memory limit that is no size."""
+    if value is None:
+        return
+    try:
+        parse_bytes(value, "memory_limit")
+    except ArgumentError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _convert(name: str, value: Any, hint: Any, where: str) -> Any:

@@ -7,7 +7,7 @@ goes wrong in Python is a result; what ends the process is noticed by `processes
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,8 +19,10 @@ from zoo.harness.collect import details
 from zoo.harness.data import Batch, batches
 from zoo.harness.digests import step_digests
 from zoo.harness.environment import environment
+from zoo.harness.limits import limited
 from zoo.harness.training import Training
 from zoo.measure.memory import measure_step
+from zoo.report.rows import spread
 
 Result = dict[str, Any]
 
@@ -28,8 +30,15 @@ Result = dict[str, Any]
 def work(cell: Cell) -> Result:
     """Runs a cell in this process and returns its numbers."""
     _prepare(cell)
-    result = _time(cell) if cell.kind == "timing" else _measure(cell)
-    return result | {"environment": environment(cell.device)}
+    with limited(cell.memory_limit, cell.device):
+        result = _time(cell) if cell.kind == "timing" else _measure(cell)
+    return result | locate(cell)
+
+
+def locate(cell: Cell) -> Result:
+    """Says under "environment" where a cell is measured, also one of which nothing else came."""
+    torch.set_num_threads(cell.threads)
+    return {"environment": environment(cell.device)}
 
 
 def _prepare(cell: Cell) -> None:
@@ -66,26 +75,41 @@ def _measure(cell: Cell) -> Result:
 
 def _time(cell: Cell) -> Result:
     """Times steps of one model in training, which now keeps everything and now follows its plan."""
-    training = _training(cell, cell.model.checkpoint)
+    training = _training(cell, cell.plan or cell.model.checkpoint)
     runners = {"baseline": None, "checkpointed": training.model.runner}
     warm_up, *data = _batches(cell, 1 + cell.repeats)
-    seconds: dict[str, list[float]] = {"baseline": [], "checkpointed": []}
-    order = list(runners)
-    for name in order:
-        training.model.runner = runners[name]
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for runner in runners.values():
+        training.model.runner = runner
         training.step(warm_up)
     gc.collect()
     gc.disable()
     try:
-        for batch in data:
+        for batch, order in zip(data, turns(tuple(runners)), strict=False):
             for name in order:
                 training.model.runner = runners[name]
                 seconds[name].append(_seconds(training, batch))
-            # A B  B A  A B ...: whoever comes second finds warmer caches
-            order.reverse()
     finally:
         gc.enable()
-    return {"step_seconds": seconds}
+    return {"step_seconds": seconds, "spread": _spreads(seconds)}
+
+
+def turns(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yields the order in which variants run on each batch: A B, B A, A B, ... without end.
+
+    What disturbs the machine for a while disturbs all of them, and none is always the one that
+    finds the caches warmed by another.
+    """
+    while True:
+        yield names
+        names = names[::-1]
+
+
+def _spreads(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Returns median and quartiles of each variant's seconds, and of the ratio of each pair."""
+    pairs = zip(seconds["checkpointed"], seconds["baseline"], strict=True)
+    ratios = [checkpointed / baseline for checkpointed, baseline in pairs]
+    return {name: asdict(spread(values)) for name, values in (*seconds.items(), ("ratio", ratios))}
 
 
 def _seconds(training: Training, batch: Batch) -> float:

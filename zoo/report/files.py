@@ -58,6 +58,7 @@ def models_csv(rows: Sequence[Row]) -> str:
         (
             {
                 "model": row.model,
+                "arguments": row.arguments,
                 "checkpoint": row.checkpoint,
                 "batch": row.batch,
                 "parameters": row.parameters,

@@ -14,28 +14,29 @@ from zoo.report.heading import Heading
 from zoo.report.rows import Row
 from zoo.report.style import BASELINE, FAINT_INK, STYLE, bare
 from zoo.report.style import KEPT as CHECKPOINTED
-from zoo.units import BINARY, format_bytes
+from zoo.report.words import size_or_why
+from zoo.units import BINARY
 
 HEIGHT = 0.36
 
 
 def draw(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
-    """Draws the rows that have numbers and saves the figure under each path, by its suffix."""
-    drawn = [row for row in rows if row.ratio is not None]
-    if not drawn:
-        return
+    """Draws the rows and saves the figure under each path, by its suffix.
+
+    Where a cell has no number, words say why.
+    """
     with pyplot.rc_context(STYLE):
         figure, (memory, time) = pyplot.subplots(
             ncols=2,
             sharey=True,
-            figsize=(10, 1.8 + 0.62 * len(drawn)),
+            figsize=(10, 1.8 + 0.62 * len(rows)),
             width_ratios=(2.4, 1),
             layout="constrained",
         )
         figure.suptitle(heading.title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.supxlabel(heading.setting, x=0.01, ha="left", fontsize=8, color=FAINT_INK)
-        _draw_memory(memory, drawn)
-        _draw_time(time, drawn)
+        _draw_memory(memory, rows)
+        _draw_time(time, rows)
         for path in paths:
             figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else {})
         pyplot.close(figure)
@@ -44,14 +45,17 @@ def draw(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
 def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
     baseline = [row.activation_peak.baseline or 0 for row in rows]
     checkpointed = [row.activation_peak.checkpointed or 0 for row in rows]
+    whole = [_size(row.activation_peak.baseline, row.fits.baseline) for row in rows]
+    saved = [_size(row.activation_peak.checkpointed, row.fits.checkpointed) for row in rows]
     saved = [
-        f"{format_bytes(row)}  ({row / whole:.1%})"
-        for row, whole in zip(checkpointed, baseline, strict=True)
+        text if row.ratio is None else f"{text}  ({row.ratio:.1%})"
+        for text, row in zip(saved, rows, strict=True)
     ]
-    unit = max(power for power in range(len(BINARY)) if max(baseline) >= 1024**power or not power)
+    largest = max([*baseline, *checkpointed], default=0)
+    unit = max(power for power in range(len(BINARY)) if largest >= 1024**power or not power)
     places = range(len(rows))
     for offset, sizes, labels, color, name in (
-        (-HEIGHT / 2, baseline, list(map(format_bytes, baseline)), BASELINE, "baseline"),
+        (-HEIGHT / 2, baseline, whole, BASELINE, "baseline"),
         (HEIGHT / 2, checkpointed, saved, CHECKPOINTED, "checkpointed"),
     ):
         bars = axes.barh(
@@ -62,12 +66,17 @@ def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
             label=name,
         )
         axes.bar_label(bars, labels, padding=4, fontsize=9)
-    axes.set_yticks(places, [f"{row.model}\n{row.batch}" for row in rows])
+    names = [filter(None, (row.model, row.arguments, row.batch)) for row in rows]
+    axes.set_yticks(places, ["\n".join(lines) for lines in names])
     axes.margins(x=0.16)
     axes.set_xlabel(f"activation peak of a training step ({BINARY[unit]})")
     axes.invert_yaxis()
     axes.figure.legend(frameon=False, loc="upper right", ncols=2)
     bare(axes)
+
+
+def _size(count: int | None, fits: bool) -> str:
+    return "failed" if count is None and fits else size_or_why(count, fits)
 
 
 def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
+UNFIT = "does not fit"
+"""The status of a record whose cell ran out of memory."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,12 @@ class Row:
 
     `peak` and `activation_peak` are bytes; `ratio` is the checkpointed activation peak over the
     baseline's, which may be `largest_ratio` at most; `time_ratios` are those of the timed pairs.
-    `faults` says in sentences what makes the comparison fail.
+    `arguments` are the model's own and, unless it is True, `checkpoint`; `fits` is False where
+    memory ran out; `faults` says in sentences what makes the comparison fail.
     """
 
     model: str
+    arguments: str
     checkpoint: str
     batch: str
     largest_ratio: float
@@ -45,8 +49,14 @@ class Row:
     peak: Pair[int | None]
     activation_peak: Pair[int | None]
     step_seconds: Pair[list[float]]
+    fits: Pair[bool]
     exact: bool | None
     faults: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The model and its arguments: 'vnet (classes=3)'."""
+        return f"{self.model} ({self.arguments})" if self.arguments else self.model
 
     @property
     def ratio(self) -> float | None:
@@ -103,6 +113,7 @@ def _row(comparison: Mapping[str, Any]) -> Row:
     exact = _differences(baseline, checkpointed)
     return Row(
         model=model["name"],
+        arguments=_arguments(model),
         checkpoint=_text(model["checkpoint"]),
         batch=_batch(model),
         largest_ratio=model["largest_ratio"],
@@ -110,6 +121,7 @@ def _row(comparison: Mapping[str, Any]) -> Row:
         peak=Pair(_memory(baseline, "peak"), _memory(checkpointed, "peak")),
         activation_peak=_activation_peaks(comparison),
         step_seconds=Pair(*_seconds(comparison["timing"])),
+        fits=Pair(baseline["status"] != UNFIT, checkpointed["status"] != UNFIT),
         exact=None if exact is None else not exact,
         faults=tuple(_faults(comparison)),
     )
@@ -121,6 +133,9 @@ def _faults(comparison: Mapping[str, Any]) -> Iterator[str]:
         record = comparison[kind]
         if record["status"] == "failed":
             yield f"{model['name']} {kind} failed: {record['reason']}"
+    # a baseline that does not fit is what checkpointing is for
+    if comparison["checkpointed"]["status"] == UNFIT:
+        yield f"{model['name']} checkpointed does not fit: {comparison['checkpointed']['reason']}"
     found = _differences(comparison["baseline"], comparison["checkpointed"])
     if found:
         yield f"{model['name']} is not exact: it differs in {', '.join(found)}"
@@ -158,6 +173,15 @@ def _batch(model: Mapping[str, Any]) -> str:
     axes = {"photographs": 2, "digits": 2, "volume": 3}.get(model["data"], 1)
     sizes = sizes * axes if len(sizes) == 1 else sizes
     return "×".join(str(size) for size in (model["batch_size"], *sizes))
+
+
+def _arguments(model: Mapping[str, Any]) -> str:
+    """Lists what was not the model's default; an image size that the batch tells is left out."""
+    given = {"checkpoint": _text(model["checkpoint"])} if model["checkpoint"] is not True else {}
+    own = model.get("arguments", {})
+    implied = {"image_size": model["size"]}
+    given |= {name: value for name, value in own.items() if implied.get(name) != value}
+    return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
 def _text(checkpoint: bool | int | str) -> str:

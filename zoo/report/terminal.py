@@ -51,4 +51,6 @@ def _width(table: Table, console: Console) -> int:
 def _lines(text: str, stacked: bool) -> str:
     if not stacked:
         return text
-    return text.replace(" → ", "\n→ ").replace(" [", "\n[").replace(" peak", "\npeak")
+    for start in (" → ", " [", " peak", " ("):
+        text = text.replace(start, f"\n{start[1:]}")
+    return text

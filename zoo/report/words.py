@@ -1,6 +1,6 @@
 """The words of a report, the same for terminal, Markdown, pictures and page."""
 
-from zoo.report.rows import Pair, Row
+from zoo.report.rows import UNFIT, Pair, Row
 from zoo.units import BINARY, format_bytes
 
 MISSING = "—"
@@ -22,11 +22,11 @@ COLUMNS = (
 def words(row: Row) -> list[str]:
     """Returns a row's cells in the order of `COLUMNS`."""
     return [
-        row.model,
+        row.label,
         row.batch,
         MISSING if row.parameters is None else f"{row.parameters / 1e6:.2f} M",
-        _change(row.peak),
-        _change(row.activation_peak),
+        _change(row.peak, row.fits),
+        _change(row.activation_peak, row.fits),
         MISSING if row.ratio is None else f"{row.ratio:.3f}",
         _time(row),
         MISSING if row.exact is None else "yes" if row.exact else "NO",
@@ -42,12 +42,20 @@ def scale(most: int) -> tuple[int, str]:
 def _time(row: Row) -> str:
     if row.time is None:
         return MISSING
-    return f"×{row.time.median:.2f} [{row.time.lower:.2f}, {row.time.upper:.2f}]"
+    median = f"×{row.time.median:.2f}"
+    # one pair has no spread
+    if len(row.time_ratios) == 1:
+        return median
+    return f"{median} [{row.time.lower:.2f}, {row.time.upper:.2f}]"
 
 
-def _change(pair: Pair[int | None]) -> str:
-    return f"{_bytes(pair.baseline)} → {_bytes(pair.checkpointed)}"
+def _change(pair: Pair[int | None], fits: Pair[bool]) -> str:
+    baseline = size_or_why(pair.baseline, fits.baseline)
+    return f"{baseline} → {size_or_why(pair.checkpointed, fits.checkpointed)}"
 
 
-def _bytes(count: int | None) -> str:
-    return MISSING if count is None else format_bytes(count)
+def size_or_why(count: int | None, fits: bool) -> str:
+    """Writes bytes, or why there are none."""
+    if count is not None:
+        return format_bytes(count)
+    return MISSING if fits else UNFIT

@@ -1,0 +1,113 @@
+"""Measures the most that a block of code has allocated at once, on the CPU and on CUDA devices.
+
+*Peak* here is the most bytes allocated at once, above what was allocated when the block began: on
+CUDA `max_memory_allocated` less `memory_allocated` at the start, on the CPU, for which torch has
+neither, the same number from the allocator's events. What the block frees of what was there before
+counts in its favor. On the CPU every operation is recorded: meant for a step or a few, not for an
+epoch, and only for what this thread and its backwards do.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from zoo.errors import ArgumentError
+from zoo.measure.memory import AllocatorEvents, Event
+
+
+@dataclass
+class Spending:
+    """What a block allocated, known when it has ended.
+
+    `peaks` maps a device ("cpu", "cuda:0") to bytes; `largest` maps it to the sizes of the blocks
+    that made up the peak, largest first, as far as they are known (CPU).
+    """
+
+    peaks: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """The largest peak of a device in bytes."""
+        return max(self.peaks.values(), default=0)
+
+
+@contextmanager
+def spending(device: str | None = None) -> Iterator[Spending]:
+    """Measures a block on one device; without one, on the CPU and on all CUDA devices in use.
+
+    Raises:
+        ArgumentError: another kind of device, or a CPU's block inside of another or of a profiler.
+    """
+    kind = "cpu" if device is None else torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise ArgumentError(f"memory is measured on cpu and cuda devices; got {device!r}")
+    spent = Spending()
+    before = _allocated()
+    if kind == "cuda":
+        yield spent
+    else:
+        with _recording() as record:
+            yield spent
+        _add_cpu(spent, [(address, size) for _, address, size in record.events])
+    if kind == "cuda" or device is None:
+        _add_cuda(spent, before, device)
+
+
+@contextmanager
+def _recording() -> Iterator[AllocatorEvents]:
+    record = AllocatorEvents()
+    try:
+        record.__enter__()
+    except RuntimeError as error:
+        raise ArgumentError(
+            "memory on the CPU is measured by torch's profiler, which is at work already: put the "
+            "block outside of it, and not inside of another"
+        ) from error
+    try:
+        yield record
+    finally:
+        record.__exit__(None, None, None)
+
+
+def _add_cpu(spent: Spending, events: Sequence[Event]) -> None:
+    spent.peaks["cpu"], spent.largest["cpu"] = peak_and_blocks(events)
+
+
+def peak_and_blocks(events: Sequence[Event]) -> tuple[int, list[int]]:
+    """Returns the peak of (address, bytes) events and the blocks then alive, largest first."""
+    total = peak = 0
+    end = 0
+    for place, (_, size) in enumerate(events, start=1):
+        total += size
+        if total > peak:
+            peak, end = total, place
+    alive: dict[int, int] = {}
+    for address, size in events[:end]:
+        if size > 0:
+            alive[address] = size
+        else:
+            alive.pop(address, None)
+    return peak, sorted(alive.values(), reverse=True)
+
+
+def _allocated() -> dict[int, int]:
+    """Returns the bytes allocated now on each CUDA device, and starts their peaks anew."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    devices = range(torch.cuda.device_count())
+    for index in devices:
+        torch.cuda.synchronize(index)
+        torch.cuda.reset_peak_memory_stats(index)
+    return {index: torch.cuda.memory_allocated(index) for index in devices}
+
+
+def _add_cuda(spent: Spending, before: dict[int, int], device: str | None) -> None:
+    # a block may be the first to use CUDA: nothing was allocated before
+    if device is not None or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        asked = torch.device(device).index if device is not None else None
+        for index in range(torch.cuda.device_count()) if asked is None else [asked]:
+            peak = torch.cuda.max_memory_allocated(index) - before.get(index, 0)
+            spent.peaks[f"cuda:{index}"] = peak
