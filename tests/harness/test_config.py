@@ -62,6 +62,28 @@ def test_arguments_of_the_command_line_join_those_of_the_file(write):
 
 
 @pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ([], "default"),
+        (["--output", "there", "--fresh", "--timeout=9", "--tolerance=0.5"], "default"),
+        (["--model", "vnet", "lstm"], "default-vnet-lstm"),
+        (["--model=vnet", "--steps=5"], "default-vnet-steps=5"),
+        (["quick", "--batch-size", "16"], "quick-batch_size=16"),
+    ],
+)
+def test_a_command_line_of_its_own_has_results_of_its_own(line, name):
+    assert load(line).name == name
+
+
+def test_no_two_command_lines_share_a_name():
+    lines = [["--size=[64, 64]"], ["--size=[64,  6, 4]"], ["--size=[64, 6, 4]", "--steps=4"]]
+    long = [["--model", *["resnet18"] * count] for count in (30, 31)]
+    names = [load(line).name for line in (*lines, *long)]
+    assert len(set(names)) == 5
+    assert all(len(name) < 120 and not set(name) & set(" /[],:") for name in names)
+
+
+@pytest.mark.parametrize(
     ("text", "value"), [("true", True), ("4", 4), ("sqrt", "sqrt"), ("(0-1) 2", "(0-1) 2")]
 )
 def test_checkpoint_takes_what_the_models_take(text, value):
@@ -117,6 +139,8 @@ def test_a_vision_transformer_is_built_for_the_size_it_is_given():
         ("models: [{name: resnet18, checkpoint: sqtr}]", "got 'sqtr'. Did you mean sqrt"),
         ("models: [{name: resnet18, checkpoint: 0}]", "at least 1 segment; got 0"),
         ("models: [{name: resnet18, arguments: [1]}]", "arguments takes a mapping; got"),
+        ("models: [resnet18]\nmemory_limit: 8GiBs", "memory_limit='8GiBs' is no size; write bytes"),
+        ("models: [resnet18]\ntolerance: -1", "tolerance is at least 0; got -1"),
         ("models: [resnet18]\nthreads: -1", "threads is at least 0; got -1"),
         ("models: [resnet18]\ndevice: cdua", "cpu or cuda; got 'cdua'. Did you mean cuda"),
         ("models: []", "lists no models"),

@@ -13,6 +13,7 @@ from zoo.errors import ConfigError
 from zoo.harness import run as module
 from zoo.harness.cells import KINDS
 from zoo.harness.config import Config, ModelConfig
+from zoo.harness.progress import names_left
 from zoo.harness.results import Results
 from zoo.harness.run import results_of, run
 
@@ -162,6 +163,37 @@ def test_progress_is_a_line_per_cell_where_there_is_no_terminal(config, results)
     lines = console.file.getvalue().splitlines()
     assert len(lines) == 6
     assert lines[0].startswith("[1/6] resnet18 baseline: activation peak 2 B")
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ([], ""),
+        (["vnet", "vnet", "lstm"], "left: vnet, lstm"),
+        (["a", "b", "c", "d", "d", "e"], "left: a, b, c +2"),
+    ],
+)
+def test_what_is_left_is_named(models, words):
+    assert names_left(models) == words
+
+
+def test_a_terminal_shows_what_runs_now_and_what_is_left(config, results):
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    seen = []
+    results(lambda cell: (seen.append(bar(console)), measured(cell))[1])
+    run(config, console)
+    assert "resnet18 checkpointed" in seen[1]
+    assert "1/6" in seen[1]
+    assert "left: resnet18, resnet34" in seen[1]
+    assert "left" not in seen[5]
+
+
+def bar(console):
+    """Returns what the bar shows now."""
+    live = console._live_stack[-1] if hasattr(console, "_live_stack") else console._live
+    with console.capture() as shown:
+        console.print(live.get_renderable())
+    return shown.get()
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_runs(config, monkeypatch):

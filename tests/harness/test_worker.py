@@ -1,13 +1,15 @@
 """A worker measures what its cell says."""
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
-from zoo.harness.cells import expand
+from zoo.harness import worker
+from zoo.harness.cells import expand, timed_by
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.run import run_cell
-from zoo.harness.worker import work
+from zoo.harness.worker import turns, work
 from zoo.report.rows import differences
 
 SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}
@@ -51,6 +53,46 @@ def test_timing_takes_as_many_pairs_as_asked():
     seconds = work(CELLS["timing"])["step_seconds"]
     assert [len(values) for values in seconds.values()] == [3, 3]
     assert min(map(min, seconds.values())) > 0
+
+
+def test_variants_take_turns_so_that_a_disturbance_hurts_both_alike(monkeypatch):
+    order = []
+
+    def seconds(training, batch):
+        order.append("A" if training.model.runner is None else "B")
+        return float(len(order))
+
+    monkeypatch.setattr(worker, "_seconds", seconds)
+    result = work(CELLS["timing"])
+    assert "".join(order) == "ABBAAB"
+    assert result["step_seconds"] == {"baseline": [1, 4, 5], "checkpointed": [2, 3, 6]}
+
+
+def test_turns_hold_for_any_number_of_variants():
+    assert list(islice(turns("ABC"), 3)) == ["ABC", "CBA", "ABC"]
+
+
+def test_the_spread_of_the_repeats_is_stored_beside_them(monkeypatch):
+    times = iter([1.0, 2.0, 6.0, 2.0, 4.0, 4.0])
+    monkeypatch.setattr(worker, "_seconds", lambda training, batch: next(times))
+    result = work(CELLS["timing"])
+    # A 1, B 2; B 6, A 2; A 4, B 4
+    assert result["spread"]["baseline"] == {"median": 2.0, "lower": 1.5, "upper": 3.0}
+    assert result["spread"]["ratio"] == {"median": 2.0, "lower": 1.5, "upper": 2.5}
+
+
+def test_what_is_timed_is_the_plan_of_the_cell(monkeypatch):
+    plans = []
+    monkeypatch.setattr(worker, "_seconds", lambda training, batch: plans.append(plan(training)))
+    monkeypatch.setattr(worker, "_spreads", lambda seconds: {})
+    steps = work(CELLS["checkpointed"])["plan"]
+    work(timed_by(steps, CELLS["timing"]))
+    assert set(plans) == {None, steps}
+
+
+def plan(training):
+    found = training.model.plan
+    return found if found is None else found.text()
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -36,7 +36,8 @@ class Results:
         if not self.path.is_file():
             return {}
         records = {}
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        # bytes: a line that broke off inside of a letter is no text
+        for line in self.path.read_bytes().split(b"\n"):
             try:
                 record = json.loads(line)
                 records[record["key"]] = record

@@ -1,0 +1,53 @@
+"""What a cell cannot run with is said before any cell runs, in a sentence, and takes no memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from zoo.errors import ConfigError
+from zoo.harness.cells import expand
+from zoo.harness.check import check_cells, first_fault
+from zoo.harness.config import Config, ModelConfig, load
+from zoo.measure.spending import spending
+
+RESNET = ModelConfig("resnet18", "photographs", 2, 64, {})
+LSTM = ModelConfig("lstm", "stream", 4, 20, {"embedding": 8, "hidden": 8})
+VNET = ModelConfig("vnet", "volume", 1, 16, {})
+
+
+def cell(model, **changes):
+    (entry,) = expand(Config("mine", (replace(model, **changes),)))
+    return entry["checkpointed"]
+
+
+def test_shipped_models_pass():
+    for name in ("default", "quick"):
+        cells = [entry["checkpointed"] for entry in expand(load([name]))]
+        assert first_fault(cells) == {"fault": None}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (VNET, {"size": [16, 16]}, r"vnet: the data volume takes 3 size\(s\); got \[16, 16\]"),
+        (VNET, {"size": 15}, "VNet"),
+        (LSTM, {"size": 10**6}, "lstm: size 1000000 with batch size 4 needs 4000004 words"),
+        (LSTM, {"arguments": {"hidden": 0}}, "hidden=0"),
+        (RESNET, {"arguments": {"classes": "ten"}}, "classes"),
+        (RESNET, {"arguments": {"in_channels": 1}}, "ResNet"),
+        (RESNET, {"checkpoint": 1000}, "1000 segments; this chain has 10 blocks"),
+        (RESNET, {"checkpoint": "(0-9) 10"}, "the plan covers 11 steps but the chain has"),
+    ],
+)
+def test_a_value_that_no_cell_can_run_with_is_found(model, changes, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        check_cells([cell(RESNET), cell(model, **changes)])
+    assert str(raised.value).startswith(model.name)
+    assert "\n" not in str(raised.value)
+
+
+def test_checking_takes_no_memory():
+    large = cell(RESNET, batch_size=100_000, size=224)
+    with spending() as spent:
+        assert first_fault([large]) == {"fault": None}
+    assert spent.peak < 50 * 2**20
