@@ -135,6 +135,25 @@ def test_a_real_step_keeps_to_each_of_20_budgets(family: str) -> None:
         assert measured >= (0.95 if family == "lstm" else 0.985) * report.predicted_peak
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RAdam])
+def test_a_peak_in_a_real_optimizers_step_keeps_to_the_budget(make: Any) -> None:
+    """Also to the byte: a learning rate is a tensor in C++."""
+    torch.manual_seed(1)
+    model, x = zoo.resnet18(classes=10), torch.rand(2, 3, 32, 32)
+    report = zoo.plan(model, x, max_overhead=9.0, optimizer=make, loss=scores)
+    optimizer = make(model.parameters())
+
+    def step() -> None:
+        scores(model(x)).backward()
+        optimizer.step()
+
+    for _ in range(6):
+        step()
+    measured = measure_step(step, model, optimizer, [x]).peak
+    assert report.at_peak.moment == "step of the optimizer"
+    assert 0.999 * report.predicted_peak <= measured <= report.predicted_peak
+
+
 def test_what_is_impossible_is_refused_with_the_least() -> None:
     found = prospect("resnet")
     with pytest.raises(

@@ -36,6 +36,8 @@ from zoo.units import format_bytes, parse_bytes
 
 # states of random streams, which a second run swaps: 5 KiB each
 STREAMS = 8 * 5056
+# numbers that torch makes in C++ on the way, such as a learning rate: some bytes each
+NUMBERS = 64
 # segments in segments, at most: each takes four frames of Python's stack, which holds 1,000
 DEEPEST = 64
 
@@ -65,6 +67,10 @@ def plan(
     for the least memory in at most 1.2 times the baseline's time.
 
     `optimizer` makes the optimizer whose state is counted, AdamW if not said; None counts none.
+    A step is counted that begins without gradients. One that accumulates them over several calls,
+    or zeroes them in place (`zero_grad(set_to_none=False)`), has them in the forward, too: take
+    `report.fixed.gradients` off the budget. Under autocast the copies of weights in its cache are
+    not counted; `torch.autocast(..., cache_enabled=False)` keeps none.
     `device` plans for a device that may not be here ("a100"; see `zoo.measure.devices`) by its
     peak rates; else each kind of step is timed once, where the model is.
 
@@ -193,7 +199,7 @@ class Prospect:
         result = simulate(found, self.whole)
         streams = STREAMS if found.depth() else 0
         activations = self.fixed.beside_activations + result.peak + streams
-        peak = max(activations, self.fixed.optimizer_peak)
+        peak = max(activations, self.fixed.optimizer_peak) + NUMBERS
         return Point(peak, 1 + result.recomputed_seconds / self._seconds(), found, name)
 
     def _seconds(self) -> float:

@@ -13,6 +13,7 @@ MAKES: list[MakeOptimizer] = [
     functools.partial(torch.optim.AdamW, foreach=True),
     functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     torch.optim.RMSprop,
+    torch.optim.RAdam,
 ]
 
 
@@ -26,7 +27,7 @@ def network() -> nn.Sequential:
 def test_the_bytes_are_those_of_a_real_optimizer(make: MakeOptimizer) -> None:
     model, numbers = network(), 8
     optimizer = make([p for p in model.parameters() if p.requires_grad])
-    for _ in range(2):
+    for _ in range(8):
         model(torch.rand(2, 64)).sum().backward()
         record = trace(optimizer.step)
     found = optimizer_bytes(make, model.parameters())
@@ -37,6 +38,11 @@ def test_the_bytes_are_those_of_a_real_optimizer(make: MakeOptimizer) -> None:
 def test_no_optimizer_and_no_gradients_need_nothing() -> None:
     assert optimizer_bytes(None, network().parameters()) == OptimizerBytes(0, 0)
     assert optimizer_bytes(torch.optim.AdamW, [torch.ones(3)]) == OptimizerBytes(0, 0)
+
+
+def test_an_optimizer_that_takes_no_such_gradients_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="SparseAdam cannot step on fake tensors"):
+        optimizer_bytes(torch.optim.SparseAdam, network().parameters())
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:

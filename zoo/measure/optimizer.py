@@ -15,6 +15,9 @@ from zoo.errors import ArgumentError
 from zoo.measure.memory import tensors_in
 from zoo.measure.step import Watch
 
+# steps after which no optimizer does anything for the first time: RAdam rectifies from its sixth on
+LATE = 1000
+
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
 
@@ -43,6 +46,7 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
             fake.grad = torch.empty_like(fake)
         try:
             optimizer.step()
+            _advance(optimizer)
             with Watch(frozenset()) as watch:
                 optimizer.step()
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
@@ -52,3 +56,10 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
             ) from error
         state = {id(t): t.untyped_storage().nbytes() for t in tensors_in(optimizer.state)}
     return OptimizerBytes(sum(state.values()), watch.peak)
+
+
+def _advance(optimizer: torch.optim.Optimizer) -> None:
+    """Sets the counters of an optimizer forward, where it keeps them as torch's do."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict) and "step" in state:
+            state["step"] += LATE
