@@ -72,7 +72,10 @@ def pytest_generate_tests(metafunc: Any) -> None:
 
 def test_checkpointing_changes_no_bit_and_saves_memory(model: Any, cells: Any) -> None:
     """Runs a family's baseline and checkpointed cell here, as the comparison does elsewhere."""
-    records = {kind: {"status": "done", **work(cells[kind])} for kind in cells if kind != "timing"}
+    kinds = [kind for kind in cells if kind != "timing"]
+    # what the page draws is not asserted
+    measured = {kind: work(cells[kind], also=lambda *_: {}) for kind in kinds}
+    records = {kind: {"status": "done", **measured[kind]} for kind in kinds}
     (row,) = rows([{"model": asdict(model), **records, "timing": {"status": "done"}}])
     assert row.exact
     assert not row.faults

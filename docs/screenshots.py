@@ -1,6 +1,6 @@
 """Takes the screenshots of the example report: `python docs/screenshots.py`; needs Chromium.
 
-Each is the top of docs/default/report.html, by day and by night, on a desk and on a phone.
+Each is of docs/default/report.html, by day and by night: its top on a desk, a model on a phone.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 HERE = Path(__file__).parent
-SIZES = {"desktop": (1280, 2250, 1.0), "phone": (390, 1900, 1.5)}
+SIZES = {"desktop": (1280, 2250, 1.0, ""), "phone": (390, 1900, 1.5, "#model-0")}
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     arguments = ["--no-sandbox"] if os.name == "posix" and os.geteuid() == 0 else []
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
-        for size, (width, height, scale) in SIZES.items():
+        for size, (width, height, scale, place) in SIZES.items():
             for scheme in ("light", "dark"):
                 page = browser.new_page(
                     viewport={"width": width, "height": height},
@@ -27,8 +27,9 @@ def main() -> None:
                     color_scheme=scheme,
                     is_mobile=size == "phone",
                     has_touch=size == "phone",
+                    reduced_motion="reduce",
                 )
-                page.goto((HERE / "default" / "report.html").as_uri())
+                page.goto((HERE / "default" / "report.html").as_uri() + place)
                 page.wait_for_selector("html[data-drawn]", state="attached")
                 page.wait_for_timeout(1000)
                 page.screenshot(path=HERE / f"report-{size}-{scheme}.png")

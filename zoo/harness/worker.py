@@ -25,13 +25,14 @@ from zoo.measure.memory import measure_step
 from zoo.report.rows import spread
 
 Result = dict[str, Any]
+Also = Callable[[Training, str, Batch], Result]
 
 
-def work(cell: Cell) -> Result:
-    """Runs a cell in this process and returns its numbers."""
+def work(cell: Cell, also: Also = details) -> Result:
+    """Runs a cell in this process and returns its numbers, and what `also` reads afterwards."""
     _prepare(cell)
     with limited(cell.memory_limit, cell.device):
-        result = _time(cell) if cell.kind == "timing" else _measure(cell)
+        result = _time(cell) if cell.kind == "timing" else _measure(cell, also)
     return result | locate(cell)
 
 
@@ -51,7 +52,7 @@ def _prepare(cell: Cell) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _measure(cell: Cell) -> Result:
+def _measure(cell: Cell, also: Also) -> Result:
     """Takes digests after each step and traces the last, when the optimizer has its state."""
     training = _training(cell, cell.model.checkpoint)
     *first, last = _batches(cell, cell.steps)
@@ -70,7 +71,7 @@ def _measure(cell: Cell) -> Result:
         "memory": asdict(memory),
     }
     # what a report draws is read when all is measured
-    return result | details(training, cell.model.data, last)
+    return result | also(training, cell.model.data, last)
 
 
 def _time(cell: Cell) -> Result:
