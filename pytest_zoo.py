@@ -24,10 +24,11 @@ Budget = Callable[..., AbstractContextManager["Spending"]]
 def memory_budget(record_property: Callable[[str, object], None]) -> Budget:
     """Bounds what a block allocates at once: `with memory_budget("2GiB"): step()`.
 
-    The budget is bytes, or text such as "2GiB" or "500MB", above what was allocated when the block
-    began. Without `device="cpu"`, "cuda" or "cuda:1" it holds for the CPU and for each CUDA device
-    in use. `with ... as spent` gives the measured bytes afterwards: `spent.peak`, and by device
-    `spent.peaks`; they also go into the JUnit XML of `pytest --junit-xml` as `peak_bytes_cpu`.
+    The budget is bytes, or text such as "2GiB" or "500MB", for what the block allocates, not for
+    what was there before; `zoo.measure.spending` has the details. Without `device="cpu"`, "cuda" or
+    "cuda:1" it holds for the CPU and for each CUDA device in use. `with ... as spent` gives the
+    measured bytes afterwards: `spent.peak`, and by device `spent.peaks`; they also go into the
+    JUnit XML of `pytest --junit-xml` as `peak_bytes_cpu`.
 
     The test fails with the measured peak; an exception of the block is passed on as it is.
     """

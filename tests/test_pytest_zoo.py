@@ -11,7 +11,7 @@ TESTS = """
 import pytest, torch
 
 def floats(mib):
-    return torch.empty(mib * 2**18)
+    return torch.empty(int(mib * 2**18))
 
 def test_fits(memory_budget):
     with memory_budget("3MiB") as spent:

@@ -57,9 +57,9 @@ def _fault(cell: Cell) -> str | None:
 
 def _build(model: ModelConfig) -> None:
     """Builds a model, has it check inputs of the shape of a batch, and checks its plan."""
-    inputs, targets = _shapes(model)
     with torch.device("meta"):
         chain = create(model.name, **model.arguments)
+    inputs, targets = _shapes(model)
     given: dict[str, tuple[Tensor | None, ...]] = {
         "text": (inputs, targets),
         "stream": (inputs, None, targets),

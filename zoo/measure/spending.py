@@ -1,10 +1,14 @@
 """Measures the most that a block of code has allocated at once, on the CPU and on CUDA devices.
 
-*Peak* here is the most bytes allocated at once, above what was allocated when the block began: on
-CUDA `max_memory_allocated` less `memory_allocated` at the start, on the CPU, for which torch has
-neither, the same number from the allocator's events. What the block frees of what was there before
-counts in its favor. On the CPU every operation is recorded: meant for a step or a few, not for an
-epoch, and only for what this thread and its backwards do.
+    device   peak                                                       from
+    cpu      the most bytes that the block itself had allocated at      the allocator's events
+             once, in this thread and the backwards that it starts
+    cuda     the most bytes that were allocated at once, above what     max_memory_allocated
+             was allocated when the block began
+
+What the block frees of what was there before counts in its favor on CUDA only: torch's profiler
+says nothing of blocks that it did not see begin. On the CPU every operation is recorded: meant for
+a step or a few, not for an epoch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zoo.errors import ArgumentError
-from zoo.measure.memory import AllocatorEvents, Event
+from zoo.measure.memory import AllocatorEvents, Event, MemoryTrace
 
 
 @dataclass
@@ -51,29 +55,22 @@ def spending(device: str | None = None) -> Iterator[Spending]:
     else:
         with _recording() as record:
             yield spent
-        _add_cpu(spent, [(address, size) for _, address, size in record.events])
+        events = MemoryTrace.within((address, size) for _, address, size in record.events).events
+        spent.peaks["cpu"], spent.largest["cpu"] = peak_and_blocks(events)
     if kind == "cuda" or device is None:
         _add_cuda(spent, before, device)
 
 
 @contextmanager
 def _recording() -> Iterator[AllocatorEvents]:
-    record = AllocatorEvents()
-    try:
-        record.__enter__()
-    except RuntimeError as error:
+    # torch would let a second profiler begin, and end the first with it
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         raise ArgumentError(
             "memory on the CPU is measured by torch's profiler, which is at work already: put the "
             "block outside of it, and not inside of another"
-        ) from error
-    try:
+        )
+    with AllocatorEvents() as record:
         yield record
-    finally:
-        record.__exit__(None, None, None)
-
-
-def _add_cpu(spent: Spending, events: Sequence[Event]) -> None:
-    spent.peaks["cpu"], spent.largest["cpu"] = peak_and_blocks(events)
 
 
 def peak_and_blocks(events: Sequence[Event]) -> tuple[int, list[int]]:
