@@ -42,6 +42,22 @@ def test_exit_code_says_whether_it_was_exact_and_saved_enough(
     assert f"report:  {tmp_path / 'quick' / 'report.html'}" in capsys.readouterr().out
 
 
+def test_a_peak_that_has_grown_is_1(front, monkeypatch, tmp_path, capsys):
+    class Grown:
+        def compare(self, comparisons, console):
+            return True
+
+    monkeypatch.setattr(front, "run", lambda config, console: [comparison(0.4, "a")])
+    monkeypatch.setattr(front.Earlier, "of", lambda config: Grown())
+    assert front.main(["quick", "--output", str(tmp_path)]) == 1
+
+
+def test_a_comparison_with_no_file_is_2_before_anything_runs(front, monkeypatch, capsys):
+    monkeypatch.setattr(front, "run", lambda config, console: pytest.fail("it ran"))
+    assert front.main(["quick", "--compare", "no.jsonl"]) == 2
+    assert "--compare 'no.jsonl': there is no such file" in capsys.readouterr().err
+
+
 def test_a_misspelt_option_is_one_sentence_and_2(front, capsys):
     assert front.main(["--batchsize", "3"]) == 2
     printed = capsys.readouterr()

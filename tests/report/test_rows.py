@@ -11,6 +11,7 @@ from zoo.report.heading import heading
 from zoo.report.report import write_report
 from zoo.report.rows import rows, spread
 from zoo.report.terminal import show
+from zoo.report.words import words
 
 MODEL = {
     "name": "resnet50",
@@ -89,8 +90,41 @@ def test_the_table_says_what_the_rows_say():
     console = Console(file=io.StringIO(), width=140)
     show(rows([comparison(loss="b")]), "Title", console)
     shown = console.file.getvalue()
-    for words in ("25.56 M", "1000 B → 250 B", "0.250", "×1.30 [1.20, 1.40]", "NO", "from step 2"):
-        assert words in shown
+    for text in ("25.56 M", "1000 B → 250 B", "0.250", "×1.30 [1.20, 1.40]", "NO", "from step 2"):
+        assert text in shown
+
+
+def test_a_baseline_that_does_not_fit_is_a_result_and_no_fault():
+    unfit = {"status": "does not fit", "reason": "needs more"}
+    (row,) = rows([comparison(baseline=unfit, timing=unfit)])
+    assert (row.faults, row.ratio, row.exact) == ((), None, None)
+    assert words(row)[4] == "does not fit → 250 B"
+    (row,) = rows([comparison(checkpointed=unfit)])
+    assert row.faults == ("resnet50 checkpointed does not fit: needs more",)
+
+
+def test_rows_tell_models_apart_by_their_arguments():
+    arguments = {"image_size": 224, "classes": 10}
+    model = MODEL | {"arguments": arguments, "checkpoint": "sqrt"}
+    (row,) = rows([comparison() | {"model": model}])
+    assert words(row)[0] == "resnet50 (checkpoint=sqrt, classes=10)"
+    assert rows([comparison()])[0].label == "resnet50"
+
+
+def test_one_pair_has_no_quartiles():
+    seconds = {"baseline": [1.0], "checkpointed": [1.5]}
+    (row,) = rows([comparison(timing={"status": "done", "step_seconds": seconds})])
+    assert words(row)[6] == "×1.50"
+
+
+def test_a_cell_without_a_number_is_in_the_picture(tmp_path):
+    failed = {"status": "failed", "reason": "killed"}
+    unfit = {"status": "does not fit", "reason": "needs more"}
+    found = [comparison(checkpointed=failed), comparison(baseline=unfit)]
+    page = write_report(rows(found), heading(found, "mine", "python x"), tmp_path)
+    picture = page.with_name("comparison.svg").read_text()
+    assert "<!-- failed -->" in picture
+    assert "<!-- does not fit -->" in picture
 
 
 @pytest.mark.parametrize("width", [70, 80, 90, 100, 110, 120, 140])
