@@ -12,7 +12,7 @@ from zoo.harness.cells import KINDS, expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.regression import Earlier, judge, read_earlier, subject
 
-MODEL = ModelConfig("resnet18", "photographs", 2, 32, {"classes": 10})
+MODEL = ModelConfig("resnet18", "photographs", 2, 32, {"drop_rate": 0.1, "classes": 10})
 CONFIG = Config("mine", (MODEL,), threads=1)
 WHERE = {"torch": "2.14.1", "threads": 1}
 
@@ -23,7 +23,7 @@ def records(config=CONFIG, peak=1000, **changes):
         {
             "key": cell.key(),
             "kind": kind,
-            "cell": json.loads(json.dumps(asdict(cell))),
+            "cell": json.loads(json.dumps(asdict(cell), sort_keys=True)),
             "status": "done",
             "environment": WHERE,
             **({} if kind == "timing" else {"memory": {"peak": peak, "activation_peak": 10}}),

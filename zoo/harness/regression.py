@@ -6,6 +6,7 @@ Bytes come from the allocator and are the same from run to run, so a small toler
 changed (seconds, bits, versions) is said and fails nothing: another torch may round otherwise.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -107,7 +108,8 @@ def subject(record: Record) -> Subject:
     """Says what a record is about, whatever measured it: kind, model, data, device and type."""
     cell = record["cell"]
     model = {name: cell["model"].get(name) for name in WHAT}
-    return repr((record["kind"], model, [cell.get(name) for name in WHERE]))
+    # as a file would hold it: lists for tuples, arguments in order
+    return json.dumps([record["kind"], model, [cell.get(name) for name in WHERE]], sort_keys=True)
 
 
 def judge(old: Old, new: Sequence[Record], tolerance: float) -> Verdict:
