@@ -148,7 +148,7 @@ def test_no_more_than_a_chunk_of_scores_is_there_and_none_is_kept() -> None:
     with Largest() as largest:
         found = trace(lambda: losses.append(head.loss(hidden, targets)))
     assert largest.bytes == chunk
-    assert found.peak < 1.2 * chunk + weight
+    assert found.peak < 1.5 * chunk + weight, "the scores, and an eighth of them some times"
     assert found.kept < weight + 2 * hidden.nbytes
     plain = trace(lambda: losses.append(cross_entropy(decoder(hidden), targets)))
     assert plain.kept > 3 * chunk
