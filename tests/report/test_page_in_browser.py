@@ -150,7 +150,7 @@ def test_a_download_is_the_file(look: Any) -> None:
     with page.expect_download() as started:
         page.get_by_role("link", name="models.csv").click()
     text = Path(started.value.path()).read_text(encoding="utf-8")
-    assert text.splitlines()[1].startswith("resnet50,true,4×224×224,25557032")
+    assert text.splitlines()[1].startswith("resnet50,,true,4×224×224,25557032")
 
 
 def test_prints_show_pictures_of_the_day(look: Any) -> None:
