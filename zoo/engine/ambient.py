@@ -2,7 +2,8 @@
 
 Captured once at the start of a chain's forward, since no step boundary changes it, and entered
 again for a second run, which happens in the backward: outside the user's `with` block and, on CUDA,
-on another thread. Only what differs then is set, and put back afterwards.
+on another thread. Only what differs then is set. Put back afterwards is also what the function set
+and had no time to reset, as a second run stops in its middle.
 """
 
 import contextlib
@@ -41,6 +42,11 @@ SWITCHES = (
     Switch(attention.cudnn_sdp_enabled, attention.enable_cudnn_sdp),
     Switch(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
 )
+
+
+def _reset(switch: Switch, value: Any) -> None:
+    if switch.read() != value:
+        switch.write(value)
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class Ambient:
                 stack.enter_context(self.device)
             for switch, value in zip(SWITCHES, self.switches, strict=True):
                 now = switch.read()
+                stack.callback(_reset, switch, now)
                 if now != value:
-                    stack.callback(switch.write, now)
                     switch.write(value)
             yield

@@ -156,6 +156,26 @@ def test_global_switches_around_the_forward_only(change: Callable[[], None]) -> 
     assert_exact(program)
 
 
+def test_a_switch_that_the_function_sets_and_resets_is_reset_by_a_second_run() -> None:
+    """It stops with the last saved tensor, before the function has reset anything."""
+
+    def function(x: Tensor) -> Tensor:
+        set_default_dtype()
+        set_deterministic()
+        y = (x * 2).sin()
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        return y
+
+    zoo.recompute(function, torch.rand(3).requires_grad_()).sum().backward()
+    try:
+        assert torch.get_default_dtype() == torch.float32
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+
+
 KERNELS = ["flash", "mem_efficient", "math", "cudnn"]
 SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
     name: (
