@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from zoo.engine.buffers import BufferState
+from zoo.engine.leaves import no_new_hooks
 from zoo.engine.norms import has_lazy_buffers, is_norm, moves_statistics, scratch_statistics_of
 from zoo.engine.notes import note, thaw, unchanged, version_of
 from zoo.engine.reach import Reached, Variable
@@ -104,12 +105,16 @@ class State:
             self._restore(scratch)
             norms = [state.module for state in self.modules if is_norm(state.module)]
             self.repeats = bool(scratch.repeated)
-            with _watched(norms, lost, scratch.storages):
+            with _watched(norms, lost, scratch.storages), no_new_hooks(self._tensors()):
                 yield scratch.storages
         finally:
             for action in reversed(scratch.undo):
                 action()
             check_repeated(scratch.repeated)
+
+    def _tensors(self) -> list[Tensor]:
+        found = (state.variable.read() for state in self.variables)
+        return [*self.parameters, *(value for value in found if isinstance(value, Tensor))]
 
     def must_end(self) -> bool:
         """Says whether a second run must not stop here, or at all before its end."""

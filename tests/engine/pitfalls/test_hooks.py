@@ -295,6 +295,32 @@ def test_a_global_hook_fires_on_another_thread_during_a_second_run() -> None:
         handle.remove()
 
 
+@pytest.mark.parametrize("place", ["parameter", "closure"])
+@pytest.mark.parametrize(
+    "register", [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook]
+)
+def test_a_leaf_hooked_inside_is_hooked_once(register: Any, place: str) -> None:
+    """pytorch#81296: a hook that scales a gradient must not scale it twice."""
+
+    def program(call: Call) -> Any:
+        layer, weight, fired = nn.Linear(4, 4), torch.rand(4).requires_grad_(), list[int]()
+        leaf = layer.weight if place == "parameter" else weight
+
+        def hook(tensor: Tensor) -> Any:
+            fired.append(1)
+            return None if tensor is leaf else tensor * 2
+
+        def function(x: Tensor) -> Tensor:
+            register(leaf, hook)
+            return torch.tanh(layer(x) * weight)
+
+        for _ in range(2):
+            call(function, *rows()).sum().backward()
+        return weight.grad, state_of(layer), len(fired)
+
+    assert_exact(program)
+
+
 def test_a_tensor_hooked_inside_fires_once() -> None:
     """pytorch#81296: reentrant cannot register; a second run must not fire it again."""
 
