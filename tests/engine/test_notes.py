@@ -15,6 +15,7 @@ from zoo.errors import RecomputeError
 from zoo.measure.memory import trace
 
 Make = Callable[[], Any]
+Pair = collections.namedtuple("Pair", "first second")
 Change = Callable[[Any], object]
 CASES: dict[str, tuple[Make, Change]] = {
     "list": (lambda: [1, 2], lambda v: v.append(3)),
@@ -36,6 +37,16 @@ CASES: dict[str, tuple[Make, Change]] = {
     "long list": (lambda: [0] * 100, lambda v: v.append(1)),
     "long dict": (lambda: dict.fromkeys(range(100)), lambda v: v.update(a=1)),
     "long deque": (lambda: collections.deque([0] * 100), lambda v: v.append(1)),
+    "full deque": (lambda: collections.deque([0] * 100, maxlen=100), lambda v: v.append(1)),
+    "long dict of counts": (lambda: dict.fromkeys(range(100), 0), lambda v: v.update({3: 1})),
+    "long counter": (lambda: collections.Counter(range(100)), lambda v: v.update([3])),
+    "longer counter": (lambda: collections.Counter(range(5000)), lambda v: v.update("a")),
+    "long set": (lambda: set(range(100)), lambda v: v.add(len(v))),
+    "order of a dict": (
+        lambda: collections.OrderedDict(a=1, b=2),
+        lambda v: v.move_to_end(next(iter(v))),
+    ),
+    "list in a named tuple": (lambda: Pair([1], 2), lambda v: v.first.append(3)),
     "tensor": (lambda: torch.ones(3), lambda v: v.mul_(2)),
     "array": (lambda: numpy.ones(3), lambda v: v.__imul__(2)),
 }
@@ -81,6 +92,19 @@ def test_an_equal_number_of_another_type_is_another(wrap: Change) -> None:
         assert not unchanged(noted, value if isinstance(value, list | dict) else wrap(other))
 
 
+def test_a_container_in_itself_is_noted_and_given_again_as_a_whole() -> None:
+    """A tree whose nodes know their parents."""
+    tree: dict[str, Any] = {"count": 0, "leaves": []}
+    tree["leaves"].append({"parent": tree, "count": 0})
+    noted = note(tree)
+    assert unchanged(noted, tree)
+    tree["leaves"][0]["count"] += 1
+    assert not unchanged(noted, tree)
+    again = thaw(noted, {})
+    assert again["leaves"][0]["count"] == 0
+    assert again["leaves"][0]["parent"] is again is not tree
+
+
 def test_who_shares_a_list_shares_its_copy() -> None:
     value, fresh = [1, 2], {}
     noted = note(value), note({"it": value})
@@ -116,7 +140,7 @@ def test_a_big_tensor_that_was_changed_is_refused() -> None:
 
 
 def test_big_values_are_neither_copied_nor_gone_through() -> None:
-    values = torch.ones(100_000), numpy.ones(100_000), [[0]] * 1000, dict.fromkeys(range(1000))
+    values = torch.ones(100_000), numpy.ones(100_000), [[0]] * 1000, dict.fromkeys(range(5000))
     kept: list[Any] = []
     assert trace(lambda: kept.extend(map(note, values))).kept == 0
-    assert [noted.parts for noted in kept[1:]] == [None, 1000, 1000]
+    assert [noted.parts for noted in kept[1:]] == [None, 1000, 5000]

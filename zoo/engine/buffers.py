@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.engine.norms import moves_unseen
-from zoo.engine.notes import SMALL, is_comparable, version_of
+from zoo.engine.notes import is_comparable, is_small, version_of
 
 
 class BufferState:
@@ -29,7 +29,7 @@ class BufferState:
         self.version = version_of(tensor)
         self.moved = False
         self.copy: Tensor | None = None
-        if tensor.nbytes <= SMALL:
+        if is_small(tensor):
             self.copy = _shared_copy(module, name, tensor)
         elif _moves.get(module, {}).get(name, True):
             self.copy = tensor.detach().clone()
@@ -40,7 +40,7 @@ class BufferState:
         if self.copy is not None and not self.moved and is_comparable(self.tensor):
             # writes through .data bump no version
             self.moved = not torch.equal(self.copy, self.tensor)
-        if self.tensor.nbytes > SMALL:
+        if not is_small(self.tensor):
             known = _moves.setdefault(self.module, {})
             known[self.name] = self.moved or known.get(self.name, False)
             if not self.moved:

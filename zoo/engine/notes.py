@@ -13,6 +13,7 @@ import itertools
 import math
 import sys
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ MANY = 4096
 PLAIN = int | float | str | bytes | bool | None | torch.dtype | torch.device
 ATOMS = frozenset({int, float, str, bytes, bool, type(None), torch.dtype, torch.device})
 LISTS = (list, tuple, set, deque)
+FLAT = (list, set, deque)
 NOTABLE = (list, set, deque, dict, tuple, Tensor)
 
 
@@ -38,32 +40,46 @@ class Noted(NamedTuple):
     parts: Any = None
 
 
-def note(value: Any) -> Noted:
-    """Notes a value."""
-    if is_fixed(value):
+def note(value: Any, above: frozenset[int] = frozenset()) -> Noted:
+    """Notes a value; `above` are the containers that it is in."""
+    if is_fixed(value) or id(value) in above or (isinstance(value, Tensor) and _is_opaque(value)):
         return Noted(value)
     if isinstance(value, Tensor):
         kept = value.detach()
         # an LSTM lists its parameters in an attribute, too: those are not written by a forward
-        copied = value.nbytes <= SMALL and not isinstance(value, Parameter) and _is_there(value)
+        copied = is_small(value) and not isinstance(value, Parameter) and _is_there(value)
         small = kept.clone() if copied else None
         return Noted(kept, (value.requires_grad, version_of(value), small))
     if _is_array(value):
         return Noted(value, value.copy() if value.nbytes <= SMALL else None)
-    return Noted(value, position_of(value) or _parts_of(value))
+    return Noted(value, position_of(value) or _parts_of(value, above | {id(value)}))
 
 
-def _parts_of(value: Any) -> Any:
-    if type(value) is list and len(value) <= MANY and all(type(part) in ATOMS for part in value):
+def _parts_of(value: Any, above: frozenset[int]) -> Any:
+    if type(value) in FLAT and len(value) <= MANY and _are_atoms(value):
         return tuple(value)
+    if isinstance(value, dict) and LONG < len(value) <= MANY and _are_atoms(value.values()):
+        return _Items(value)
     if isinstance(value, NOTABLE) and len(value) > LONG:
         # a log that grows all through training is not gone through at each step
         return len(value)
-    if type(value) in LISTS:
-        return [note(part) for part in value]
+    if type(value) in LISTS or _is_named_tuple(value):
+        return [note(part, above) for part in value]
     if isinstance(value, dict):
-        return {key: note(part) for key, part in value.items()}
+        return {key: note(part, above) for key, part in value.items()}
     return None
+
+
+class _Items(dict[Any, Any]):
+    """Of a long dictionary of numbers its items, as they are."""
+
+
+def _are_atoms(values: Iterable[Any]) -> bool:
+    return all(type(part) in ATOMS for part in values)
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_make")
 
 
 def is_fixed(value: Any) -> bool:
@@ -81,9 +97,19 @@ def is_flat(noted: Noted) -> bool:
     return isinstance(noted.parts, tuple) and isinstance(noted.value, list)
 
 
+def _is_opaque(tensor: Tensor) -> bool:
+    """Says whether a tensor is sparse or nested: it has no storage and strides of its own."""
+    return tensor.layout is not torch.strided or tensor.is_nested
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Says whether a tensor takes at most 64 KiB; of a sparse one it is not known."""
+    return not _is_opaque(tensor) and tensor.nbytes <= SMALL
+
+
 def _is_there(tensor: Tensor) -> bool:
     """Says whether a tensor has its memory; FSDP takes it away between two uses."""
-    return tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() >= tensor.nbytes
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _is_array(value: Any) -> bool:
@@ -94,8 +120,9 @@ def _is_array(value: Any) -> bool:
 def unchanged(noted: Noted, now: Any) -> bool:
     """Says whether a value is still what was noted."""
     value, parts = noted
-    if isinstance(value, Tensor):
-        return isinstance(now, Tensor) and _same_tensor(value, parts, now)
+    if isinstance(value, Tensor) and parts is not None:
+        same_kind = isinstance(now, Tensor) and not _is_opaque(now)
+        return same_kind and _same_tensor(value, parts, now)
     if parts is None:
         return value is now or (isinstance(value, PLAIN) and is_same_value(value, now))
     return value is now and _same_parts(value, parts)
@@ -113,14 +140,12 @@ def _same_tensor(value: Tensor, parts: Any, now: Tensor) -> bool:
 
 
 def _look(tensor: Tensor) -> Any:
-    if tensor.layout is not torch.strided:
-        return tensor.shape
     return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def is_comparable(tensor: Tensor) -> bool:
     """Says whether looking at a tensor's numbers costs no waiting."""
-    return type(tensor) is Tensor and tensor.device.type == "cpu"
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not _is_opaque(tensor)
 
 
 def _same_parts(value: Any, parts: Any) -> bool:
@@ -131,9 +156,8 @@ def _same_parts(value: Any, parts: Any) -> bool:
     if isinstance(parts, int):
         return len(value) == parts
     if isinstance(parts, dict):
-        return parts.keys() == value.keys() and all(
-            unchanged(part, value[key]) for key, part in parts.items()
-        )
+        same = is_same_value if isinstance(parts, _Items) else unchanged
+        return list(parts) == list(value) and all(map(same, parts.values(), value.values()))
     if isinstance(parts, tuple):
         return len(parts) == len(value) and all(map(is_same_value, parts, value))
     return len(parts) == len(value) and all(map(unchanged, parts, value))
@@ -152,7 +176,8 @@ def thaw(noted: Noted, fresh: dict[int, Any]) -> Any:
     """Returns a value as it was; containers are copies, the same for all who share one."""
     value, parts = noted
     if parts is None:
-        return value
+        # a container that is somewhere in itself
+        return fresh.get(id(value), value)
     if id(value) not in fresh:
         fresh[id(value)] = _rebuilt(value, parts, fresh)
     return fresh[id(value)]
@@ -167,17 +192,24 @@ def _rebuilt(value: Any, parts: Any, fresh: dict[int, Any]) -> Any:
         return parts.copy()
     if isinstance(value, dict):
         # a copy has the default factory, or whatever else a kind of dictionary has
-        rebuilt = copy.copy(value)
-        known = itertools.islice(value.items(), parts) if isinstance(parts, int) else None
+        rebuilt = fresh[id(value)] = copy.copy(value)
         rebuilt.clear()
-        rebuilt.update(known or {key: thaw(part, fresh) for key, part in parts.items()})
+        # not by update, which in a Counter counts
+        items = itertools.islice(value.items(), parts) if isinstance(parts, int) else parts.items()
+        for key, part in items:
+            rebuilt[key] = thaw(part, fresh) if isinstance(part, Noted) else part
         return rebuilt
     entries: Any = parts
     if isinstance(parts, int):
         entries = itertools.islice(value, parts)
     elif isinstance(parts, list):
         entries = (thaw(part, fresh) for part in parts)
-    return deque(entries, value.maxlen) if isinstance(value, deque) else type(value)(entries)
+    if isinstance(value, list | deque):
+        empty: Any = deque(maxlen=value.maxlen) if isinstance(value, deque) else []
+        fresh[id(value)] = empty
+        empty.extend(entries)
+        return empty
+    return value._make(entries) if _is_named_tuple(value) else type(value)(entries)
 
 
 def _rebuilt_tensor(value: Tensor, flag: bool, version: int, small: Tensor | None) -> Tensor:
