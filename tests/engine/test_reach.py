@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.engine.pitfalls.program import Call, assert_exact, rows
-from zoo.engine.reach import reach
+from zoo.engine.reach import is_generator, reach
 from zoo.verification.watch import Watch
 
 stream = random.Random(0)
@@ -164,6 +164,18 @@ def test_a_method_reaches_the_children_that_it_names_and_no_others(
 def test_modules_with_hooks_are_listed(register: str) -> None:
     model = nn.Sequential(nn.Tanh(), hooked(register, print))
     assert reach([model]).hooked == [model[1]]
+
+
+def test_a_type_with_parameters_is_no_object() -> None:
+    class Typed(nn.Module):
+        kinds = (tuple[int, ...], Callable[[int], Any])
+
+    assert not reach([Typed()]).objects
+
+
+def test_the_randomness_of_the_system_has_no_state() -> None:
+    assert not is_generator(random.SystemRandom())
+    assert is_generator(random.Random())
 
 
 def test_a_class_that_is_a_value_is_no_object() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.engine.pitfalls.program import net, rows
-from zoo.engine.sample import same_numbers, sample
+from zoo.engine.sample import same_numbers, same_values, sample
 
 hidden: dict[str, Any] = {}
 
@@ -58,6 +58,23 @@ def test_nan_is_equal_to_nan_and_to_nothing_else() -> None:
     assert same_numbers([math.nan, 1.0], [math.nan, 1.0])
     assert not same_numbers([math.nan, 1.0], [0.0, 1.0])
     assert same_numbers(None, [1.0])
+
+
+def test_equal_values_may_be_nan() -> None:
+    x = torch.tensor([math.nan, 1.0])
+    assert same_values(x, x.clone())
+    assert not same_values(x, torch.ones(2))
+    assert not same_values(x, x[:1])
+    assert not same_values(torch.ones(2).int(), torch.zeros(2).int())
+
+
+def test_a_nan_may_be_written_again() -> None:
+    """In-place ReLU at the start of a segment leaves it."""
+    x = torch.tensor([math.nan, 1.0, -1.0])
+    weight = torch.ones(3, requires_grad=True)
+    zoo.recompute(lambda x: torch.relu_(x) * weight, x).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[1:].tolist() == [1.0, 0.0]
 
 
 def test_a_sample_is_spread_over_a_tensor_in_any_order_of_axes() -> None:

@@ -122,6 +122,94 @@ def test_a_norm_of_the_users_sees_its_statistics_as_they_were(training: bool) ->
     assert_trains(lambda: net(Renormalized(4).train(training)))
 
 
+class Turning(nn.Module):
+    """Works with the statistics of a norm of torch's without a call that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.norm.running_var.fill_(9)
+
+
+class ByTheFlag(Turning):
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.training = False
+        y = self.norm(self.linear(x))
+        self.norm.training = True
+        return self.norm(y)
+
+
+class ByName(Turning):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)) * self.norm.get_buffer("running_var").clone()
+
+
+class ByAString(Turning):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)) * getattr(self.norm, "running_var").clone()  # noqa: B009
+
+
+class ByACopy(Turning):
+    def forward(self, x: Tensor) -> Tensor:
+        return copy.deepcopy(self.norm).eval()(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [ByTheFlag, ByName, ByAString, ByACopy])
+def test_statistics_that_a_function_may_read_are_as_they_were(
+    kind: type[Turning], way: Way
+) -> None:
+    """Scratch in their place gives a wrong gradient."""
+    assert_trains(kind, way=way)
+
+
+class Graph(nn.Module):
+    """Multiplies by an adjacency that is no dense tensor."""
+
+    def __init__(self, form: str, place: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        adjacency = getattr(torch.eye(6), form)()
+        if place == "buffer":
+            self.register_buffer("adjacency", adjacency)
+        else:
+            self.adjacency = adjacency
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sparse.mm(self.adjacency, self.linear(x)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("place", ["buffer", "attribute"])
+@pytest.mark.parametrize("form", ["to_sparse", "to_sparse_csr"])
+def test_sparse_tensors(form: str, place: str) -> None:
+    """They have no storage, and the compressed ones cannot be compared."""
+
+    def program(call: Call) -> Any:
+        model, (x,) = Graph(form, place), rows()
+        call(model, x).square().sum().backward()
+        return x.grad, [parameter.grad for parameter in model.parameters()]
+
+    assert_exact(program)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_saved() -> None:
+    """It has no shape."""
+
+    def program(call: Call) -> Any:
+        layer, (one,), (two,) = nn.Linear(4, 4), rows(2), rows(3)
+
+        def function(one: Tensor, two: Tensor) -> Tensor:
+            both = torch.nested.as_nested_tensor([one, two])
+            return torch.nested.to_padded_tensor(layer(both), 0.0).tanh()
+
+        call(function, one, two).sum().backward()
+        return one.grad, two.grad, state_of(layer)
+
+    assert_exact(program)
+
+
 class Initialized(nn.Module):
     """Sets its scale by the first batch."""
 

@@ -10,6 +10,7 @@ string, what a generator function goes through) is not found.
     recompute(lambda x: f(x, g))    what f reaches, the value of g
 """
 
+import dis
 import functools
 import inspect
 import itertools
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from zoo.engine.global_hooks import global_hooks
 from zoo.engine.notes import PLAIN, note, unchanged
 from zoo.engine.snapshot import BOOKKEEPING, Snapshot, snapshot
+from zoo.errors import RecomputeError
 
 LONG = 1000
 DEEP = 4
@@ -35,9 +37,21 @@ CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 LIBRARIES = ("torch", "numpy", "einops", "builtins", "collections", "functools", "itertools")
 # what watches a second run must not be put back by it
 OURS = ("zoo.engine.", "zoo.verification.", "zoo.verify")
-# a function that names one of these may read what norms only write, or turn them
+# a function that names one of these, or has it as a string, may read what norms only write
 OF_NORMS = frozenset(
-    ("running_mean", "running_var", "num_batches_tracked", "buffers", "state_dict", "eval", "train")
+    (
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+        "buffers",
+        "_buffers",
+        "get_buffer",
+        "named_buffers",
+        "state_dict",
+        "deepcopy",
+        "eval",
+        "train",
+    )
 )
 # a method that names one of these may get at any child
 ANY_CHILD = frozenset(
@@ -180,6 +194,7 @@ class _Visit:
         self.reached.objects[id(value)] = value
         for part in vars(value).values():
             self.value(part, depth + 1)
+        self.attributes_of(type(value))
         self.function(getattr(type(value), "__call__", None), depth)  # noqa: B004
 
     def module(self, module: nn.Module, depth: int) -> None:
@@ -224,6 +239,11 @@ class _Visit:
     def own(self, module: nn.Module, depth: int) -> None:
         if module in self.reached.modules:
             return
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RecomputeError(
+                f"a segment holds a {type(module).__name__} of TorchScript, whose buffers cannot "
+                "be exchanged for a second run. Use the module that it was made from."
+            )
         found = self.reached.modules[module] = snapshot(module)
         if not found.simple:
             for name, value in list(vars(module).items()):
@@ -243,8 +263,12 @@ class _Visit:
             if _is_library(part):
                 continue
             for name, value in vars(part).items():
-                if isinstance(value, (PLAIN, Tensor, *CONTAINERS)) and not name.startswith("__"):
+                if name.startswith("__"):
+                    continue
+                if isinstance(value, (PLAIN, Tensor, *CONTAINERS)):
                     self.reached.variables[id(part), name] = Variable(name, part)
+                if isinstance(value, CONTAINERS) or _is_object(value):
+                    self.value(value, 1)
 
     def function(self, function: Any, depth: int) -> None:
         if not isinstance(function, types.FunctionType) or _is_library(function):
@@ -252,7 +276,7 @@ class _Visit:
         if id(function) in self.seen or depth > DEEP:
             return
         self.seen.add(id(function))
-        if not OF_NORMS.isdisjoint(_globals(function.__code__)):
+        if _is_of_norms(function.__code__):
             self.reached.statistics = True
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
         variables = [Variable(*pair) for pair in zip(names, cells, strict=True)]
@@ -296,7 +320,8 @@ class _HookVisit(_Visit):
 def is_generator(value: Any) -> bool:
     """Says whether this is a random generator of torch, Python or NumPy."""
     if isinstance(value, torch.Generator | random.Random):
-        return True
+        # the system's randomness has no state
+        return not isinstance(value, random.SystemRandom)
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and isinstance(
         value, numpy.random.Generator | numpy.random.RandomState
@@ -304,9 +329,9 @@ def is_generator(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    return (
-        hasattr(value, "__dict__") and not isinstance(value, type) and not _is_library(type(value))
-    )
+    # tuple[int, ...] passes on the attributes of its class
+    own = isinstance(getattr(value, "__dict__", None), dict)
+    return own and not isinstance(value, type) and not _is_library(type(value))
 
 
 def _is_library(owner: Any) -> bool:
@@ -323,6 +348,21 @@ def _globals(code: types.CodeType) -> frozenset[str]:
     """Returns the names that code looks up outside itself; attributes are among them."""
     inner = (_globals(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+@functools.cache
+def _is_of_norms(code: types.CodeType) -> bool:
+    """Says whether code may read the statistics of norms, or turn them off by `training`."""
+    strings = {const for const in code.co_consts if isinstance(const, str)}
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return (
+        not OF_NORMS.isdisjoint(strings.union(code.co_names))
+        or any(
+            step.opname == "STORE_ATTR" and step.argval == "training"
+            for step in dis.get_instructions(code)
+        )
+        or any(map(_is_of_norms, inner))
+    )
 
 
 class _Named(NamedTuple):

@@ -42,7 +42,7 @@ from zoo.engine.hooks import Hooks
 from zoo.engine.notes import version_of
 from zoo.engine.randomness import Stream, read_streams, replayed_streams, sources
 from zoo.engine.reach import reach
-from zoo.engine.sample import same_numbers, sample
+from zoo.engine.sample import same_numbers, same_values, sample
 from zoo.engine.state import State
 from zoo.errors import ArgumentError, RecomputeError
 
@@ -453,9 +453,13 @@ class _Kept:
         self.what = what
 
     def check_same(self, tensor: Tensor) -> None:
-        """Refuses a second run on other parameters, as after `torch.func.functional_call`."""
+        """Refuses a second run on other parameters, as after `torch.func.functional_call`.
+
+        One that the function makes is made again, to the same values.
+        """
         self.unpack()
-        if tensor.untyped_storage()._cdata != self.tensor.untyped_storage()._cdata:
+        same = tensor.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
+        if not same and not same_values(tensor, self.tensor):
             raise RecomputeError(
                 f"the second run of a segment uses another parameter {tuple(tensor.shape)} than "
                 "the first. Run the backward while the parameters of the forward are in place, "
@@ -498,7 +502,7 @@ class _Inputs:
     def check(self, values: Sequence[Any]) -> None:
         """Refuses a second run that changed what the first had written."""
         for number in self.written:
-            if not torch.equal(values[number], self.values[number]):
+            if not same_values(values[number], self.values[number]):
                 raise RecomputeError(
                     f"input {number} of a segment, {tuple(values[number].shape)}, is written in "
                     "place by the function itself and a second run writes something else, so it "

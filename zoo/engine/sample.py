@@ -114,6 +114,14 @@ def same_numbers(first: list[float] | None, second: list[float] | None) -> bool:
     )
 
 
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Says whether two tensors are equal, a NaN being equal to a NaN."""
+    if torch.equal(one, other):
+        return True
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.is_floating_point()
+    return alike and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+
+
 def _is_dense(tensor: Tensor, count: int) -> bool:
     """Says whether the numbers lie in one block of memory without gaps, in any order of axes."""
     if tensor.is_contiguous():

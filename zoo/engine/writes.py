@@ -9,10 +9,10 @@ same again, as clipping does. Else it is refused, and from the next forward on t
 import weakref
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from zoo.engine.sample import same_values
 from zoo.errors import RecomputeError
 
 Place = tuple[nn.Module, str, nn.Parameter]
@@ -50,7 +50,7 @@ def check_repeated(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         RecomputeError: with its shape.
     """
     for parameter, copy in pairs:
-        if not torch.equal(parameter, copy):
+        if not same_values(parameter, copy):
             raise RecomputeError(
                 f"a parameter {tuple(parameter.shape)} is written in place by the forward itself, "
                 "and a second run writes something else, so it cannot repeat the first. From the "

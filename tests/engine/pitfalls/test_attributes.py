@@ -50,6 +50,9 @@ class Counting(Scheduled):
         return torch.tanh(self.linear(x))
 
 
+Pair = collections.namedtuple("Pair", "log other")
+
+
 @dataclasses.dataclass
 class Progress:
     calls: int = 0
@@ -174,6 +177,69 @@ class InItsClass(Scheduled):
         return type(self).calls
 
 
+class InAnObjectOfItsClass(Scheduled):
+    progress = Progress()
+
+    def start(self) -> None:
+        type(self).progress = Progress()
+
+    count = InAnObject.count
+
+
+class InTheClassOfAnObject(Scheduled):
+    class Total:
+        calls = 0
+
+        def __call__(self) -> int:
+            type(self).calls += 1
+            return self.calls
+
+    def start(self) -> None:
+        self.total = self.Total()
+        self.Total.calls = 0
+
+    def count(self) -> int:
+        return self.total()
+
+
+class InAFullWindow(Scheduled):
+    def start(self) -> None:
+        self.window = collections.deque([0] * 100, maxlen=100)
+
+    def count(self) -> int:
+        self.window.append(self.window[-1] + 1)
+        return self.window[-1]
+
+
+class InALongDict(Scheduled):
+    def start(self) -> None:
+        self.counts = dict.fromkeys(range(100), 0)
+
+    def count(self) -> int:
+        self.counts[3] += 1
+        return self.counts[3]
+
+
+class InAnOrder(Scheduled):
+    """As the cache of what was used last keeps it."""
+
+    def start(self) -> None:
+        self.recent = collections.OrderedDict.fromkeys([1, 2, 3])
+
+    def count(self) -> int:
+        self.recent.move_to_end(next(iter(self.recent)))
+        return next(iter(self.recent))
+
+
+class InAListOfANamedTuple(InAList):
+    def start(self) -> None:
+        self.pair = Pair([], 0)
+
+    def count(self) -> int:
+        self.pair.log.append(1)
+        return len(self.pair.log)
+
+
 class InAPrivateAttribute(Scheduled):
     def start(self) -> None:
         self._calls = 0
@@ -185,7 +251,9 @@ class InAPrivateAttribute(Scheduled):
 
 PLACES = [
     Scheduled, InAnObject, InAList, InALongList, InADictOfLists, InADefaultDict, InACounter,
-    InADeque, InASet, InAnArray, InATensor, InItsClass, InAPrivateAttribute,
+    InADeque, InASet, InAFullWindow, InALongDict, InAnOrder, InAListOfANamedTuple,
+    InAnObjectOfItsClass, InTheClassOfAnObject, InAnArray, InATensor, InItsClass,
+    InAPrivateAttribute,
     InAnIterator, InAnIteratorOfSteps, InAListIterator, InARangeIterator,
 ]  # fmt: skip
 

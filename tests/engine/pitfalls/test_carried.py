@@ -108,6 +108,27 @@ def test_an_initialization_by_the_first_batch(way: Way) -> None:
     assert_trains(lambda: net(ActNorm()), way=way)
 
 
+class MakingItsParameter(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "weight"):
+            self.weight = nn.Parameter(torch.rand(4, 4))
+        return torch.tanh(x @ self.weight)
+
+
+class MakingItsLayer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "layer"):
+            self.layer = net(nn.BatchNorm1d(4))
+        return torch.tanh(self.layer(x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [MakingItsParameter, MakingItsLayer])
+def test_what_the_first_call_makes_is_made_again(kind: type[nn.Module], way: Way) -> None:
+    """The second run draws the same values; afterwards the module has those of the first."""
+    assert_trains(lambda: net(kind(), nn.Linear(3 if kind is MakingItsLayer else 4, 4)), way=way)
+
+
 class Caching(nn.Module):
     """Computes a table in its first call, with an operation that saves a tensor, and keeps it."""
 

@@ -128,6 +128,14 @@ def test_a_traced_model() -> None:
     assert torch.equal(torch.jit.trace(model, x.detach())(x), baseline(x))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_in_a_segment_is_refused() -> None:
+    """Its buffers are not Python's: they would move twice."""
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(zoo.RecomputeError, match="of TorchScript"):
+        zoo.recompute(model, torch.rand(3, 4))
+
+
 def test_a_symbolically_traced_model() -> None:
     """torch.fx: a graph of the plain calls, which trains as the baseline."""
     baseline, model = twins()
