@@ -223,11 +223,20 @@ def test_a_report_survives_a_file(tmp_path: Any) -> None:
         (0, None, "memory_budget=0 must be above 0"),
         (1.5, None, r"memory_budget=1\.5 is no fraction"),
         (None, -0.1, r"max_overhead=-0\.1 is below 0"),
+        (None, "0.2", r"max_overhead='0\.2' is no number"),
     ],
 )
 def test_what_is_no_budget_is_refused(budget: Any, overhead: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         prospect("resnet").report(budget, overhead)
+    if (budget, overhead) != (None, None):
+        with pytest.raises(ArgumentError, match=message):
+            zoo.checkpoint(Residuals(), "auto", memory_budget=budget, max_overhead=overhead)
+
+
+def test_a_plan_is_for_training_also_where_gradients_are_off() -> None:
+    planned = functools.partial(zoo.plan, Residuals(), images(8), max_overhead=0.2, device="cpu")
+    assert torch.no_grad()(planned)() == torch.inference_mode()(planned)() == planned()
 
 
 def test_auto_trains_the_bits_of_the_baseline_and_says_what_it_planned(

@@ -22,7 +22,7 @@ from zoo.plan_report import PlanReport
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts
 from zoo.planner.least_memory import least_memory
-from zoo.planning import Budget, Prospect
+from zoo.planning import Budget, Prospect, check_bounds
 from zoo.units import format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
@@ -76,6 +76,7 @@ def runner_for(
         checkpoint = checkpoint.plan
     if checkpoint == "auto" or (bounded and checkpoint is False):
         budget = memory_budget if bounded else "device"
+        check_bounds(budget, max_overhead)
         return PlannedRunner(functools.partial(_within, budget, max_overhead))
     if bounded:
         raise ArgumentError(

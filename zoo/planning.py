@@ -131,15 +131,12 @@ class Prospect:
         if not model.training:
             raise ArgumentError("a plan is for training; call model.train() first")
         given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        return cls(model, *called(model, given), **options)
+        with torch.inference_mode(False), torch.enable_grad():
+            return cls(model, *called(model, given), **options)
 
     def report(self, memory_budget: Budget | None, max_overhead: float | None) -> PlanReport:
         """Chooses a plan and says what it costs."""
-        if (memory_budget is None) == (max_overhead is None):
-            raise ArgumentError(
-                f"one of memory_budget and max_overhead must be given; got {memory_budget!r} and "
-                f"{max_overhead!r}"
-            )
+        check_bounds(memory_budget, max_overhead)
         if max_overhead is not None:
             return self._describe(self._within_time(max_overhead), None)
         budget = self.bytes_of(memory_budget)
@@ -174,11 +171,6 @@ class Prospect:
         if budget == "device":
             return _free_bytes(self.place) + self.fixed.parameters + self.fixed.buffers
         if isinstance(budget, float):
-            if not 0 < budget <= 1:
-                raise ArgumentError(
-                    f"memory_budget={budget} is no fraction of the baseline; give one above 0 and "
-                    "up to 1, an int of bytes, or text such as '8GiB'"
-                )
             return int(budget * self.baseline.peak)
         return parse_bytes(budget, "memory_budget")
 
@@ -217,8 +209,6 @@ class Prospect:
         return found[-1]
 
     def _within_time(self, overhead: float) -> Point:
-        if not overhead >= 0:
-            raise ArgumentError(f"max_overhead={overhead} is below 0; 0.2 allows a fifth more time")
         return next(point for point in self.points if point.time_ratio <= 1 + overhead)
 
     def _describe(self, point: Point, budget: int | None) -> PlanReport:
@@ -259,6 +249,29 @@ class Prospect:
     def has_loss(self) -> bool:
         """Whether a step of the costs is the loss, and not the model's."""
         return len(self.costs) > self.steps
+
+
+def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
+    """Raises ArgumentError unless one of them is given, in a form that is known."""
+    if (memory_budget is None) == (max_overhead is None):
+        raise ArgumentError(
+            f"one of memory_budget and max_overhead must be given; got {memory_budget!r} and "
+            f"{max_overhead!r}"
+        )
+    if isinstance(memory_budget, float):
+        if not 0 < memory_budget <= 1:
+            raise ArgumentError(
+                f"memory_budget={memory_budget} is no fraction of the baseline; give one above 0 "
+                "and up to 1, an int of bytes, or text such as '8GiB'"
+            )
+    elif memory_budget not in (None, "device"):
+        parse_bytes(memory_budget, "memory_budget")
+    if max_overhead is None:
+        return
+    if not isinstance(max_overhead, int | float):
+        raise ArgumentError(f"max_overhead={max_overhead!r} is no number; 0.2 allows a fifth more")
+    if not max_overhead >= 0:
+        raise ArgumentError(f"max_overhead={max_overhead} is below 0; 0.2 allows a fifth more time")
 
 
 def _saved(costs: StepCosts) -> tuple[int, ...]:

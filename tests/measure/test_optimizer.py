@@ -1,4 +1,5 @@
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -35,9 +36,25 @@ def test_the_bytes_are_those_of_a_real_optimizer(make: MakeOptimizer) -> None:
     assert found.step <= record.peak <= found.step + 8 * numbers, "but for numbers in C++"
 
 
+def test_parameters_keep_their_versions() -> None:
+    """A graph of an earlier forward holds them to those."""
+    model = network()
+    loss = model(torch.rand(2, 64)).square().sum()
+    before = [parameter._version for parameter in model.parameters()]
+    optimizer_bytes(torch.optim.AdamW, model.parameters())
+    assert [parameter._version for parameter in model.parameters()] == before
+    loss.backward()
+
+
 def test_no_optimizer_and_no_gradients_need_nothing() -> None:
     assert optimizer_bytes(None, network().parameters()) == OptimizerBytes(0, 0)
     assert optimizer_bytes(torch.optim.AdamW, [torch.ones(3)]) == OptimizerBytes(0, 0)
+
+
+def test_an_optimizer_that_is_made_already_is_refused() -> None:
+    made: Any = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match="makes an optimizer, such as"):
+        optimizer_bytes(made, network().parameters())
 
 
 def test_an_optimizer_that_takes_no_such_gradients_is_refused() -> None:

@@ -59,7 +59,6 @@ def device_named(name: str) -> Device:
         ArgumentError: it is not in the table.
     """
     if name not in DEVICES:
-        raise ArgumentError(
-            f"device={name!r} is not in the table: {', '.join(DEVICES)}.{nearest(name, DEVICES)}"
-        )
+        hint = nearest(str(name), DEVICES)
+        raise ArgumentError(f"device={name!r} is not in the table: {', '.join(DEVICES)}.{hint}")
     return DEVICES[name]

@@ -33,12 +33,19 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
     """Counts the bytes of the optimizer that `make` builds for these parameters; None is no state.
 
     Raises:
-        ArgumentError: its step needs more than gradients: a closure, or numbers in them.
+        ArgumentError: it makes none, or its step needs more than gradients: a closure, or numbers
+            in them.
     """
     if make is None:
         return OptimizerBytes()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [nn.Parameter(mode.from_tensor(p.detach())) for p in parameters if p.requires_grad]
+    if not callable(make):
+        raise ArgumentError(
+            f"optimizer= makes an optimizer, such as torch.optim.AdamW or a function of the "
+            f"parameters; got {make!r:.40}"
+        )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        # made anew: a fake of a parameter shares its version, which a graph may have noted
+        fakes = [nn.Parameter(torch.empty_like(p)) for p in parameters if p.requires_grad]
         if not fakes:
             return OptimizerBytes()
         optimizer = make(fakes)
