@@ -5,32 +5,24 @@
     python test_memory_optimized.py --model resnet50 densenet121 --batch-size 16 --checkpoint sqrt
     python test_memory_optimized.py --compare results-of-last-week.jsonl --tolerance 0.02
 
-Exit code 0: exact, and saved what the config says; 1: not so, a cell failed, or a peak is larger
-than in the results to compare with; 2: no such config, key or value; 130: interrupted, and the same
-command goes on. Under pytest this file asserts the same on small inputs.
+`zoo compare` is the same. Exit code 0: exact, and saved what the config says; 1: not so, a cell
+failed, or a peak is larger than in the results to compare with; 2: no such config, key or value;
+130: interrupted, and the same command goes on. Under pytest this file asserts the same on small
+inputs.
 """
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 try:
-    from rich.console import Console
-
-    from zoo.errors import ZooError
+    from zoo.cli.comparison import compare
+    from zoo.cli.main import exit_code
     from zoo.harness.cells import expand
-    from zoo.harness.config import config_folder, load, read
-    from zoo.harness.regression import Earlier
-    from zoo.harness.run import results_of, run
+    from zoo.harness.config import FRONT, config_folder, read
     from zoo.harness.worker import work
-    from zoo.report.heading import heading
-    from zoo.report.page import write_page
-    from zoo.report.report import write_report
     from zoo.report.rows import rows
-    from zoo.report.terminal import show
 except ModuleNotFoundError as missing:
     print(f"this needs {missing.name}: pip install 'zoo-checkpoint[compare]'", file=sys.stderr)
     sys.exit(2)
@@ -40,27 +32,7 @@ except KeyboardInterrupt:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the comparison that a command line asks for and returns the exit code."""
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    try:
-        config = load(arguments)
-        earlier = Earlier.of(config)
-        comparisons = run(config, console)
-    except ZooError as error:
-        print(f"test_memory_optimized.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; what was measured is kept, and the same command goes on from there")
-        return 130
-    command = shlex.join(["python", "test_memory_optimized.py", *arguments])
-    found = rows(comparisons)
-    above = heading(comparisons, config.name, command)
-    show(found, above.title, console)
-    folder = Path(config.output) / config.name
-    write_report(found, above, folder)
-    page = write_page(comparisons, above, folder / "report.html")
-    console.print(f"results: {results_of(config).path}\nreport:  {page}", soft_wrap=True)
-    worse = earlier is not None and earlier.compare(comparisons, console)
-    return int(worse or any(row.faults for row in found))
+    return exit_code("test_memory_optimized.py", lambda: compare(arguments, FRONT))
 
 
 def pytest_generate_tests(metafunc: Any) -> None:

@@ -97,6 +97,17 @@ def test_a_model_on_the_meta_device_needs_no_parameters():
     assert zoo.anatomy(model, torch.rand(2, 3, 32, 32)).baseline.peak == real.baseline.peak
 
 
+def test_a_model_on_the_meta_device_may_have_a_plan_and_counters():
+    with torch.device("meta"):
+        model = Residuals()
+    found, real = (
+        zoo.anatomy(one, images(8, size=16), checkpoint="sqrt", device="meta")
+        for one in (model, Residuals())
+    )
+    assert found.plan == real.plan
+    assert (found.baseline.peak, found.planned.peak) == (real.baseline.peak, real.planned.peak)
+
+
 def test_any_module_has_an_anatomy():
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     found = zoo.anatomy(model, torch.ones(4, 8), optimizer=None)

@@ -7,9 +7,6 @@ import itertools
 import os
 import pickle
 import random
-import re
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -21,7 +18,6 @@ from torch import Tensor, nn
 
 import zoo
 from tests.training import Residuals, assert_same, everything, images
-from zoo import cli
 from zoo.chain import Chain, Steps
 from zoo.checkpointing import attach
 from zoo.errors import ArgumentError, InputError, PlanError, VerifyError
@@ -527,82 +523,3 @@ def test_the_default_loss_of_outputs_of_every_kind() -> None:
     weighted_sum(waves).backward()
     assert len(torch.view_as_real(waves.grad).unique()) == 10
     assert weighted_sum(torch.zeros(300, dtype=torch.bfloat16)).dtype == torch.float32
-
-
-def test_the_command_says_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    code = cli.run(["verify", "resnet18", "--checkpoint", "sqrt", "--size", "32", "--steps", "1"])
-    told = capsys.readouterr()
-    assert (code, told.err) == (0, "")
-    assert told.out.startswith("exact: ResNet with checkpoint='sqrt', 29 of 39 steps run again, is")
-
-
-def test_python_runs_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "zoo", "verify", "resnet19"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"zoo verify: there is no model 'resnet19'\. .*resnet18.*\n", done.stderr)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["resnet19"], "there is no model 'resnet19'. Did you mean .*resnet1"),
-        (["resnet18", "--checkpoint", "sqr"], "is no scheme.*Did you mean sqrt"),
-        (["resnet18", "--checkpoint", "(0-1"], r"leaves 1 segment"),
-        (["resnet18", "--checkpoint", "(0-1) 2", "--size", "32"], "covers 3 steps but"),
-        (["resnet18", "--device", "nowhere"], "--device nowhere cannot be used here"),
-        (["resnet18", "--size", "1", "2", "3"], "--size takes 1 or 2 numbers"),
-        (["resnet18", "--steps", "0"], "--steps: 0 is below 1"),
-        (["resnet18", "--steps", "few"], "invalid whole number value: 'few'"),
-        (["resnet18", "--batches", "2"], "unrecognized arguments: --batches"),
-        ([], "the following arguments are required"),
-    ],
-)
-def test_a_wrong_command_is_answered_in_one_line(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = cli.run(["verify", *arguments])
-    except SystemExit as stop:
-        code = stop.code  # type: ignore[assignment]
-    told = capsys.readouterr()
-    assert code == 2
-    assert told.out == ""
-    assert re.fullmatch(rf"zoo.*: .*{line}.*\n", told.err)
-
-
-def test_the_command_fails_when_training_is_not_exact(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "create", lambda name: Scaled(channels=3, rate=0.0))
-    assert cli.run(["verify", "resnet18", "--size", "6", "--checkpoint", "(0-8) 9"]) == 1
-    assert capsys.readouterr().out.startswith("not exact: Scaled with checkpoint='(0-8) 9' differs")
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "shapes"),
-    [
-        ("vit_tiny_patch16", [32], [(2, 3, 32, 32)]),
-        ("vnet", [16], [(2, 1, 16, 16, 16)]),
-        ("vnet", [32, 16, 16], [(2, 1, 32, 16, 16)]),
-        ("gpt2_small", [5], [(2, 5), (2, 5)]),
-        ("lstm", [7], [(7, 2), None, (7, 2)]),
-    ],
-)
-def test_the_command_makes_inputs_of_the_model_s_kind(
-    monkeypatch: pytest.MonkeyPatch, name: str, size: list[int], shapes: list[Any]
-) -> None:
-    seen: list[Any] = []
-
-    def note(model: Chain, inputs: Any, checkpoint: Any, steps: int) -> Any:
-        seen.extend(value if value is None else tuple(value.shape) for value in inputs(0))
-        return verify(Residuals(), images(), steps=1)
-
-    monkeypatch.setattr(cli, "create", lambda name, **arguments: Residuals())
-    monkeypatch.setattr(cli, "verify", note)
-    assert cli.run(["verify", name, "--size", *map(str, size)]) == 0
-    assert seen == shapes

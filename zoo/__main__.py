@@ -2,7 +2,7 @@
 
 import sys
 
-from zoo.cli import run
+from zoo.cli.main import run
 
 if __name__ == "__main__":
     sys.exit(run())

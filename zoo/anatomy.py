@@ -169,7 +169,7 @@ class _Run:
                 attach(model, checkpoint)
             if model.runner is None:
                 return None
-            return _decided(model, self._fakes(FakeTensorMode()))
+            return _decided(model, self._weightless(model))
         finally:
             model.runner = runner
 
@@ -214,6 +214,13 @@ class _Run:
         if not is_real and optimizer is not None:
             _step_once(optimizer, trained)
         return step, tracker
+
+    def _weightless(self, model: nn.Module) -> tuple[Any, ...]:
+        """Returns inputs that take no memory, where the model itself is."""
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            return self._fakes(FakeTensorMode())
+        found: tuple[Any, ...] = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), self.inputs)
+        return found
 
     def _fakes(self, mode: FakeTensorMode) -> tuple[Any, ...]:
         """Returns fake inputs on the device of the model."""
@@ -274,8 +281,10 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode, place: torch.device) -> n
         fake = _fake(mode, place, parameter.detach())
         known[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        if buffer.ndim or buffer.is_meta:
+        if buffer.ndim:
             known[id(buffer)] = _fake(mode, place, buffer)
+        elif buffer.is_meta:
+            known[id(buffer)] = torch.zeros_like(buffer, device=place)
     return copy.deepcopy(model, known)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RUN = "zoo.cli.comparison.run"
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def comparison(ratio, loss):
 def test_exit_code_says_whether_it_was_exact_and_saved_enough(
     front, monkeypatch, tmp_path, capsys, ratio, loss, code
 ):
-    monkeypatch.setattr(front, "run", lambda config, console: [comparison(ratio, loss)])
+    monkeypatch.setattr(RUN, lambda config, console: [comparison(ratio, loss)])
     assert front.main(["quick", "--output", str(tmp_path)]) == code
     assert f"report:  {tmp_path / 'quick' / 'report.html'}" in capsys.readouterr().out
 
@@ -69,6 +70,6 @@ def test_an_interruption_is_130(front, monkeypatch, capsys):
     def interrupted(config, console):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(front, "run", interrupted)
+    monkeypatch.setattr(RUN, interrupted)
     assert front.main(["quick"]) == 130
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command goes on" in capsys.readouterr().err

@@ -34,6 +34,17 @@ from zoo.harness.values import (
     typed,
 )
 
+FRONT = "python test_memory_optimized.py"
+EPILOG = """\
+examples:
+  {program}
+  {program} --model resnet50 densenet121 --batch-size 16 --checkpoint sqrt
+  {program} configs/lstm_wikitext_shape.yaml
+  {program} --compare results-of-last-week.jsonl --tolerance 0.02
+
+exit code: 0 exact, and saved what the config says; 1 not so, a cell failed, or a peak has grown
+since --compare; 2 no such config, key or value; 130 interrupted, and the same command goes on"""
+
 Data = Literal["photographs", "digits", "volume", "text", "stream"]
 
 
@@ -43,17 +54,32 @@ class ModelConfig:
 
     name: str
     data: Annotated[Data, Key("photographs, digits, volume, text (N, T) or stream (T, N)")]
-    batch_size: Annotated[int, Key("samples in a batch", least=1)]
-    size: Annotated[int | list[int], Key("pixels, voxels or tokens per axis: 224, [64, 64, 32]")]
+    batch_size: Annotated[int, Key("samples in a batch", least=1, unit="samples")]
+    size: Annotated[
+        int | list[int],
+        Key(
+            "side of the images, sides of a volume or length of the text: 224, [64, 64, 32]",
+            unit="pixels, voxels or tokens",
+        ),
+    ]
     arguments: Annotated[dict[str, Any], Key("arguments of the model: {drop_rate: 0.1}")]
-    cuda_batch_size: Annotated[int | None, Key("samples in a batch on CUDA", least=1)] = None
+    cuda_batch_size: Annotated[
+        int | None, Key("samples in a batch on CUDA", least=1, unit="samples")
+    ] = None
     optimizer: Annotated[Literal["sgd", "adamw"], Key("sgd (momentum 0.9) or adamw")] = "sgd"
     checkpoint: Annotated[
         bool | int | str, Key("true, a number of segments, sqrt, blocks, cheap or a plan's text")
     ] = True
-    repeats: Annotated[int, Key("timed pairs of steps, baseline and checkpointed", least=1)] = 5
+    repeats: Annotated[
+        int, Key("timed pairs of steps, baseline and checkpointed", least=1, unit="pairs")
+    ] = 5
     largest_ratio: Annotated[
-        float, Key("the worst activation peak to accept, relative to the baseline's", least=0)
+        float,
+        Key(
+            "the worst activation peak to accept, relative to the baseline's",
+            least=0,
+            unit="ratio of bytes",
+        ),
     ] = 1.0
 
 
@@ -63,15 +89,21 @@ class Config:
 
     name: str
     models: tuple[ModelConfig, ...]
-    steps: Annotated[int, Key("optimizer steps whose digests are compared", least=2)] = 3
+    steps: Annotated[
+        int, Key("optimizer steps whose digests are compared", least=2, unit="steps")
+    ] = 3
     device: Annotated[Literal["cpu", "cuda"], Key("cpu or cuda")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], Key("float32, or bfloat16 by autocast")] = (
         "float32"
     )
     output: Annotated[str, Key("the folder for results and reports")] = "results"
     seed: Annotated[int, Key("of weights, batches and dropout", least=0)] = 0
-    threads: Annotated[int, Key("CPU threads, 0 for as many as there are cores", least=0)] = 0
-    timeout: Annotated[int, Key("seconds after which a cell has failed", least=1)] = 1800
+    threads: Annotated[
+        int, Key("CPU threads, 0 for as many as there are cores", least=0, unit="threads")
+    ] = 0
+    timeout: Annotated[
+        int, Key("seconds after which a cell has failed", least=1, unit="seconds")
+    ] = 1800
     fresh: Annotated[bool, Key("measure again what was measured before")] = False
     memory_limit: Annotated[
         int | str | None, Key("what a cell may take: 8GiB; see zoo/harness/limits.py for of what")
@@ -89,13 +121,13 @@ OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "de
 """Keys which, given on the command line, make a config's `largest_ratio` say nothing."""
 
 
-def load(arguments: Sequence[str] | None = None) -> Config:
-    """Reads the config that a command line asks for.
+def load(arguments: Sequence[str] | None = None, program: str = FRONT) -> Config:
+    """Reads the config that a command line asks for; `program` is what its help calls it.
 
     Raises:
         ConfigError: a file, key or value that does not exist or is out of range.
     """
-    given = _command_line(sys.argv[1:] if arguments is None else arguments)
+    given = _command_line(sys.argv[1:] if arguments is None else arguments, program)
     path = find_config(str(given.pop("config")))
     return read(path, given.pop("model", ()), given)
 
@@ -143,27 +175,28 @@ def config_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
-def _command_line(arguments: Sequence[str]) -> dict[str, Any]:
+def _command_line(arguments: Sequence[str], program: str) -> dict[str, Any]:
     options = [_option(name) for name in ("model", *_names(MODEL_KEYS), *_names(RUN_KEYS))]
     for argument in arguments:
         name = argument.partition("=")[0]
         if name.startswith("--") and name not in (*options, "--help"):
             raise ConfigError(f"there is no option {name}.{nearest(name, options)} Try --help")
     try:
-        found = _parser().parse_args(list(arguments)).as_dict()
+        found = _parser(program).parse_args(list(arguments)).as_dict()
     except jsonargparse.ArgumentError as error:
         raise ConfigError(" ".join(str(error).split())) from None
     return {name: value for name, value in found.items() if value is not None}
 
 
 @cache
-def _parser() -> jsonargparse.ArgumentParser:
+def _parser(program: str) -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(
-        prog="test_memory_optimized.py",
+        prog=program,
         description="Compares training with and without checkpointing: memory, time, exactness.",
         exit_on_error=False,
         # jsonargparse's own would call each value "type: Any, default: null"
-        formatter_class=argparse.HelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG.format(program=program),
     )
     parser.add_argument("config", nargs="?", default="default", help="a YAML file")
     parser.add_argument("--model", nargs="+", type=str, metavar="NAME", help="only these models")

@@ -30,10 +30,11 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Key:
-    """Says of a config's field, inside `Annotated`, what it means and the least it takes."""
+    """Says of a config's field, inside `Annotated`, what it means, the least it takes, its unit."""
 
     text: str
     least: float | None = None
+    unit: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,233 @@
+"""Each command says what the library says, and its JSON holds the same numbers."""
+
+import json
+import re
+from dataclasses import asdict
+
+import pytest
+import torch
+
+import zoo
+from tests.training import Residuals
+from zoo.catalog import model_arguments
+from zoo.cli.main import run
+from zoo.measure.memory import trace
+
+RESIDUALS = ("tests.training:Residuals", "--input", "8,4,16,16")
+MIB = 1024**2
+
+
+@pytest.fixture
+def numbers(command):
+    def ask(*arguments):
+        told = command(*arguments, "--json")
+        assert (told.code, told.err) == (0, "")
+        return json.loads(told.out)
+
+    return ask
+
+
+def images(*shape):
+    return torch.empty(shape or (8, 4, 16, 16), device="meta")
+
+
+def as_json(value):
+    return json.loads(json.dumps(value))
+
+
+def test_list_lists_the_catalog(command, numbers):
+    found = numbers("list")
+    assert [entry["name"] for entry in found] == zoo.list_models()
+    assert all(entry["arguments"] == list(model_arguments(entry["name"])) for entry in found)
+    vit = next(entry for entry in found if entry["name"] == "vit_tiny_patch16")
+    assert (vit["kind"], vit["inputs"]) == ("ViT", [[4, 3, 224, 224]])
+    assert [line.split()[1] for line in command("list", "vit*").out.splitlines()[2:]] == [
+        entry["name"] for entry in found if entry["name"].startswith("vit")
+    ]
+
+
+TINY = {
+    "resnet18": ["--size", "32"],
+    "densenet100": [],
+    "vnet": ["--size", "16", "--batch-size", "2", "--args", "width=4"],
+    "vit_tiny_patch16": ["--args", "image_size=32", "--size", "32"],
+    "gpt2_small": ["--size", "8", "--args", "depth=2"],
+    "lstm": ["--size", "20", "--args", "chunk_steps=10"],
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_info_counts_every_parameter_once(numbers, name):
+    found = numbers("info", name, *TINY[name])
+    named = dict(part.split("=") for part in TINY[name] if "=" in part)
+    model = zoo.create(name, **{key: int(value) for key, value in named.items()})
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert found["parameters"] == sum(part["parameters"] for part in found["parts"]) == count
+
+
+def test_info_shows_what_each_step_hands_on(command, numbers):
+    parts = numbers("info", "resnet18", "--size", "32", "--args", "classes=7")["parts"]
+    assert parts[0]["shapes"] == [[4, 64, 16, 16]]
+    assert parts[-1] == {
+        "name": "classify", "block": 9, "shapes": [[4, 7]], "parameters": 3591, "steps": 1
+    }  # fmt: skip
+    by_block = command("info", "resnet18", "--size", "32").out
+    assert re.search(r"\| layer1.0 \(4 steps\) +\| +4×64×8×8 \| +73,984 \|", by_block)
+    assert "layer1.0.bn1" not in by_block
+    assert len(command("info", "resnet18", "--steps").out.splitlines()) > len(parts)
+
+
+def test_info_of_any_module_lists_its_children(numbers):
+    found = numbers("info", "torch.nn:Linear", "--args", "3", "4", "--input", "2,3")
+    assert (found["is_chain"], found["parameters"], found["parts"]) == (False, 16, [])
+    found = numbers("info", "tests.cli.test_commands:Two", "--input", "2,3")
+    assert [(part["name"], part["shapes"], part["parameters"]) for part in found["parts"]] == [
+        ("second", [[2, 4]], 16),
+        ("first", [[2, 4]], 0),
+        ("unused", [], 2),
+    ]
+
+
+class Two(torch.nn.Module):
+    """Runs its children in another order than it has them, and not all."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.ReLU(), torch.nn.Linear(3, 4)
+        self.unused = torch.nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.first(self.second(x))
+
+
+def test_plan_says_what_zoo_plan_says(command, numbers, tmp_path):
+    expected = zoo.plan(Residuals(), images(), memory_budget=0.8, device="a100")
+    given = (*RESIDUALS, "--memory-budget", "80%", "--device", "a100")
+    assert numbers("plan", *given) == as_json(asdict(expected))
+    file, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    told = command("plan", *given, "--save", str(file), "--plot", str(picture), "--draw")
+    assert told.out == f"{expected}\n\n{expected.draw()}\n"
+    assert zoo.PlanReport.load(file) == expected
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_plan_takes_an_overhead_and_an_optimizer(numbers):
+    given = ("plan", *RESIDUALS, "--max-overhead", "0.3", "--optimizer")
+    plain, adam = (numbers(*given, name) for name in ("none", "adamw"))
+    parameters = sum(parameter.nbytes for parameter in Residuals().parameters())
+    assert (plain["budget"], plain["fixed"]["optimizer"]) == (None, 0)
+    assert adam["fixed"]["optimizer"] >= 2 * parameters
+    assert max(plain["predicted_time_ratio"], adam["predicted_time_ratio"]) <= 1.3
+
+
+def test_a_budget_that_no_plan_keeps_is_exit_code_1(command):
+    told = command("plan", *RESIDUALS, "--memory-budget", "1KiB")
+    assert (told.code, told.out) == (1, "")
+    assert re.fullmatch(r"zoo plan: a training step needs at least .*\n", told.err)
+
+
+def test_planning_for_a_device_here_runs_the_steps(numbers):
+    found = numbers("plan", *RESIDUALS, "--memory-budget", "100%", "--device", "cpu")
+    assert found["predicted_time_ratio"] >= 1
+
+
+def test_frontier_says_what_zoo_frontier_says(command, numbers, tmp_path):
+    expected = zoo.frontier(Residuals(), images(), device="a100")
+    given = (*RESIDUALS, "--device", "a100")
+    assert numbers("frontier", *given) == as_json(asdict(expected))
+    file = tmp_path / "curve.csv"
+    told = command("frontier", *given, "--points", "2", "--csv", str(file))
+    names = re.findall(r"^\| (\w+) ", told.out, re.MULTILINE)[1:]
+    assert sorted(names) == ["baseline", "blocks", "cheap", "optimal", "optimal", "sqrt"]
+    assert file.read_bytes().decode() == expected.to_csv()
+
+
+def test_anatomy_says_what_zoo_anatomy_says(command, numbers):
+    expected = zoo.anatomy(Residuals(), images(), checkpoint="sqrt")
+    found = numbers("anatomy", *RESIDUALS, "--checkpoint", "sqrt")
+    assert zoo.Plan.parse(found["plan"]) == expected.plan
+    for name in ("baseline", "planned"):
+        timeline = getattr(expected, name)
+        assert found[name]["categories"] == timeline.by("category")
+        assert found[name]["peak"] == timeline.peak == sum(found[name]["categories"].values())
+        assert found[name]["activation_peak"] == timeline.activation_peak
+        assert [one["bytes"] for one in found[name]["holders"]] == [
+            one.bytes for one in timeline.holders()
+        ]
+    shown = command("anatomy", *RESIDUALS, "--checkpoint", "sqrt", "--holders", "0").out
+    assert shown == f"{expected.table(0)}\n"
+
+
+def test_anatomy_allocates_no_activations():
+    codes = []
+    record = trace(lambda: codes.append(run(["anatomy", "resnet18", "--input", "64,3,224,224"])))
+    assert codes == [0]
+    assert record.peak < MIB
+
+
+def test_anatomy_is_what_a_real_step_takes(numbers):
+    given = ("anatomy", "resnet18", "--batch-size", "2", "--size", "64", "--checkpoint", "true")
+    paper, real = numbers(*given), numbers(*given, "--device", "cpu")
+    for name in ("baseline", "planned"):
+        assert paper[name]["peak"] == pytest.approx(real[name]["tensor_peak"], rel=0.01)
+    assert real["baseline"]["unseen"] is not None
+
+
+def test_anatomy_takes_any_module_and_a_saved_plan(command, numbers, tmp_path):
+    found = numbers("anatomy", "tests.cli.test_commands:Two", "--input", "2,3")
+    assert (found["plan"], found["planned"]) == (None, None)
+    file = str(tmp_path / "plan.json")
+    saved = numbers("plan", *RESIDUALS, "--memory-budget", "80%", "--save", file)
+    found = numbers("anatomy", *RESIDUALS, "--checkpoint", file)
+    assert zoo.Plan.parse(found["plan"]) == zoo.Plan(saved["plan"])
+    timelines = tmp_path / "steps.json"
+    command("anatomy", *RESIDUALS, "--save", str(timelines), "--plot", str(tmp_path / "x.svg"))
+    kept = json.loads(timelines.read_text())["baseline"]
+    assert zoo.Timeline.from_json(json.dumps(kept)).peak == found["baseline"]["peak"]
+
+
+def test_max_batch_says_what_zoo_largest_says(numbers):
+    given = ("max-batch", *RESIDUALS, "--memory-budget", "4MiB", "--device", "a100")
+    expected = zoo.largest(Residuals(), images(), memory_budget="4MiB", device="a100", verify=False)
+    found = numbers(*given)
+    assert found == as_json({**asdict(expected), "plan": expected.plan.text()})
+    assert numbers(*given, "--checkpoint", "auto")["size"] > found["size"]
+    assert numbers(*given, "--multiple-of", "8")["size"] == found["size"] // 8 * 8
+    assert found["measured_peak"] is None
+
+
+def test_max_batch_measures_where_the_model_is(numbers):
+    found = numbers("max-batch", *RESIDUALS, "--memory-budget", "2MiB", "--device", "cpu")
+    assert 0 < found["measured_peak"] <= 2 * MIB
+
+
+def test_max_batch_of_a_text_in_columns_varies_the_columns(command, monkeypatch):
+    seen = []
+
+    def note(model, inputs, *, vary, **options):
+        seen.append((vary, inputs[0].shape))
+        return zoo.largest(Residuals(), images(), memory_budget="2MiB", verify=False)
+
+    monkeypatch.setattr("zoo.cli.commands.max_batch.largest_size", note)
+    for more in ([], ["--vary", "0"]):
+        command("max-batch", "lstm", "--size", "5", "--memory-budget", "2MiB", *more)
+    command("max-batch", *RESIDUALS, "--memory-budget", "2MiB")
+    assert seen == [((1,), (5, 1)), ((0,), (5, 1)), ((0,), (8, 4, 16, 16))]
+
+
+def test_verify_says_exact(command, numbers):
+    given = ("verify", "resnet18", "--checkpoint", "sqrt", "--size", "32", "--steps", "1")
+    told = command(*given)
+    assert (told.code, told.err) == (0, "")
+    assert told.out.startswith("exact: ResNet with checkpoint='sqrt', 29 of 39 steps run again, is")
+    found = numbers(*given)
+    assert (found["exact"], found["first"], found["steps"]) == (True, None, 1)
+    assert sum(runs > 1 for runs in zoo.Plan.parse(found["plan"]).runs()) == 29
+
+
+def test_verify_fails_when_training_is_not_exact(command):
+    given = ("tests.test_verify:Scaled", "--args", "channels=3", "rate=0.0", "--input", "2,3,6,6")
+    told = command("verify", *given, "--checkpoint", "(0-8) 9")
+    assert told.code == 1
+    assert told.out.startswith("not exact: Scaled with checkpoint='(0-8) 9' differs")
+    assert command("verify", *given, "--checkpoint", "false").code == 0

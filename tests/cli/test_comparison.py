@@ -1,0 +1,113 @@
+"""`zoo compare` and `zoo report` say the same of the same results."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from zoo.harness.cells import expand, timed_by
+from zoo.harness.config import load
+from zoo.harness.results import Results
+from zoo.harness.stored import stored
+from zoo.report.rows import rows
+
+PLAN = "(0-37) 38"
+
+
+def records(*arguments, loss="a", peak=400, whole=1000):
+    """What the cells of a config would leave: a checkpointed peak of `peak` for `whole`."""
+    found = []
+    for cells in expand(load(arguments)):
+        timing = timed_by(PLAN, cells["timing"])
+        for kind, cell in (*list(cells.items())[:2], ("timing", timing)):
+            measured = {"peak": 1000, "activation_peak": peak if kind == "checkpointed" else whole}
+            found.append({
+                "key": cell.key(), "kind": kind, "cell": asdict(cell), "status": "done",
+                "seconds": 1.0, "parameters": 7, "memory": measured,
+                "digests": [{"loss": loss if kind == "checkpointed" else "a"}],
+                "plan": PLAN if kind == "checkpointed" else None,
+                "step_seconds": {"baseline": [1.0, 1.0], "checkpointed": [1.5, 1.5]},
+            })  # fmt: skip
+    return found
+
+
+@pytest.fixture
+def results(tmp_path):
+    def write(found, name="mine"):
+        file = Results(tmp_path / f"{name}.jsonl")
+        for record in found:
+            file.append(record)
+        return file.path
+
+    return write
+
+
+def test_the_report_of_results_has_their_rows(command, results, tmp_path):
+    path = results(records("--model", "resnet18", "vnet"))
+    told = command("report", str(path), "--json")
+    (found,) = json.loads(told.out)
+    assert told.code == 0
+    assert [row["model"] for row in found["rows"]] == ["resnet18", "vnet"]
+    assert {(row["ratio"], row["exact"], row["time"]["median"]) for row in found["rows"]} == {
+        (0.4, True, 1.5)
+    }
+    page = (tmp_path / "mine" / "report.md").read_text()
+    assert found["report"] == str(tmp_path / "mine" / "report.md")
+    assert "| resnet18 |" in page
+    assert "| vnet |" in page
+
+
+def test_a_folder_of_results_gives_a_report_each(command, results, tmp_path):
+    results(records("--model", "resnet18"), "one")
+    results(records("--model", "vnet", loss="b"), "two")
+    told = command("report", str(tmp_path), "--output", str(tmp_path / "docs"))
+    assert told.code == 1
+    assert "vnet is not exact: it differs in loss from step 1 on" in told.out
+    assert all((tmp_path / "docs" / name / "report.md").is_file() for name in ("one", "two"))
+
+
+def test_a_report_that_cannot_be_written_says_so(command, results, tmp_path):
+    path = results(records("--model", "resnet18"))
+    (tmp_path / "file").touch()
+    told = command("report", str(path), "--output", str(tmp_path / "file"))
+    assert (told.code, told.err.count("\n")) == (2, 1)
+    assert "cannot be written" in told.err
+
+
+def test_of_several_runs_the_last_counts_and_experiments_are_kept_apart():
+    first, other = ("--model", "resnet18"), ("--model", "resnet18", "--batch-size", "9")
+    found = stored(
+        [*records(*first), *records(*other, peak=300), *records(*first, peak=500, whole=2000)]
+    )
+    assert [(row.batch, row.ratio) for row in rows(found)] == [
+        ("4×224×224", 0.25),
+        ("9×224×224", 0.3),
+    ]
+    assert all(entry["baseline"]["cell"]["model"]["batch_size"] in (4, 9) for entry in found)
+
+
+def test_plans_of_one_model_share_its_baseline():
+    both = [*records("--model", "vnet"), *records("--model", "vnet", "--checkpoint", "sqrt")]
+    found = rows(stored(both))
+    assert [(row.checkpoint, row.ratio) for row in found] == [("true", 0.4), ("sqrt", 0.4)]
+
+
+def test_a_cell_without_a_result_is_a_fault():
+    baseline, checkpointed, _ = records("--model", "vnet")
+    (found,) = rows(stored([baseline, checkpointed]))
+    assert (found.ratio, found.faults) == (0.4, ("vnet timing failed: there is no result",))
+    assert stored([baseline]) == []
+    assert stored([{"key": "something else"}]) == []
+
+
+def test_compare_prints_its_rows_as_json_alone(command, monkeypatch, tmp_path):
+    made = stored(records("--model", "vnet"))
+    monkeypatch.setattr("zoo.cli.comparison.run", lambda config, console: made)
+    told = command("compare", "--model", "vnet", "--json", "--output", str(tmp_path))
+    (row,) = json.loads(told.out)["rows"]
+    (expected,) = rows(made)
+    assert (row["model"], row["ratio"], row["peak"]) == ("vnet", 0.4, asdict(expected.peak))
+    assert "vnet" in told.err
+    told = command("compare", "--model", "vnet", "--output", str(tmp_path))
+    assert told.err == ""
+    assert told.out.endswith("report.md\n")

@@ -1,0 +1,197 @@
+"""The command line as a whole: help, mistakes, Ctrl-C, exit codes."""
+
+import importlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zoo.cli.main import COMMANDS, run
+from zoo.cli.parser import Parser
+from zoo.errors import BudgetError, RecomputeError
+
+RESIDUALS = ("tests.training:Residuals", "--input", "4,4,8,8")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_each_command_shows_an_example_and_the_exit_codes(command, name):
+    told = command(name, "--help")
+    assert (told.code, told.err) == (0, "")
+    assert re.search(rf"examples?:\n  zoo {name}", told.out)
+    assert re.search(r"exit code: 0 .*130 interrupted", told.out, re.DOTALL)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
+def test_the_help_lists_every_command(command, arguments):
+    told = command(*arguments)
+    assert told.code == 0
+    assert all(f"  {name} " in told.out for name in COMMANDS)
+
+
+def examples(text):
+    """Finds command lines in the README or a help text."""
+    found = re.findall(r"^ *zoo ((?!COMMAND)[a-z-]+ ?.*?)(?:  +#.*)?$", text, re.MULTILINE)
+    return [shlex.split(line) for line in found if line.split()[0] in COMMANDS]
+
+
+def is_understood(arguments, command, monkeypatch):
+    """Whether a command line can be read, and its config found; it is not run."""
+
+    def read(parser, given):
+        Parser.parse_args(parser, given)
+        raise KeyboardInterrupt
+
+    def start(config, console):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Parser, "parse", read)
+    monkeypatch.setattr("zoo.cli.comparison.run", start)
+    return command(*arguments).code == 130
+
+
+def test_every_command_line_of_the_readme_can_be_read(command, monkeypatch, tmp_path):
+    found = examples((Path(__file__).parents[2] / "README.md").read_text())
+    monkeypatch.chdir(tmp_path)
+    assert command("plan", *RESIDUALS, "--max-overhead", "1", "--save", "plan.json").code == 0
+    assert {arguments[0] for arguments in found} == set(COMMANDS)
+    for arguments in found:
+        assert is_understood(arguments, command, monkeypatch), arguments
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_example_of_a_help_text_can_be_read(command, monkeypatch, name):
+    found = examples(command(name, "--help").out.partition("example")[2])
+    assert found
+    for arguments in found:
+        assert is_understood(arguments, command, monkeypatch), arguments
+
+
+MISTAKES = [
+    (["plna"], "there is no command 'plna'. Did you mean plan"),
+    (["--jsn"], "there is no option '--jsn'"),
+    (["list", "resnt*"], r"no model matches 'resnt\*'. Did you mean .*resnet"),
+    (["list", "a", "b"], "unrecognized arguments: b"),
+    (["info", "resnet19"], "there is no model 'resnet19'. Did you mean .*resnet1"),
+    (["info"], "the following arguments are required: model"),
+    (["info", "resnet18", "--input", "2,4,64,64"], "ResNet was built for 3 channels; got 4"),
+    (["info", "resnet18", "--input", "2,x"], "--input: takes a shape such as .*got '2,x'"),
+    (["info", "resnet18", "--input", "2,3:int46"], "knows no type 'int46'. Did you mean int64"),
+    (["info", "resnet18", "--input", "2,3,64,64", "--size", "64"], "give it alone"),
+    (["info", "resnet18", "--args", "clases=3"], "'clases'. Did you mean classes"),
+    (["info", "resnet18", "--args", "3"], "have names: classes=10; got 3"),
+    (["info", "torch.nn.Lin", "--input", "2"], "has no 'Lin'. Did you mean .*Linear"),
+    (["info", "torhc.nn.Linear", "--input", "2"], "no module 'torhc' here. Did you mean .*torch"),
+    (["info", "torch..Linear", "--input", "2"], "is no import path; write package.module:Name"),
+    (["info", "torch.nn.Linear"], "is not of the catalog; say its inputs by --input"),
+    (["info", "torch.nn.Linear", "--input", "2"], "cannot be built: TypeError: .*in_features"),
+    (["info", "torch.pi", "--input", "2"], "is a float, which cannot be called"),
+    (["info", "torch.Size", "--input", "2"], "makes no torch.nn.Module but a value of type Size"),
+    (["info", "torch.nn.Linear", "--args", "3", "4", "--input", "2,5"], "RuntimeError: "),
+    (["plan", *RESIDUALS], "one of the arguments --memory-budget --max-overhead is required"),
+    (["plan", *RESIDUALS, "--memory-budget", "8GBi"], "'8GBi' is no size; write bytes"),
+    (["plan", *RESIDUALS, "--memory-budget", "1.5"], "'1.5' is no fraction of plain training"),
+    (["plan", *RESIDUALS, "--memory-budget", "0%"], "'0%' is no fraction of plain training"),
+    (["plan", *RESIDUALS, "--max-overhead", "-1"], "takes a number from 0, such as 0.2; got"),
+    (["plan", *RESIDUALS, "--max-overhead", "nan"], "takes a number from 0, such as 0.2; got"),
+    (["plan", *RESIDUALS, "--memory-bugdet", "1"], "no option --memory-bugdet. Did you mean --mem"),
+    (["plan", *RESIDUALS, "--max-overhead=1", "--device", "a10"], "Did you mean a100"),
+    (["plan", *RESIDUALS, "--max-overhead=1", "--optimizer", "adm"], "'adm'. Did you mean adam"),
+    (["plan", *RESIDUALS, "--max-overhead=1", "--save", "/no/x"], "'/no/x' cannot be written: No"),
+    (["plan", *RESIDUALS, "--max-overhead=1", "--plot", "x.bmq"], "bmq"),
+    (["plan", "torch.nn.ReLU", "--input", "2", "--max-overhead=1"], "only a zoo.Chain can be pl"),
+    (["frontier", *RESIDUALS, "--points", "0"], "--points: takes a whole number from 1; got '0'"),
+    (["frontier", *RESIDUALS, "--csv", "/no/x"], "'/no/x' cannot be written"),
+    (["anatomy", *RESIDUALS, "--device", "cdua"], "takes cpu or cuda.*Did you mean cuda"),
+    (["anatomy", *RESIDUALS, "--checkpoint", "sqr"], "is no scheme.*Did you mean sqrt"),
+    (["anatomy", *RESIDUALS, "--checkpoint", "no.json"], "'no.json' cannot be read: No such"),
+    (["anatomy", *RESIDUALS, "--holders", "-3"], "takes a whole number from 0; got '-3'"),
+    (["max-batch", *RESIDUALS], "arguments are required: --memory-budget"),
+    (["max-batch", *RESIDUALS, "--memory-budget", "50%"], "'50%' is no size"),
+    (["max-batch", *RESIDUALS, "--memory-budget", "1MB", "--vary", "7"], "no dimension"),
+    (["max-batch", *RESIDUALS, "--memory-budget", "1MB", "--multiple-of", "x"], "number from 1"),
+    (["verify", "torch.nn.ReLU", "--input", "2"], "only a zoo.Chain can be planned and verified"),
+    (["verify", "resnet18", "--checkpoint", "(0-1"], "leaves 1 segment"),
+    (["verify", "resnet18", "--size", "32", "--checkpoint", "(0-1) 2"], "covers 3 steps but"),
+    (["verify", "resnet18", "--device", "nowhere"], "--device nowhere cannot be used here"),
+    (["verify", "resnet18", "--size", "1", "2", "3"], "--size takes 1 or 2 numbers"),
+    (["verify", "resnet18", "--steps", "0"], "--steps: takes a whole number from 1; got '0'"),
+    (["verify", "resnet18", "--batches", "2"], "no option --batches. Did you mean --batch-size"),
+    (["compare", "--batchsize", "3"], "no option --batchsize. Did you mean --batch-size"),
+    (["compare", "qick"], "there is no config 'qick'. Did you mean quick"),
+    (["compare", "--model", "resnet51"], "no model has this name. Did you mean .*resnet50"),
+    (["report", "nowhere"], "there are no results in 'nowhere'"),
+    (["report", "setup.cfg"], "'setup.cfg' holds no results of a comparison"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=str)
+def test_a_mistake_is_one_sentence_and_exit_code_2(command, arguments, message):
+    told = command(*arguments)
+    assert (told.code, told.out) == (2, "")
+    assert re.fullmatch(rf"zoo.*: .*{message}.*\n", told.err), told.err
+
+
+def test_every_command_has_a_mistake_here():
+    assert {arguments[0] for arguments, _ in MISTAKES} >= set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_ends_a_command_with_130_and_no_traceback(command, monkeypatch, name):
+    def interrupted(arguments):
+        signal.raise_signal(signal.SIGINT)
+
+    module = importlib.import_module(f"zoo.cli.commands.{name.replace('-', '_')}")
+    monkeypatch.setattr(module, "main", interrupted)
+    told = command(name)
+    assert (told.code, told.out, told.err) == (130, "", f"zoo {name}: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BudgetError("too little"), 1),
+        (RecomputeError("refused"), 1),
+        (MemoryError(), 1),
+        (torch.OutOfMemoryError("CUDA"), 1),
+        (ModuleNotFoundError("no rich", name="rich"), 2),
+        (ValueError("two\nlines " + "and more " * 99), 2),
+    ],
+)
+def test_what_a_command_raises_decides_the_exit_code(command, monkeypatch, error, code):
+    def fails(arguments):
+        raise error
+
+    monkeypatch.setattr("zoo.cli.commands.list.main", fails)
+    told = command("list")
+    assert (told.code, told.err.count("\n")) == (code, 1)
+    assert len(told.err) < 400
+    monkeypatch.setenv("ZOO_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        run(["list"])
+
+
+def test_python_runs_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "zoo", "verify", "resnet19"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"zoo verify: there is no model 'resnet19'\. .*resnet18.*\n", done.stderr)
+
+
+def test_a_reader_who_has_read_enough_gets_no_traceback():
+    read, written = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "zoo", "list"], stdout=written, stderr=subprocess.PIPE, check=False
+    )
+    os.close(written)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,0 +1,78 @@
+"""Text of a command line becomes the value that the library takes."""
+
+from argparse import ArgumentTypeError
+
+import pytest
+import torch
+
+import zoo
+from zoo.cli import values
+from zoo.cli.values import Spec
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("8GiB", 8 * 2**30),
+        ("8 GB", 8 * 10**9),
+        ("1.5KiB", 1536),
+        ("512", 512),
+        ("0.5", 0.5),
+        (".25", 0.25),
+        ("50%", 0.5),
+        ("100%", 1.0),
+        ("device", "device"),
+    ],
+)
+def test_a_budget_is_a_size_or_a_fraction(text, value):
+    found = values.budget(text)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["8GBi", "1.01", "0.0", "101%", "%", "-1", "", "half", "1.5.2"])
+def test_what_is_no_budget_is_refused(text):
+    with pytest.raises(ArgumentTypeError, match=r"is no (size|fraction)|above 0"):
+        values.budget(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("32,3,224,224", Spec((32, 3, 224, 224))),
+        ("7", Spec((7,))),
+        ("8,128:int64", Spec((8, 128), torch.int64)),
+        ("none", None),
+    ],
+)
+def test_a_shape_may_have_a_type(text, value):
+    assert values.spec(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "3,", "0,3", "-1,3", "3x4", "3,4:", "9999999999999,1"])
+def test_what_is_no_shape_is_refused(text):
+    with pytest.raises(ArgumentTypeError, match=r"takes a shape|knows no type"):
+        values.spec(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("true", True),
+        ("False", False),
+        ("4", 4),
+        ("auto", "auto"),
+        ("sqrt", "sqrt"),
+        ("(0-1) 2", zoo.Plan(((0, 1), 2))),
+    ],
+)
+def test_a_checkpoint_is_what_the_models_take(text, value):
+    found = values.checkpoint(text)
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_random_numbers_have_the_type_and_are_in_range():
+    whole = Spec((64,), torch.int64, below=3).random("cpu")
+    assert (whole.dtype, set(whole.tolist())) == (torch.int64, {0, 1, 2})
+    assert Spec((64,), torch.bool).random("cpu").unique().numel() == 2
+    real = Spec((2, 3)).random("cpu")
+    assert (real.dtype, real.shape) == (torch.float32, (2, 3))

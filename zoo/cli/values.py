@@ -1,0 +1,181 @@
+"""Text of a command line as numbers, shapes and plans: each function is the `type` of an option."""
+
+import functools
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zoo.checkpointing import Checkpoint
+from zoo.errors import ArgumentError, ZooError, nearest
+from zoo.plan import Plan
+from zoo.plan_report import PlanReport
+from zoo.planner.schemes import check_name
+from zoo.planning import Budget
+from zoo.units import parse_bytes
+
+Value = TypeVar("Value")
+
+# a mistyped axis must not end in an overflow
+LARGEST = 2**40
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor to be: its shape and type; values of whole numbers are from 0 and below `below`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    below: int = 2
+
+    def meta(self) -> Tensor:
+        """Returns a tensor without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def random(self, device: str | torch.device) -> Tensor:
+        """Returns a tensor of random numbers, normal or whole."""
+        dtype = self.dtype or torch.float32
+        if dtype.is_floating_point:
+            return torch.randn(self.shape, dtype=dtype, device=device)
+        below = 2 if dtype is torch.bool else self.below
+        return torch.randint(below, self.shape, device=device).to(dtype)
+
+
+def shapes(specs: Iterable[Spec | None]) -> list[list[int] | None]:
+    """Returns the shapes of tensors to be, as JSON has them."""
+    return [None if entry is None else list(entry.shape) for entry in specs]
+
+
+def words(found: Iterable[Sequence[int] | None]) -> str:
+    """Writes shapes as people read them: '8×128, none, 8×128'."""
+    return ", ".join("none" if shape is None else "×".join(map(str, shape)) for shape in found)
+
+
+def _option(read: Callable[[str], Value]) -> Callable[[str], Value]:
+    """Lets argparse show the sentence of an error, which of others it says only 'invalid value'."""
+
+    @functools.wraps(read)
+    def value(text: str) -> Value:
+        try:
+            return read(text)
+        except ZooError as error:
+            raise ArgumentTypeError(str(error)) from error
+
+    return value
+
+
+@_option
+def positive(text: str) -> int:
+    """Reads a whole number from 1."""
+    if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
+        raise ArgumentError(f"takes a whole number from 1; got {text!r}")
+    return int(text)
+
+
+@_option
+def whole(text: str) -> int:
+    """Reads a whole number from 0."""
+    if not text.isdecimal() or int(text) > LARGEST:
+        raise ArgumentError(f"takes a whole number from 0; got {text!r}")
+    return int(text)
+
+
+@_option
+def ratio(text: str) -> float:
+    """Reads a number from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < float("inf"):
+        raise ArgumentError(f"takes a number from 0, such as 0.2; got {text!r}")
+    return value
+
+
+@_option
+def budget(text: str) -> Budget:
+    """Reads a memory budget: '8GiB', bytes, 'device', or a fraction such as '0.5' or '50%'."""
+    number = text.removesuffix("%")
+    if text == "device":
+        return text
+    if number != text or ("." in text and text.replace(".", "", 1).isdecimal()):
+        share = float(number) / (100 if number != text else 1) if _is_number(number) else 0
+        if not 0 < share <= 1:
+            raise ArgumentError(
+                f"{text!r} is no fraction of plain training; write 0.5 or 50%, a size such as "
+                "'8GiB', or 'device'"
+            )
+        return share
+    return parse_bytes(text)
+
+
+@_option
+def size(text: str) -> int | str:
+    """Reads a memory budget that is no fraction: '8GiB', bytes, or 'device'."""
+    return text if text == "device" else parse_bytes(text)
+
+
+@_option
+def spec(text: str) -> Spec | None:
+    """Reads the shape of an input, '8,128', maybe with a type, '8,128:int64'; 'none' for None."""
+    if text.lower() == "none":
+        return None
+    sizes, colon, dtype = text.partition(":")
+    numbers = sizes.split(",")
+    if not all(number.isdecimal() and 1 <= int(number) <= LARGEST for number in numbers):
+        raise ArgumentError(f"takes a shape such as 32,3,224,224 or 8,128:int64; got {text!r}")
+    if colon and dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise ArgumentError(f"knows no type {dtype!r}.{nearest(dtype, DTYPES)} It takes {known}")
+    return Spec(tuple(map(int, numbers)), DTYPES.get(dtype))
+
+
+@_option
+def checkpoint(text: str) -> Checkpoint:
+    """Reads what `zoo.create` takes, or a file that `zoo plan --save` wrote."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.isdecimal():
+        return int(text)
+    if text == "auto":
+        return text
+    if text.endswith(".json"):
+        return _saved(Path(text))
+    if any(character in text for character in "()-"):
+        return Plan.parse(text)
+    check_name(text)
+    return text
+
+
+def one_of(choices: Iterable[str]) -> Callable[[str], str]:
+    """Returns what reads one of these words."""
+    known = list(choices)
+
+    @_option
+    def read(text: str) -> str:
+        if text not in known:
+            near = nearest(text, known)
+            raise ArgumentError(f"takes {' or '.join(known)}; got {text!r}.{near}")
+        return text
+
+    return read
+
+
+def _saved(path: Path) -> PlanReport:
+    try:
+        return PlanReport.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ArgumentError(f"{str(path)!r} cannot be read: {reason}") from error
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()
