@@ -52,7 +52,7 @@ def test_the_report_of_results_has_their_rows(command, results, tmp_path):
         (0.4, True, 1.5)
     }
     page = (tmp_path / "mine" / "report.md").read_text()
-    assert found["report"] == str(tmp_path / "mine" / "report.md")
+    assert found["report"] == str(tmp_path / "mine" / "report.html")
     assert "| resnet18 |" in page
     assert "| vnet |" in page
 
@@ -110,4 +110,4 @@ def test_compare_prints_its_rows_as_json_alone(command, monkeypatch, tmp_path):
     assert "vnet" in told.err
     told = command("compare", "--model", "vnet", "--output", str(tmp_path))
     assert told.err == ""
-    assert told.out.endswith("report.md\n")
+    assert told.out.endswith("report.html\n")

@@ -48,13 +48,13 @@ def test_a_peak_that_has_grown_is_1(front, monkeypatch, tmp_path, capsys):
         def compare(self, comparisons, console):
             return True
 
-    monkeypatch.setattr(front, "run", lambda config, console: [comparison(0.4, "a")])
-    monkeypatch.setattr(front.Earlier, "of", lambda config: Grown())
+    monkeypatch.setattr(RUN, lambda config, console: [comparison(0.4, "a")])
+    monkeypatch.setattr("zoo.cli.comparison.Earlier.of", lambda config: Grown())
     assert front.main(["quick", "--output", str(tmp_path)]) == 1
 
 
 def test_a_comparison_with_no_file_is_2_before_anything_runs(front, monkeypatch, capsys):
-    monkeypatch.setattr(front, "run", lambda config, console: pytest.fail("it ran"))
+    monkeypatch.setattr(RUN, lambda config, console: pytest.fail("it ran"))
     assert front.main(["quick", "--compare", "no.jsonl"]) == 2
     assert "--compare 'no.jsonl': there is no such file" in capsys.readouterr().err
 
