@@ -1,9 +1,9 @@
-# `make test`, `compare`, `lint` and `fuzz` each do their own set-up on a fresh machine.
+# `make test`, `compare`, `lint`, `fuzz` and `mutants` each do their own set-up on a fresh machine.
 # It needs python3 (3.11 or later) and is repeated only when what is installed changes.
 
 python := .venv/bin/python
 
-.PHONY: compare test lint fuzz clean
+.PHONY: compare test lint fuzz mutants clean
 
 compare: .venv/.installed
 	$(python) test_memory_optimized.py
@@ -21,6 +21,10 @@ lint: .venv/.installed
 MINUTES ?= 10
 fuzz: .venv/.installed
 	$(python) -m tests.fuzz --minutes $(MINUTES)
+
+# each guard of the engine is taken out in turn; its tests must notice
+mutants: .venv/.installed
+	$(python) -m tests.mutants
 
 clean:
 	rm -rf .venv results

@@ -227,7 +227,7 @@ class Prospect:
             recomputed_flops=result.recomputed_flops,
             names=self.names,
             blocks=self.costs.blocks[: self.steps],
-            saved=_saved(self.costs)[: self.steps],
+            saved=self.costs.newly_saved()[: self.steps],
             title=self.title,
         )
 
@@ -272,16 +272,6 @@ def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
         raise ArgumentError(f"max_overhead={max_overhead!r} is no number; 0.2 allows a fifth more")
     if not max_overhead >= 0:
         raise ArgumentError(f"max_overhead={max_overhead} is below 0; 0.2 allows a fifth more time")
-
-
-def _saved(costs: StepCosts) -> tuple[int, ...]:
-    """Returns for each step the bytes that it saves and none before it did."""
-    known: set[int] = set()
-    found = []
-    for storages in costs.saved:
-        found.append(costs.bytes_of(storages - known))
-        known |= storages
-    return tuple(found)
 
 
 def _costs(

@@ -1,6 +1,7 @@
 """What a report draws is what was there, and reading it costs a cell's numbers nothing."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from zoo.harness.worker import work
 from zoo.measure.timeline import CATEGORIES, Allocation, Mark, Timeline
 from zoo.plan import Plan
 
+WITH_FRONTIER = replace(CELLS["baseline"], frontier=True)
+
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, Any]:
     """Both cells, as they come back from a file."""
-    kinds = ("baseline", "checkpointed")
-    found: dict[str, Any] = json.loads(json.dumps({kind: work(CELLS[kind]) for kind in kinds}))
+    cells = {"baseline": WITH_FRONTIER, "checkpointed": CELLS["checkpointed"]}
+    found: dict[str, Any] = json.loads(json.dumps({kind: work(cells[kind]) for kind in cells}))
     return found
 
 
@@ -86,6 +89,18 @@ def test_the_chain_is_that_of_the_plan_and_the_frontier_that_of_the_model(
     assert frontier["lower_bound"] <= peaks[0]
 
 
+def test_without_a_frontier_no_step_is_timed(
+    records: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zoo.measure.profile.run_trial", lambda *_: pytest.fail("it was run"))
+    found, timed = work(CELLS["baseline"]), records["baseline"]["chain"]
+    assert [*found["chain"]["names"]] == timed["names"]
+    # what kernels hide is seen by running them only
+    assert all(map(int.__le__, found["chain"]["saved"], timed["saved"]))
+    assert "frontier" not in found
+    assert not found["missing"]
+
+
 def test_what_cannot_be_read_is_said_and_costs_no_number(
     records: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,8 +110,6 @@ def test_what_cannot_be_read_is_said_and_costs_no_number(
     monkeypatch.setattr(collect, "track", broken)
     monkeypatch.setattr(collect.Prospect, "of", broken)
     record = work(CELLS["baseline"])
-    assert record["missing"] == dict.fromkeys(
-        ("timeline", "frontier"), "RuntimeError: no such thing"
-    )
+    assert record["missing"] == dict.fromkeys(("timeline", "chain"), "RuntimeError: no such thing")
     for name in ("digests", "memory", "plan"):
         assert record[name] == records["baseline"][name]

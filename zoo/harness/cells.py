@@ -37,6 +37,7 @@ class Cell:
     seed: int
     threads: int
     memory_limit: int | None = None
+    frontier: bool = False
     plan: str | None = None
 
     def key(self) -> str:
@@ -74,6 +75,7 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
         # kernels take scratch memory for each thread: DenseNet-121's peak is 18 % larger with two
         threads=config.threads or torch.get_num_threads(),
         memory_limit=_bytes(config.memory_limit),
+        frontier=config.frontier and kind == "baseline",
     )
 
 

@@ -2,7 +2,7 @@
 
     timeline    the step's memory over time, at a few hundred of its points, and who held its peak
     chain       names, blocks and saved bytes of the steps, over which a plan is drawn
-    frontier    predicted peak and time of the best plans and of the classic schemes
+    frontier    predicted peak and time of the best plans and of the classic schemes, if asked for
 
 They are read after everything is measured and change none of it. What cannot be had costs the cell
 nothing: it stands under "missing" with the reason.
@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.anatomy import track
+from zoo.harness.cells import Cell
 from zoo.harness.data import Batch
 from zoo.harness.training import Training
 from zoo.measure.timeline import CATEGORIES, RESIDENT, Allocation, Timeline
+from zoo.plan_frontier import Frontier
 from zoo.planning import Prospect
 
 Result = dict[str, Any]
@@ -31,11 +33,11 @@ PLANS = 64
 HOLDERS = 10
 
 
-def details(training: Training, data: str, batch: Batch) -> Result:
+def details(training: Training, cell: Cell, batch: Batch) -> Result:
     """Returns what a report draws of a model that has trained; its next step is one on `batch`."""
     wanted: dict[str, Callable[[], Result]] = {"timeline": lambda: _timeline(training, batch)}
-    if training.model.plan is None:
-        wanted["frontier"] = lambda: _outlook(training, data, batch)
+    if cell.kind == "baseline":
+        wanted["chain"] = lambda: _outlook(training, cell, batch)
     found: Result = {"missing": {}}
     for name, read in wanted.items():
         try:
@@ -93,9 +95,9 @@ def _timeline(training: Training, batch: Batch) -> Result:
     return {"timeline": summary(timeline)}
 
 
-def _outlook(training: Training, data: str, batch: Batch) -> Result:
-    """Returns chain and frontier of a model that keeps everything."""
-    inputs, loss = _call(data, batch)
+def _outlook(training: Training, cell: Cell, batch: Batch) -> Result:
+    """Returns the chain of a model that keeps everything, and its frontier if that is wanted."""
+    inputs, loss = _call(cell.model.data, batch)
     options = training.optimizer.defaults
     training.optimizer.zero_grad(set_to_none=True)
     with torch.autocast(training.device, torch.bfloat16, enabled=training.half):
@@ -104,17 +106,29 @@ def _outlook(training: Training, data: str, batch: Batch) -> Result:
             inputs,
             optimizer=lambda parameters: type(training.optimizer)(parameters, **options),
             loss=loss,
+            # the rates of a device, any, where no time is wanted: nothing is run
+            device=None if cell.frontier else "cpu",
         )
-        curve = prospect.frontier()
-        chain = prospect.report(None, math.inf)
+        curve = {"frontier": _drawn(prospect.frontier())} if cell.frontier else {}
+    return {"chain": _drawn_chain(prospect), **curve}
+
+
+def _drawn_chain(prospect: Prospect) -> Result:
+    steps = slice(prospect.steps)
+    saved = prospect.costs.newly_saved()
     return {
-        "chain": {"names": chain.names, "blocks": chain.blocks, "saved": chain.saved},
-        "frontier": {
-            "optimal": thinned([[point.peak, point.time_ratio] for point in curve.optimal]),
-            "schemes": {point.name: [point.peak, point.time_ratio] for point in curve.schemes},
-            "baseline": curve.baseline.peak,
-            "lower_bound": curve.lower_bound,
-        },
+        "names": prospect.names,
+        "blocks": prospect.costs.blocks[steps],
+        "saved": saved[steps],
+    }
+
+
+def _drawn(curve: Frontier) -> Result:
+    return {
+        "optimal": thinned([[point.peak, point.time_ratio] for point in curve.optimal]),
+        "schemes": {point.name: [point.peak, point.time_ratio] for point in curve.schemes},
+        "baseline": curve.baseline.peak,
+        "lower_bound": curve.lower_bound,
     }
 
 

@@ -104,6 +104,9 @@ class Config:
     timeout: Annotated[
         int, Key("seconds after which a cell has failed", least=1, unit="seconds")
     ] = 1800
+    frontier: Annotated[
+        bool, Key("draw in the report what each budget costs: seconds to a minute per model more")
+    ] = False
     fresh: Annotated[bool, Key("measure again what was measured before")] = False
     memory_limit: Annotated[
         int | str | None, Key("what a cell may take: 8GiB; see zoo/harness/limits.py for of what")

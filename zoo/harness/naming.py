@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LONGEST = 100
-HOW_NOT_WHAT = {"output", "timeout", "fresh", "compare", "tolerance"}
+HOW_NOT_WHAT = {"output", "timeout", "fresh", "frontier", "compare", "tolerance"}
 """Keys that change no number of a result."""
 
 

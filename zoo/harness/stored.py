@@ -11,7 +11,7 @@ from typing import Any
 from zoo.harness.results import Record
 
 # what may differ between the cells of one experiment
-BY_KIND = {"kind", "steps", "repeats", "plan"}
+BY_KIND = {"kind", "steps", "repeats", "plan", "frontier"}
 MODEL_BY_KIND = {"checkpoint", "repeats", "largest_ratio", "cuda_batch_size"}
 NOTHING: Record = {"status": "failed", "reason": "there is no result"}
 

@@ -25,7 +25,7 @@ from zoo.measure.memory import measure_step
 from zoo.report.rows import spread
 
 Result = dict[str, Any]
-Also = Callable[[Training, str, Batch], Result]
+Also = Callable[[Training, Cell, Batch], Result]
 
 
 def work(cell: Cell, also: Also = details) -> Result:
@@ -71,7 +71,7 @@ def _measure(cell: Cell, also: Also) -> Result:
         "memory": asdict(memory),
     }
     # what a report draws is read when all is measured
-    return result | also(training, cell.model.data, last)
+    return result | also(training, cell, last)
 
 
 def _time(cell: Cell) -> Result:

@@ -74,6 +74,15 @@ class StepCosts:
             gradients_made=(),
         )
 
+    def newly_saved(self) -> tuple[int, ...]:
+        """Returns for each step the bytes that it saves and no step before it did."""
+        known: set[int] = set()
+        found = []
+        for storages in self.saved:
+            found.append(self.bytes_of(storages - known))
+            known |= storages
+        return tuple(found)
+
     def bytes_of(self, storages: Collection[int]) -> int:
         """Returns the bytes of a set of storages."""
         return sum(map(self.sizes.__getitem__, storages)) if storages else 0
