@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.models.runs import noting_kept
 from zoo.chain import outline, step_names
 from zoo.checkpointing import attach
 from zoo.errors import ArgumentError, InputError, WeightsError
@@ -49,14 +50,8 @@ def text():
 
 def run(model, call):
     """Result, gradients by our names and bytes kept for the backward of one seeded run."""
-    kept = {}
-
-    def note(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     torch.manual_seed(1)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with noting_kept() as kept:
         result = call(model)
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(result.pow(2).mean(), parameters)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.models.runs import noting_kept
 from zoo.chain import outline
 from zoo.checkpointing import attach
 from zoo.errors import ArgumentError, InputError
@@ -67,13 +68,7 @@ def gradients(model):
 
 def kept(model, call):
     """The bytes of each storage that autograd keeps for the backward of a call."""
-    found = {}
-
-    def note(tensor):
-        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with noting_kept() as found:
         result = call()
     for parameter in model.parameters():
         found.pop(parameter.untyped_storage().data_ptr(), None)

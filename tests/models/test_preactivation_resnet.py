@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.models.runs import noting_kept
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError
 from zoo.measure.memory import trace
@@ -39,13 +40,7 @@ def run(model, forward):
     """Logits and gradients, and the bytes kept for the backward, of one seeded run."""
     torch.manual_seed(1)
     images = torch.randn(3, 3, 9, 12, requires_grad=True)
-    kept = {}
-
-    def note(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with noting_kept() as kept:
         logits = forward(images)
     gradients = torch.autograd.grad(logits.pow(2).sum(), [images, *model.parameters()])
     return [logits, *gradients], sum(kept.values())

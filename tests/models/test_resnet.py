@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.models.runs import assert_same, peaks, run, shake
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.measure.memory import trace
@@ -22,56 +23,14 @@ def torchvision_resnet(name, **arguments):
     return getattr(models, name)(**arguments)
 
 
-def shake(model):
-    """Moves statistics and affine weights off 0 and 1, so that a norm left out or swapped shows."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            for tensor in (module.weight.data, module.running_mean, module.running_var):
-                tensor.copy_(torch.rand_like(tensor) + 0.5)
-    return model
-
-
-def run(model, training=True, size=40):
-    """Logits, buffers and gradients by name, and bytes kept for the backward, of a seeded run."""
-    torch.manual_seed(1)
-    images = torch.randn(2, 3, size, size, requires_grad=True)
-    kept = {}
-
-    def note(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        logits = model.train(training)(images)
-    inputs = {"images": images, **dict(model.named_parameters())}
-    gradients = torch.autograd.grad(logits.pow(2).sum(), inputs.values())
-    named = dict(zip(inputs, gradients, strict=True))
-    return {"logits": logits.detach(), **named, **dict(model.named_buffers())}, sum(kept.values())
-
-
-def peaks(model):
-    """The most bytes at once in a training step and in inference, above what was there before."""
-    images = torch.randn(4, 3, 64, 64)
-    model(images).sum().backward()  # gradients of parameters exist from here on
-    step = trace(lambda: model.train()(images).sum().backward())
-    with torch.no_grad():
-        return step.peak, trace(lambda: model.eval()(images)).peak
-
-
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=name)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d"])
 def test_equals_torchvision_bit_for_bit_and_keeps_no_more(name, training):
     theirs = shake(torchvision_resnet(name, num_classes=7))
     ours = getattr(resnet, name)(classes=7)
     ours.load_state_dict(theirs.state_dict())
-    results, kept = run(ours, training)
-    expected, kept_by_torchvision = run(theirs, training)
+    results, kept = run(ours, 2, 3, 40, 40, training=training)
+    expected, kept_by_torchvision = run(theirs, 2, 3, 40, 40, training=training)
     assert_same(results, expected)
     assert kept <= kept_by_torchvision
 
@@ -229,10 +188,12 @@ def test_refuses_arguments_out_of_range(wrong):
 def test_copies_run_on_their_own(clone):
     model = ResNet(BasicBlock, (1, 1, 1, 1), classes=7, drop_path_rate=0.1)
     twin = clone(model)
-    assert_same(run(twin)[0], run(model)[0])
+    assert_same(run(twin, 2, 3, 40, 40)[0], run(model, 2, 3, 40, 40)[0])
     with torch.no_grad():
         model.conv1.weight.zero_()
-    assert not torch.equal(run(twin)[0]["logits"], run(model)[0]["logits"])
+    assert not torch.equal(
+        run(twin, 2, 3, 40, 40)[0]["logits"], run(model, 2, 3, 40, 40)[0]["logits"]
+    )
 
 
 def test_runs_on_meta_tensors():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.models.runs import assert_same, run
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.models import vit
@@ -22,37 +23,13 @@ def timm_vit(**arguments):
     return VisionTransformer(**size, **arguments)
 
 
-def run(model, training=True):
-    """Logits, gradients by name and bytes kept for the backward of one seeded run."""
-    torch.manual_seed(1)
-    images = torch.randn(4, 3, 32, 32, requires_grad=True)
-    kept = {}
-
-    def note(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        logits = model.train(training)(images)
-    inputs = {"images": images, **dict(model.named_parameters())}
-    gradients = torch.autograd.grad(logits.pow(2).sum(), inputs.values())
-    named = dict(zip(inputs, gradients, strict=True))
-    return {"logits": logits.detach(), **named}, sum(kept.values())
-
-
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=name)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rates", [{}, {"drop_rate": 0.3, "drop_path_rate": 0.5}])
 def test_equals_timm_bit_for_bit_and_keeps_no_more(rates, training):
     ours, theirs = ViT(**SMALL, **rates), timm_vit(**rates)
     ours.load_state_dict(theirs.state_dict())
-    results, kept = run(ours, training)
-    expected, kept_by_timm = run(theirs, training)
+    results, kept = run(ours, 4, 3, 32, 32, training=training)
+    expected, kept_by_timm = run(theirs, 4, 3, 32, 32, training=training)
     assert_same(results, expected)
     assert kept <= 1.02 * kept_by_timm
 

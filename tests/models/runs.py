@@ -1,0 +1,58 @@
+"""What the tests of models share: seeded runs, what they leave and what autograd keeps."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from zoo.measure.memory import trace
+
+
+@contextlib.contextmanager
+def noting_kept():
+    """Yields the bytes of each storage that autograd keeps for the backward of the block."""
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield kept
+
+
+def run(model, *shape, training=True):
+    """Logits, buffers and gradients by name, and bytes kept for the backward, of a seeded run."""
+    torch.manual_seed(1)
+    images = torch.randn(*shape, requires_grad=True)
+    with noting_kept() as kept:
+        logits = model.train(training)(images)
+    inputs = {"images": images, **dict(model.named_parameters())}
+    gradients = torch.autograd.grad(logits.pow(2).sum(), inputs.values())
+    named = dict(zip(inputs, gradients, strict=True))
+    return {"logits": logits.detach(), **named, **dict(model.named_buffers())}, sum(kept.values())
+
+
+def peaks(model):
+    """The most bytes at once in a training step and in inference, above what was there before."""
+    images = torch.randn(4, 3, 64, 64)
+    model(images).sum().backward()  # gradients of parameters exist from here on
+    step = trace(lambda: model.train()(images).sum().backward())
+    with torch.no_grad():
+        return step.peak, trace(lambda: model.eval()(images)).peak
+
+
+def shake(model):
+    """Moves statistics and affine weights off 0 and 1, so that a norm left out or swapped shows."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor in (module.weight.data, module.running_mean, module.running_var):
+                tensor.copy_(torch.rand_like(tensor) + 0.5)
+    return model
+
+
+def assert_same(ours, theirs):
+    """Equal names, and equal values bit for bit."""
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=name)
