@@ -8,8 +8,9 @@ python := .venv/bin/python
 compare: .venv/.installed
 	$(python) test_memory_optimized.py
 
+# two at a time, the tests of a file by the same process
 test: .venv/.installed
-	$(python) -m pytest
+	$(python) -m pytest -n 2 --dist loadfile
 
 lint: .venv/.installed
 	.venv/bin/ruff check .
