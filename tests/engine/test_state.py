@@ -560,3 +560,26 @@ def test_copies_of_frozen_weights_that_stayed_are_dropped_after_the_forward() ->
     again = trace(lambda: zoo.recompute(model, *rows()))
     assert first.kept < 16_000
     assert again.peak + 16_000 < first.peak
+
+
+class Slotted(nn.Module):
+    """Runs a layer that the engine does not find."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.hidden = Hidden()
+        self.hidden.norm = layer
+        self.registered = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden
+        return zoo.recompute(lambda x: hidden.norm(x).tanh(), x)
+
+
+def test_other_parameters_in_a_layer_that_is_not_found_are_refused() -> None:
+    """Also where no numbers are compared."""
+    model = Slotted(nn.Linear(4, 4))
+    others = {name: nn.Parameter(2 * value) for name, value in model.named_parameters()}
+    loss = torch.func.functional_call(model, others, tuple(rows())).sum()
+    with without_samples(), pytest.raises(zoo.RecomputeError, match="uses another parameter"):
+        loss.backward()
