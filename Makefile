@@ -8,9 +8,10 @@ python := .venv/bin/python
 compare: .venv/.installed
 	$(python) test_memory_optimized.py
 
-# two at a time, the tests of a file by the same process
+# two processes with a thread each, a file's tests by the same: kernels of two threads in both would
+# wait for one another
 test: .venv/.installed
-	$(python) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile
 
 lint: .venv/.installed
 	.venv/bin/ruff check .
