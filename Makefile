@@ -1,9 +1,10 @@
-# `make test`, `compare`, `lint`, `fuzz` and `mutants` each do their own set-up on a fresh machine.
+# `make test`, `compare`, `lint`, `notebooks`, `fuzz` and `mutants` each do their own set-up on a
+# fresh machine.
 # It needs python3 (3.11 or later) and is repeated only when what is installed changes.
 
 python := .venv/bin/python
 
-.PHONY: compare test lint fuzz mutants clean
+.PHONY: compare test lint notebooks check-notebooks fuzz mutants clean
 
 compare: .venv/.installed
 	$(python) test_memory_optimized.py
@@ -18,6 +19,14 @@ lint: .venv/.installed
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+# runs each notebook in both languages from a fresh kernel, and writes it; ONLY="01 02" for some
+notebooks: .venv/.installed
+	$(python) -m notebooks.build $(ONLY)
+
+# runs the English ones and writes none: those in Chinese have the same code, which a test holds
+check-notebooks: .venv/.installed
+	$(python) -m notebooks.build --check
 
 # random chains by random plans: at least 2,000 and at least so many minutes
 MINUTES ?= 10
@@ -37,5 +46,5 @@ clean:
 	@echo "Setting up .venv; the first time this downloads torch and takes some minutes."
 	python3 -m venv .venv
 	$(python) -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[compare,test,lint]'
+		--constraint constraints.txt --editable '.[compare,test,notebooks,lint]'
 	touch $@
