@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE / "sources"
 ENGLISH, LANGUAGES = "en", ("en", "zh_CN")
 SECONDS_PER_CELL = 120
+FENCES = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^<!-- ([\w-]+) ([0-9a-f]{8}) -->$", re.MULTILINE)
 
 
@@ -110,6 +111,8 @@ def problems(notebook: NotebookNode, translation: str) -> Iterator[str]:
     found = paragraphs(translation)
     for name, text in prose.items():
         made_from, words = found.get(name, ("", ""))
+        if FENCES.findall(words) != FENCES.findall(text) and words:
+            yield f"{name} has other code than its source: copy it"
         if made_from != digest(text) or not words:
             state = "is missing" if not words else f"was made from {made_from}"
             yield f"{name} {state}: translate it below <!-- {name} {digest(text)} -->"
@@ -163,6 +166,14 @@ def run(notebook: NotebookNode) -> NotebookNode:
     return notebook
 
 
+def with_answers(notebook: NotebookNode) -> NotebookNode:
+    """Adds the code that stands in the prose, such as the exercises' answers, as cells."""
+    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    snippets = [snippet for text in prose for snippet in FENCES.findall(text)]
+    notebook.cells += [_new("code_cell", source=snippet) for snippet in snippets]
+    return notebook
+
+
 def save(notebook: NotebookNode, path: Path) -> None:
     """Writes a notebook."""
     path.parent.mkdir(exist_ok=True)
@@ -175,16 +186,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m notebooks.build", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("names", nargs="*", help="beginnings of names, such as 01; default all")
-    parser.add_argument("--check", action="store_true", help="run the English ones, write none")
+    parser.add_argument(
+        "--check", action="store_true", help="run the English ones with the answers, write none"
+    )
     options = parser.parse_args(arguments)
     for source in sources():
         if options.names and not source.stem.startswith(tuple(options.names)):
             continue
         for language in [ENGLISH] if options.check else languages(source):
             start = time.perf_counter()
-            notebook = run(written(source, language))
-            if not options.check:
-                save(notebook, notebook_of(source, language))
+            notebook = written(source, language)
+            if options.check:
+                run(with_answers(notebook))
+            else:
+                save(run(notebook), notebook_of(source, language))
             print(f"{source.stem} {language}: {time.perf_counter() - start:.0f} s", flush=True)
 
 

@@ -1,8 +1,9 @@
 from pathlib import Path
 
 import pytest
+from nbclient.exceptions import CellExecutionError
 
-from notebooks.build import NotebookError, digest, read, run, translated
+from notebooks.build import NotebookError, digest, read, run, translated, with_answers
 
 SCRIPT = """\
 # %% [markdown] name="question"
@@ -49,6 +50,25 @@ def test_a_paragraph_without_words_is_missing(tmp_path: Path, text: str) -> None
 def test_a_paragraph_of_no_cell_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotebookError, match="gone is no cell with prose: delete it"):
         translated(read(script(tmp_path)), translation(gone="00000000"))
+
+
+def test_code_in_prose_is_copied_not_translated(tmp_path: Path) -> None:
+    text = "Print it:\n\n```python\nprint(2)\n```"
+    prose = "\n".join(f"# {line}" for line in text.splitlines())
+    path = script(tmp_path, SCRIPT.replace("# Two.", prose))
+    other = translation(remember=digest(text)) + "\n```python\nprint(3)\n```\n"
+    with pytest.raises(NotebookError, match="remember has other code than its source: copy it"):
+        translated(read(path), other)
+    assert translated(read(path), other.replace("3", "2")).cells[2].source.startswith("译文")
+
+
+def test_code_in_prose_runs_behind_the_cells(tmp_path: Path) -> None:
+    answer = "# ```python\n# assert _ == 2\n# ```"
+    path = script(tmp_path, SCRIPT.replace("# Two.", answer))
+    assert run(with_answers(read(path))).cells[3].execution_count == 2
+    wrong = script(tmp_path, SCRIPT.replace("# Two.", answer.replace("2", "3")))
+    with pytest.raises(CellExecutionError, match="assert _ == 3"):
+        run(with_answers(read(wrong)))
 
 
 @pytest.mark.parametrize("text", [SCRIPT.replace(' name="answer"', ""), SCRIPT + SCRIPT])
