@@ -120,7 +120,6 @@ def test_any_module_has_an_anatomy():
     [
         (len, {}, r"needs a torch\.nn\.Module; got builtin"),
         (nn.Linear(4, 4).eval(), {}, r"call model\.train\(\) first"),
-        (nn.Linear(4, 4), {"checkpoint": True}, r"checkpoint=True needs a zoo\.Chain; got Linear"),
         (nn.Linear(4, 4), {"device": "a100"}, "device='a100' is neither None nor 'meta'"),
     ],
 )

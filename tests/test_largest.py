@@ -13,6 +13,7 @@ from torch import Tensor
 import zoo
 from tests.training import Residuals, assert_same, everything, images
 from zoo.chain import Chain
+from zoo.entry import Invocation
 from zoo.errors import ArgumentError, BudgetError, InputError, PlanError
 from zoo.largest import Largest, largest
 from zoo.measure.rehearsal import rehearse
@@ -76,7 +77,7 @@ def real_peak(case: Case, size: int, checkpoint: Any) -> int:
     made = make(size)
     made = made if isinstance(made, tuple) else (made,)
     inputs = [value if value is None else torch.zeros_like(value, device="cpu") for value in made]
-    return rehearse(zoo.checkpoint(build(), checkpoint), inputs, sgd, loss)
+    return rehearse(zoo.checkpoint(build(), checkpoint), Invocation.of(inputs), sgd, loss)
 
 
 QUICK = ("vit", "gpt2", "densenet")
@@ -207,7 +208,7 @@ def test_what_no_size_keeps_to_is_refused_with_the_least() -> None:
         ({"sample": None}, "a sample of the inputs is needed"),
         ({"checkpoint": "sqr"}, "'sqr' is no scheme"),
         ({"checkpoint": True, "max_overhead": 0.1}, "go with checkpoint='auto'; got True"),
-        ({"model": torch.nn.Linear(2, 2)}, "found for a zoo.Chain; got Linear"),
+        ({"model": len}, r"needs a torch\.nn\.Module; got builtin"),
         ({"device": "abacus"}, "device='abacus' is not in the table"),
     ],
 )

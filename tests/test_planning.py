@@ -11,6 +11,7 @@ from torch import Tensor
 
 import zoo
 from tests.training import Residuals, assert_same, everything, images
+from zoo.ahead import look_ahead
 from zoo.chain import Chain
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.measure.memory import measure_step
@@ -61,7 +62,7 @@ def prospect(family: str) -> Prospect:
     build, inputs = FAMILIES[family]
     torch.manual_seed(1)
     loss = None if family in ("gpt2", "lstm") else scores
-    return Prospect.of(build(), inputs(), optimizer=sgd, loss=loss)
+    return look_ahead(build(), inputs(), optimizer=sgd, loss=loss)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,8 +166,8 @@ def test_what_is_impossible_is_refused_with_the_least() -> None:
 
 def test_no_optimizer_counts_no_state() -> None:
     model, x = Residuals(), images()
-    with_state = Prospect.of(model, x).fixed
-    without = Prospect.of(model, x, optimizer=None).fixed
+    with_state = look_ahead(model, x).fixed
+    without = look_ahead(model, x, optimizer=None).fixed
     assert with_state.optimizer > without.optimizer == 0
     assert isinstance(without, FixedBytes)
 
@@ -266,9 +267,9 @@ def test_a_budget_alone_means_auto_and_no_other_option() -> None:
 
 def test_the_loss_is_kept_and_its_bytes_count() -> None:
     model, x = Residuals(), images(8, 4, 32)
-    with_loss = Prospect.of(model, x, loss=scores)
+    with_loss = look_ahead(model, x, loss=scores)
     assert all(isinstance(point.plan[-1], int) for point in with_loss.points)
-    assert with_loss.points[-1].peak >= Prospect.of(model, x).points[-1].peak
+    assert with_loss.points[-1].peak >= look_ahead(model, x).points[-1].peak
     assert with_loss.report(None, 0.1).plan.flatten() == tuple(range(with_loss.steps))
 
 

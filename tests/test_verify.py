@@ -417,11 +417,11 @@ def test_every_training_takes_every_step() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": nn.Linear(3, 3)}, r"takes a zoo\.Chain; got Linear\. Write the model as a"),
+        ({"model": len}, r"takes a torch\.nn\.Module; got builtin"),
         ({"model": Residuals().eval()}, r"in eval mode.*call model\.train\(\)"),
         ({"model": Residuals().to("meta")}, r"on the meta device, which has no bits"),
-        ({"inputs": {"x": 1}}, r"inputs as a tensor, a tuple.*got dict"),
-        ({"inputs": lambda step: None}, r"inputs as a tensor, a tuple.*got NoneType"),
+        ({"inputs": 1}, r"inputs are a tensor, a tuple.*got int"),
+        ({"inputs": lambda step: None}, r"inputs are a tensor, a tuple.*got NoneType"),
         ({"model": with_meta_buffer()}, r"on the meta device, which has no bits"),
         ({"steps": 0}, r"steps of at least 1; got 0"),
         ({"steps": True}, r"steps of at least 1; got True"),

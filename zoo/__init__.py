@@ -8,6 +8,7 @@ by a plan and changes nothing else. See README.md.
 """
 
 from zoo.adapter.front import chain_of, checkpoint, uncheckpoint
+from zoo.ahead import frontier, plan
 from zoo.anatomy import Anatomy, anatomy, track
 from zoo.catalog import (
     create,
@@ -64,7 +65,6 @@ from zoo.measure.timeline import Timeline
 from zoo.plan import Plan
 from zoo.plan_frontier import Frontier
 from zoo.plan_report import PlanReport
-from zoo.planning import frontier, plan
 from zoo.verify import verify
 from zoo.version import __version__
 

@@ -8,19 +8,20 @@ apart that would fit nowhere, in seconds. What only real kernels allocate is the
 import copy
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo.chain import Chain, Outline, Runner, State
-from zoo.checkpointing import Checkpoint, PlannedRunner, attach
+from zoo.adapter.entry import Entry, UnfollowedError, follow, named_steps, runner_of
+from zoo.adapter.front import checkpoint as put_in_force
+from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
 from zoo.engine.recompute import is_recomputing
+from zoo.entry import Inputs, Invocation, Loss, own_loss
 from zoo.errors import ArgumentError
 from zoo.measure.fakes import FakeKernels
 from zoo.measure.memory import tensors_in
@@ -29,8 +30,6 @@ from zoo.measure.timeline import Timeline, compare
 from zoo.measure.tracker import Tracker
 from zoo.plan import Plan
 from zoo.verification.records import read_streams, set_streams
-
-Loss = Callable[[Any], Tensor]
 
 
 def track(
@@ -97,7 +96,7 @@ class Anatomy:
 
 def anatomy(
     model: nn.Module,
-    inputs: Any,
+    inputs: Inputs,
     *,
     optimizer: MakeOptimizer | None = torch.optim.AdamW,
     loss: Loss | None = None,
@@ -109,21 +108,23 @@ def anatomy(
     The model is left as it is; a copy trains. Its first step is not counted.
 
     Args:
-        model: in training mode. Where it is a chain with a plan of its own, that is the plan.
-        inputs: what it is called with: a tensor or a tuple, real or on the meta device.
+        model: in training mode. Where it has a plan of its own, that is the plan.
+        inputs: what it is called with: a tensor, a tuple or a dict of keyword arguments, real or on
+            the meta device.
         optimizer: is called with the list of parameters; None takes no step.
         loss: turns what the model returns into a scalar; by default a scalar is its own loss, and
-            of anything else the means of all floating tensors are added.
+            an output named `loss` too, and of anything else the means of all floating tensors are
+            added.
         checkpoint: what `zoo.create` takes, in place of the model's own.
         device: "meta" runs nothing real: fake tensors stand for those of the model's device, the
             CPU's where the model is on the meta device. Meta inputs or parameters say so, too.
 
     Raises:
-        ArgumentError: no module or not in training mode; a plan for what is no chain.
+        ArgumentError: no module or not in training mode; a plan for what cannot be followed.
     """
-    _check(model, checkpoint, device)
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    tensors = [*tensors_in(given), *model.parameters()]
+    _check(model, device)
+    given = Invocation.of(inputs)
+    tensors = [*given.tensors, *model.parameters()]
     is_fake = device == "meta" or any(tensor.is_meta for tensor in tensors)
     place = next((t.device for t in model.parameters() if not t.is_meta), torch.device("cpu"))
     run = _Run(model, given, optimizer, loss or mean_of, place)
@@ -131,17 +132,21 @@ def anatomy(
     streams = read_streams()
     try:
         measure = run.predicted if is_fake else run.measured
-        return Anatomy(measure(None), measure(plan) if plan is not None else None, plan)
+        planned = measure(plan) if plan is not None else None
+        return Anatomy(measure(None), planned, plan if isinstance(plan, Plan) else None)
     finally:
         set_streams(streams)
 
 
 def mean_of(outputs: Any) -> Tensor:
-    """Adds the means of all floating tensors -> (); one number is its own mean.
+    """Adds the means of all floating tensors -> (); a loss that is named is its own.
 
     Raises:
         ArgumentError: there is none.
     """
+    own = own_loss(outputs)
+    if isinstance(own, Tensor) and own.numel() == 1:
+        return own
     found = [tensor.mean() for tensor in tensors_in(outputs) if tensor.is_floating_point()]
     if not found:
         raise ArgumentError("the model returns no floating tensor; pass loss= a scalar of its own")
@@ -153,125 +158,89 @@ class _Run:
     """A model and all that one training step of it needs."""
 
     model: nn.Module
-    inputs: tuple[Any, ...]
+    inputs: Invocation
     optimizer: MakeOptimizer | None
     loss: Loss
     place: torch.device
 
-    def plan(self, checkpoint: Checkpoint | None) -> Plan | None:
-        """Decides the plan, without running a step of the model."""
-        model = self.model
-        if not isinstance(model, Chain) or (checkpoint is None and model.runner is None):
-            return None
-        runner = model.runner
+    def plan(self, checkpoint: Checkpoint | None) -> Plan | str | None:
+        """Decides the plan, without running a step; "blocks" where there is none for the model."""
+        asked = checkpoint is not None
+        runner = runner_for(checkpoint, None, None) if asked else runner_of(self.model)  # type: ignore[arg-type]
+        if not isinstance(runner, PlannedRunner):
+            return None if runner is None else runner.plan
         try:
-            if checkpoint is not None:
-                attach(model, checkpoint)
-            if model.runner is None:
-                return None
-            return _decided(model, self._weightless(model))
-        finally:
-            model.runner = runner
+            with torch.enable_grad():
+                return Entry.of(self.model, self._weightless()).decided(runner)
+        except UnfollowedError:
+            if checkpoint not in (None, True, "blocks"):
+                raise
+            return "blocks"
 
-    def measured(self, plan: Plan | None) -> Timeline:
+    def measured(self, plan: Plan | str | None) -> Timeline:
         """Trains a real copy for two steps and returns the timeline of the second."""
-        inputs = pytree.tree_map_only(Tensor, _clone, self.inputs)
-        step, tracker = self._training(copy.deepcopy(self.model), inputs, plan)
+        step, tracker = self._training(copy.deepcopy(self.model), self.inputs.map(_clone), plan)
         step()
         with tracker as timeline:
             step()
         return timeline
 
-    def predicted(self, plan: Plan | None) -> Timeline:
+    def predicted(self, plan: Plan | str | None) -> Timeline:
         """Trains a fake copy for one step, with the state of an optimizer that has stepped."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = _fake_copy(self.model, mode, self.place)
         with mode, FakeKernels(), _Counters():  # type: ignore[no-untyped-call]
-            step, tracker = self._training(model, self._fakes(mode), plan)
+            inputs = self._fakes(mode)
+            step, tracker = self._training(model, inputs, plan)
+            follow(model, inputs)
             with tracker as timeline:
                 step()
         return timeline
 
     def _training(
-        self, model: nn.Module, inputs: tuple[Any, ...], plan: Plan | None
+        self, model: nn.Module, inputs: Invocation, plan: Plan | str | None
     ) -> tuple[Callable[[], None], Tracker]:
         """Makes a step of training a copy, and a tracker of it."""
         model.zero_grad(set_to_none=True)
-        if isinstance(model, Chain):
-            attach(model, False if plan is None else plan)
+        put_in_force(model, False if plan is None else plan, steps=named_steps(self.model))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = self.optimizer(trained) if self.optimizer is not None and trained else None
 
         def step() -> None:
             model.zero_grad(set_to_none=True)
-            self.loss(model(*inputs)).backward()  # type: ignore[no-untyped-call]
+            self.loss(inputs.on(model)).backward()  # type: ignore[no-untyped-call]
             if optimizer is not None:
                 optimizer.step()
 
         on_cpu = all(t.device.type == "cpu" for t in trained)
         is_real = not any(isinstance(t, FakeTensor) for t in trained)
-        tracker = track(model, optimizer=optimizer, inputs=inputs, allocator=on_cpu and is_real)
+        tracker = track(
+            model, optimizer=optimizer, inputs=inputs.tensors, allocator=on_cpu and is_real
+        )
         if not is_real and optimizer is not None:
             _step_once(optimizer, trained)
         return step, tracker
 
-    def _weightless(self, model: nn.Module) -> tuple[Any, ...]:
+    def _weightless(self) -> Invocation:
         """Returns inputs that take no memory, where the model itself is."""
-        if not any(parameter.is_meta for parameter in model.parameters()):
+        if not any(parameter.is_meta for parameter in self.model.parameters()):
             return self._fakes(FakeTensorMode())
-        found: tuple[Any, ...] = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), self.inputs)
-        return found
+        return self.inputs.map(lambda tensor: tensor.to("meta"))
 
-    def _fakes(self, mode: FakeTensorMode) -> tuple[Any, ...]:
+    def _fakes(self, mode: FakeTensorMode) -> Invocation:
         """Returns fake inputs on the device of the model."""
-        fake = functools.partial(_fake, mode, self.place)
-        found: tuple[Any, ...] = pytree.tree_map_only(Tensor, fake, self.inputs)
-        return found
+        return self.inputs.map(functools.partial(_fake, mode, self.place))
 
 
-def _check(model: Any, checkpoint: Checkpoint | None, device: str | None) -> None:
+def _check(model: Any, device: str | None) -> None:
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"an anatomy needs a torch.nn.Module; got {type(model).__name__}")
     if not model.training:
         raise ArgumentError("an anatomy is that of a training step; call model.train() first")
-    if checkpoint not in (None, False) and not isinstance(model, Chain):
-        raise ArgumentError(
-            f"checkpoint={checkpoint!r} needs a zoo.Chain; got {type(model).__name__}"
-        )
     if device not in (None, "meta"):
         raise ArgumentError(
             f"device={device!r} is neither None nor 'meta'; the step runs where the model is"
         )
-
-
-class _Called(BaseException):
-    """Leaves a forward before its first step."""
-
-
-class _Deciding:
-    """Runs no step: only has another runner decide for the inputs of a forward."""
-
-    def __init__(self, runner: PlannedRunner) -> None:
-        self.runner = runner
-        self.plan: Plan | None = None
-
-    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
-        self.runner.settle(chain, outline, inputs)
-        self.plan = self.runner.plan
-        raise _Called
-
-
-def _decided(model: Chain, inputs: Sequence[Any]) -> Plan | None:
-    if not isinstance(model.runner, PlannedRunner):
-        return model.plan
-    deciding = _Deciding(model.runner)
-    model.runner = cast(Runner, deciding)
-    try:
-        with torch.enable_grad():
-            model(*inputs)
-    except _Called:
-        return deciding.plan
-    raise ArgumentError(f"{type(model).__name__}'s forward does not run its steps")
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode, place: torch.device) -> nn.Module:

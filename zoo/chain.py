@@ -25,6 +25,12 @@ Step = Callable[..., Any]
 Steps = Sequence[Union[Step, "Steps"]]
 
 
+class Titled(functools.partial[Any]):
+    """A step that has a name of its own."""
+
+    title: str = ""
+
+
 class Runner(Protocol):
     """Runs the steps of a chain in training; `plan` is what it decided, None before it did."""
 
@@ -202,6 +208,8 @@ def _hooked(module: nn.Module) -> bool:
 
 def step_name(step: Step, paths: Mapping[int, str]) -> str:
     """Names a step; `paths` are those of the chain's modules by their ids."""
+    if isinstance(step, Titled):
+        return step.title
     if isinstance(step, functools.partial):
         shown = ", ".join(
             paths.get(id(value), str(value))

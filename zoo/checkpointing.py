@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zoo.chain import Chain, Outline, State, fold
+from zoo.agreement import agreed
+from zoo.chain import Chain, Outline, State, fold, step_names
 from zoo.engine.schedule import run_compiled, run_plan
 from zoo.errors import ArgumentError
 from zoo.measure.profile import profile
@@ -176,7 +177,22 @@ def _within(
     outline: Outline,
     inputs: State,
 ) -> Plan:
-    """Plans for a budget, AdamW's state counted, and says so in the log."""
+    """Plans for a budget, AdamW's state counted, once for all processes of a group."""
+    kinds = (*map(_kind, inputs), *_autocast(inputs))
+    own = [(name, value.shape, value.dtype) for name, value in chain.named_parameters()]
+    names = step_names(chain, outline.steps)
+    question = repr((names, outline.blocks, own, kinds, memory_budget, max_overhead))
+    return agreed(question, lambda: _planned(memory_budget, max_overhead, chain, outline, inputs))
+
+
+def _planned(
+    memory_budget: Budget | None,
+    max_overhead: float | None,
+    chain: Chain,
+    outline: Outline,
+    inputs: State,
+) -> Plan:
+    """Plans for a budget, and says so in the log."""
     report = Prospect(chain, outline, inputs).report(memory_budget, max_overhead)
     shapes = ", ".join("x".join(map(str, value.shape)) for value in inputs if value is not None)
     _log.info(

@@ -1,22 +1,71 @@
-"""What comes to the first step of a chain when it is called: the start of planning ahead of time.
+"""What a model is called with, and what then comes to the first step of a chain.
 
 A model's forward may do more than run its steps (GPT-2 takes targets or none, an LSTM makes its
 first state), so it is called, and stopped where the first step would run.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zoo.chain import Chain, Outline, Runner, State
 from zoo.errors import ArgumentError
 
 Loss = Callable[..., Tensor]
+# what a user writes for what a model is called with
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """The arguments of one call of a model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inputs: Any) -> "Invocation":
+        """Reads a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
+
+        Raises:
+            ArgumentError: it is none of these.
+        """
+        if isinstance(inputs, Invocation):
+            return inputs
+        if isinstance(inputs, Tensor):
+            return cls((inputs,))
+        if isinstance(inputs, Mapping):
+            return cls(kwargs=dict(inputs))
+        if isinstance(inputs, tuple | list):
+            return cls(tuple(inputs))
+        raise ArgumentError(
+            "a model's inputs are a tensor, a tuple of arguments or a dict of keyword arguments; "
+            f"got {type(inputs).__name__}"
+        )
+
+    def on(self, model: Callable[..., Any]) -> Any:
+        """Calls a model and returns what it returns."""
+        return model(*self.args, **self.kwargs)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Invocation":
+        """Returns the same arguments with other tensors."""
+        return Invocation(*pytree.tree_map_only(Tensor, function, (self.args, self.kwargs)))
+
+    def at(self, place: torch.device) -> "Invocation":
+        """Returns fake tensors at a place for meta tensors, and any others as they are."""
+        return self.map(lambda tensor: _in_place(tensor, place))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, in order."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class _Called(BaseException):
@@ -27,17 +76,16 @@ class _Called(BaseException):
         self.found, self.state = found, state
 
 
-def called(model: Chain, inputs: Sequence[Any]) -> tuple[Outline, State]:
+def called(model: Chain, given: Invocation) -> tuple[Outline, State]:
     """Calls a model up to where its first step would run: its steps, and what comes to them.
 
     Raises:
         ArgumentError: its forward does not run its steps.
     """
-    place = place_of(model)
     runner, model.runner = model.runner, cast(Runner, _stop)
     try:
         with torch.enable_grad():
-            model(*(_in_place(value, place) for value in inputs))
+            given.at(place_of(model)).on(model)
     except _Called as found:
         return found.found, found.state
     finally:
@@ -45,7 +93,7 @@ def called(model: Chain, inputs: Sequence[Any]) -> tuple[Outline, State]:
     raise ArgumentError(f"{type(model).__name__}'s forward does not run its steps")
 
 
-def place_of(model: Chain) -> torch.device:
+def place_of(model: nn.Module) -> torch.device:
     """Returns the device of a model's first parameter."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
@@ -60,21 +108,24 @@ def with_loss(found: Outline, loss: Loss | None) -> Outline:
     )
 
 
-def title_of(model: Chain, inputs: State) -> str:
+def title_of(model: nn.Module, inputs: State) -> str:
     """Names a model and the shapes of its inputs: 'ResNet on 8×3×224×224'."""
     shapes = ["×".join(map(str, value.shape)) for value in inputs if value is not None]
     return f"{type(model).__name__} on {', '.join(shapes)}"
+
+
+def own_loss(outputs: Any) -> Any:
+    """Returns the loss among named outputs, where transformers put it for labels; None if none."""
+    return outputs.get("loss") if isinstance(outputs, Mapping) else None
 
 
 def _stop(chain: Chain, found: Outline, state: State) -> Any:
     raise _Called(found, state)
 
 
-def _in_place(value: Any, place: torch.device) -> Any:
+def _in_place(value: Tensor, place: torch.device) -> Tensor:
     """Returns a fake tensor where the model is for a meta tensor, any other as it is."""
-    if isinstance(value, list | tuple):
-        return tuple(_in_place(part, place) for part in value)
-    if not isinstance(value, Tensor) or value.device.type != "meta" or place.type == "meta":
+    if value.device.type != "meta" or place.type == "meta":
         return value
     with FakeTensorMode():
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=place)

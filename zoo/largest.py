@@ -18,10 +18,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 import torch
+from torch import nn
 
-from zoo.chain import Chain
-from zoo.checkpointing import Checkpoint, Decide, PlannedRunner, attach
-from zoo.entry import Loss
+from zoo.adapter.entry import runner_of
+from zoo.adapter.front import checkpoint as put_in_force
+from zoo.ahead import look_ahead
+from zoo.checkpointing import Checkpoint, Decide, PlannedRunner, runner_for
+from zoo.entry import Inputs, Loss, place_of
 from zoo.errors import ArgumentError, BudgetError, InputError
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.measure.rehearsal import rehearse
@@ -29,7 +32,7 @@ from zoo.plan import Plan
 from zoo.planner.search import Needed, largest_within
 from zoo.planning import Prospect
 from zoo.units import format_bytes
-from zoo.vary import Inputs, Varied, Vary, varied
+from zoo.vary import Varied, Vary, varied
 from zoo.verification.records import read_streams, set_streams
 
 
@@ -83,7 +86,9 @@ class Options(TypedDict, total=False):
     verify: bool
 
 
-def max_batch_size(model: Chain, sample: Inputs | None = None, **options: Unpack[Options]) -> int:
+def max_batch_size(
+    model: nn.Module, sample: Inputs | None = None, **options: Unpack[Options]
+) -> int:
     """Returns the largest batch whose training step keeps to a memory budget.
 
     Options and errors are those of `zoo.largest`, which also says what the step takes.
@@ -92,7 +97,7 @@ def max_batch_size(model: Chain, sample: Inputs | None = None, **options: Unpack
 
 
 def largest(
-    model: Chain,
+    model: nn.Module,
     sample: Inputs | None = None,
     *,
     memory_budget: int | str = "device",
@@ -111,9 +116,10 @@ def largest(
     the size. The model is left as it is; nothing of its size is allocated, but for a real step.
 
     Args:
-        model: a chain in training mode; on the meta device if it is nowhere yet.
-        sample: what the model is called with: a tensor or a tuple, in any size, also of meta
-            tensors. A real step repeats its values; meta tensors become zeros.
+        model: in training mode; on the meta device if it is nowhere yet.
+        sample: what the model is called with: a tensor, a tuple or a dict of keyword arguments, in
+            any size, also of meta tensors. A real step repeats its values; meta tensors become
+            zeros.
         memory_budget: bytes, "8GiB", or "device" for what is free where the model is.
         checkpoint: what `zoo.create` takes; by default what is in force on the model. "auto" stands
             for any plan that keeps to the budget, and chooses the fastest for the size found.
@@ -127,7 +133,7 @@ def largest(
             room beside the model. If that takes more than the budget, the size is lowered.
 
     Raises:
-        ArgumentError: no chain, or an argument of no such form.
+        ArgumentError: no module, one that cannot be followed, or an argument of no such form.
         BudgetError: no size keeps to the budget, with the least bytes that one needs.
         InputError: the model does not take inputs like the sample.
     """
@@ -147,8 +153,8 @@ def largest(
 
 
 def _check(model: Any, memory_budget: Any, multiple_of: Any) -> None:
-    if not isinstance(model, Chain):
-        raise ArgumentError(f"a largest size is found for a zoo.Chain; got {type(model).__name__}")
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"a largest size needs a torch.nn.Module; got {type(model).__name__}")
     if isinstance(memory_budget, float):
         raise ArgumentError(
             f"memory_budget={memory_budget} is a fraction of what keeping everything takes, which "
@@ -172,14 +178,12 @@ class _Look:
 Choose = Callable[[Prospect, int], _Look]
 
 
-def _choice(model: Chain, checkpoint: Any, max_overhead: float | None) -> Choose:
+def _choice(model: nn.Module, checkpoint: Any, max_overhead: float | None) -> Choose:
     """Returns how the plan for a size is chosen: as in a training with this option."""
     if checkpoint == "auto" or (max_overhead is not None and checkpoint in (None, False)):
         return functools.partial(_fastest, max_overhead)
-    if checkpoint is None:
-        runner = model.runner
-    else:
-        runner = attach(Chain(), checkpoint, max_overhead=max_overhead).runner
+    asked = checkpoint is not None
+    runner = runner_for(checkpoint, None, max_overhead) if asked else runner_of(model)
     if runner is None:
         return _keep_all
     if isinstance(runner, PlannedRunner):
@@ -191,9 +195,10 @@ def _keep_all(prospect: Prospect, budget: int) -> _Look:
     return _by_plan(prospect, Plan.keep_all(prospect.steps))
 
 
-def _decided(decide: Decide, model: Chain, prospect: Prospect, budget: int) -> _Look:
+def _decided(decide: Decide, model: nn.Module, prospect: Prospect, budget: int) -> _Look:
     try:
-        return _by_plan(prospect, decide(model, prospect.outline, prospect.state))
+        plan = decide(model, prospect.outline, prospect.state)  # type: ignore[arg-type]
+        return _by_plan(prospect, plan)
     except BudgetError as error:
         raise ArgumentError(
             "the model already has a budget, which ends the search; pass checkpoint='auto'"
@@ -220,7 +225,7 @@ def _fastest(max_overhead: float | None, prospect: Prospect, budget: int) -> _Lo
 class _Question:
     """What is asked: the inputs of a size, and all else but the budget."""
 
-    model: Chain
+    model: nn.Module
     inputs: Varied
     choose: Choose
     unit: int
@@ -233,9 +238,10 @@ class _Question:
         """Looks at the model at a multiple of the unit."""
         size = count * self.unit
         inputs = self.inputs.on_paper(size)
-        options = {"optimizer": self.optimizer, "loss": self.loss, "device": device}
         try:
-            return Prospect.of(self.model, inputs, **options)
+            return look_ahead(
+                self.model, inputs, optimizer=self.optimizer, loss=self.loss, device=device
+            )
         except Exception as error:
             error.add_note(f"the size looked at was {size}")
             raise
@@ -362,9 +368,8 @@ def _measured(question: _Question, found: Largest) -> int:
     streams = read_streams()
     try:
         model, loss = copy.deepcopy((question.model, question.loss))
-        attach(model, found.plan if found.plan.depth() else False)
-        place = next((value.device for value in model.parameters()), torch.device("cpu"))
-        inputs = question.inputs.filled(found.size, place)
+        put_in_force(model, found.plan if found.plan.depth() else False)
+        inputs = question.inputs.filled(found.size, place_of(model))
         return rehearse(model, inputs, question.optimizer, loss)
     except torch.OutOfMemoryError:
         return found.budget + 1

@@ -1,4 +1,4 @@
-"""From a memory budget to a plan: `zoo.plan`, `zoo.frontier`, and what `checkpoint="auto"` does.
+"""From a memory budget to a plan, for a chain of steps whose first state is known.
 
 A budget is the peak of a whole training step. A plan decides about activations only; the rest is
 counted here, and gradients of parameters from when the backward makes them:
@@ -12,20 +12,21 @@ from fake tensors, seconds from one real run of each kind of step (`measure.prof
 
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zoo.chain import Chain, Outline, State, step_names
-from zoo.entry import Loss, called, place_of, title_of, with_loss
+from zoo.chain import Outline, State, step_names
+from zoo.entry import Loss, place_of, title_of, with_loss
 from zoo.errors import ArgumentError, BudgetError
 from zoo.measure.devices import device_named
 from zoo.measure.memory import resident_bytes
 from zoo.measure.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.measure.profile import profile
+from zoo.measure.sharded import is_spread
 from zoo.plan import Item, Plan
 from zoo.plan_frontier import Frontier, Point
 from zoo.plan_report import FixedBytes, PeakBytes, PlanReport
@@ -44,66 +45,15 @@ DEEPEST = 64
 Budget = int | float | str
 
 
-def plan(
-    model: Chain,
-    inputs: Tensor | Sequence[Any],
-    *,
-    memory_budget: Budget | None = None,
-    max_overhead: float | None = None,
-    optimizer: MakeOptimizer | None = torch.optim.AdamW,
-    loss: Loss | None = None,
-    device: str | None = None,
-) -> PlanReport:
-    """Finds the plan of least time whose training step keeps to a budget in bytes.
-
-    `inputs` are what the model is called with, a tensor or a tuple, also of meta tensors, which
-    take no memory. Targets are among them where the model takes them: `(tokens, targets)` for
-    GPT-2, `(tokens, None, targets)` for an LSTM. Else the loss is outside of the model, and `loss`
-    may be given so that its bytes count: a function of the model's outputs that knows its targets,
-    `lambda scores: cross_entropy(scores, targets)`.
-
-    `memory_budget` is the peak of the whole step: bytes, "8GiB", "8GB", "device" for what is free
-    there, or a fraction of what keeping everything takes, `0.5`. Instead, `max_overhead=0.2` asks
-    for the least memory in at most 1.2 times the baseline's time.
-
-    `optimizer` makes the optimizer whose state is counted, AdamW if not said; None counts none.
-    A step is counted that begins without gradients. One that accumulates them over several calls,
-    or zeroes them in place (`zero_grad(set_to_none=False)`), has them in the forward, too: take
-    `report.fixed.gradients` off the budget. Under autocast the copies of weights in its cache are
-    not counted; `torch.autocast(..., cache_enabled=False)` keeps none.
-    `device` plans for a device that may not be here ("a100"; see `zoo.measure.devices`) by its
-    peak rates; else each kind of step is timed once, where the model is.
-
-    Raises:
-        ArgumentError: no chain, not one of budget and overhead, or no such form of them.
-        BudgetError: no plan keeps to the budget, with the least that one needs.
-    """
-    found = Prospect.of(model, inputs, optimizer=optimizer, loss=loss, device=device)
-    return found.report(memory_budget, max_overhead)
-
-
-def frontier(
-    model: Chain,
-    inputs: Tensor | Sequence[Any],
-    *,
-    optimizer: MakeOptimizer | None = torch.optim.AdamW,
-    loss: Loss | None = None,
-    device: str | None = None,
-) -> Frontier:
-    """Returns the best plans by rising peak and falling time, then the classic schemes.
-
-    It is a sequence of points, each with `peak`, `time_ratio`, `plan` and `name`, and can be drawn
-    and written: see `Frontier`. Arguments and errors are those of `plan`.
-    """
-    return Prospect.of(model, inputs, optimizer=optimizer, loss=loss, device=device).frontier()
-
-
 class Prospect:
-    """A chain's costs for one kind of inputs, and its best plans for any budget."""
+    """A chain's costs for one kind of inputs, and its best plans for any budget.
+
+    `model` is the chain, or the module whose steps these are.
+    """
 
     def __init__(
         self,
-        model: Chain,
+        model: nn.Module,
         found: Outline,
         state: State,
         *,
@@ -111,6 +61,12 @@ class Prospect:
         loss: Loss | None = None,
         device: str | None = None,
     ) -> None:
+        if any(map(is_spread, model.parameters())):
+            raise ArgumentError(
+                f"the parameters of {type(model).__name__} are spread over processes, and what "
+                "comes and goes with them is not counted. Plan before they are, or choose "
+                "checkpoint=True or a scheme"
+            )
         self.title = title_of(model, state)
         self.outline, self.state = found, state
         self.names = tuple(step_names(model, found.steps))
@@ -122,17 +78,6 @@ class Prospect:
         self.costs = replace(costs, returned=costs.live[self.steps] | costs.live[-1])
         self.whole = self.costs.with_parameter_gradients()
         self.baseline = self._point(Plan.keep_all(len(self.costs)))
-
-    @classmethod
-    def of(cls, model: Chain, inputs: Tensor | Sequence[Any], **options: Any) -> "Prospect":
-        """Looks at a model as it would be called with these inputs."""
-        if not isinstance(model, Chain):
-            raise ArgumentError(f"planning needs a zoo.Chain; got {type(model).__name__}")
-        if not model.training:
-            raise ArgumentError("a plan is for training; call model.train() first")
-        given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        with torch.inference_mode(False), torch.enable_grad():
-            return cls(model, *called(model, given), **options)
 
     def report(self, memory_budget: Budget | None, max_overhead: float | None) -> PlanReport:
         """Chooses a plan and says what it costs."""
@@ -275,7 +220,7 @@ def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
 
 
 def _costs(
-    model: Chain, found: Outline, inputs: State, device: str | None, place: torch.device
+    model: nn.Module, found: Outline, inputs: State, device: str | None, place: torch.device
 ) -> StepCosts:
     named = device_named(device) if device is not None else None
     timed = named is None and place.type != "meta"
@@ -308,7 +253,7 @@ def _table(costs: StepCosts) -> Any:
     return Table(costs)
 
 
-def _fixed_bytes(model: Chain, inputs: State, optimizer: OptimizerBytes) -> FixedBytes:
+def _fixed_bytes(model: nn.Module, inputs: State, optimizer: OptimizerBytes) -> FixedBytes:
     given = [value for value in inputs if isinstance(value, Tensor)]
     resident = resident_bytes(model, inputs=given)
     trained: Iterable[Tensor] = (p for p in model.parameters() if p.requires_grad)

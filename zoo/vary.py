@@ -4,18 +4,16 @@ On paper they are meta tensors, which take no memory; for a real step they are f
 sample's values, again and again, so that labels and tokens stay in range.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from zoo.entry import Inputs, Invocation
 from zoo.errors import ArgumentError
-from zoo.measure.memory import tensors_in
 
-Inputs = Tensor | Sequence[Any]
 Vary = int | tuple[int, ...] | Callable[[int], Inputs]
 
 
@@ -23,8 +21,8 @@ Vary = int | tuple[int, ...] | Callable[[int], Inputs]
 class Varied:
     """Makes inputs of a size; `start` is the sample's own."""
 
-    on_paper: Callable[[int], tuple[Any, ...]]
-    filled: Callable[[int, torch.device], tuple[Any, ...]]
+    on_paper: Callable[[int], Invocation]
+    filled: Callable[[int, torch.device], Invocation]
     start: int = 1
 
 
@@ -40,27 +38,27 @@ def varied(sample: Inputs | None, vary: Vary) -> Varied:
         return _from_function(vary)
     if sample is None:
         raise ArgumentError("a sample of the inputs is needed, or vary= a function that makes them")
-    return _from_sample(_as_tuple(sample), vary)
+    return _from_sample(Invocation.of(sample), vary)
 
 
 def _from_function(make: Callable[[int], Inputs]) -> Varied:
     return Varied(
-        lambda size: _mapped(_to_meta, _as_tuple(make(size))),
-        lambda size, place: _mapped(lambda value: _in_place(value, place), _as_tuple(make(size))),
+        lambda size: Invocation.of(make(size)).map(_to_meta),
+        lambda size, place: Invocation.of(make(size)).map(lambda value: _in_place(value, place)),
     )
 
 
-def _from_sample(sample: tuple[Any, ...], vary: Any) -> Varied:
+def _from_sample(sample: Invocation, vary: Any) -> Varied:
     dims = vary if isinstance(vary, tuple) else (vary,)
-    start = _size(tensors_in(sample), dims)
+    start = _size(sample.tensors, dims)
     return Varied(
-        lambda size: _mapped(lambda value: _grown(_to_meta(value), dims, size), sample),
-        lambda size, place: _mapped(lambda v: _grown(_in_place(v, place), dims, size), sample),
+        lambda size: sample.map(lambda value: _grown(_to_meta(value), dims, size)),
+        lambda size, place: sample.map(lambda v: _grown(_in_place(v, place), dims, size)),
         start,
     )
 
 
-def _size(tensors: Sequence[Tensor], dims: tuple[Any, ...]) -> int:
+def _size(tensors: list[Tensor], dims: tuple[Any, ...]) -> int:
     """Returns the one size of these dimensions in all tensors."""
     for dim in dims:
         wrong = isinstance(dim, bool) or not isinstance(dim, int)
@@ -103,12 +101,3 @@ def _in_place(value: Tensor, place: torch.device) -> Tensor:
     """Returns a real tensor on a device, of zeros where there was none."""
     real = torch.zeros_like(value, device=place) if value.is_meta else value.detach().to(place)
     return real.requires_grad_(value.requires_grad)
-
-
-def _as_tuple(inputs: Any) -> tuple[Any, ...]:
-    return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-
-
-def _mapped(function: Callable[[Tensor], Tensor], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    mapped: tuple[Any, ...] = pytree.tree_map_only(Tensor, function, inputs)
-    return mapped

@@ -1,12 +1,12 @@
 """Proves for a model at hand that checkpointing changes nothing, or says what it changes first.
 
-Two copies of a chain train side by side from the same random state, one plainly and one by a plan.
+Two copies of a model train side by side from the same random state, one plainly and one by a plan.
 After each step of training everything that the step left is compared bit for bit. Before that the
 baseline is run against itself: a kernel that is not deterministic, the clock, or state outside the
 model would otherwise be blamed on checkpointing.
 
     baseline against itself          differs  ->  not deterministic; checkpointing is not judged
-    baseline against checkpointed    differs  ->  the first tensor, and the first step of the chain
+    baseline against checkpointed    differs  ->  the first tensor, and the first step of the model
                                      equal    ->  exact
 
 Only when something differs is that pair trained again, and watched: every step's outputs, gradients
@@ -17,6 +17,9 @@ original through a closure trains the original.
 """
 
 import copy
+import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,9 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zoo.chain import Chain
-from zoo.checkpointing import Checkpoint, attach
+from zoo.adapter.entry import plan_of, watch_steps
+from zoo.adapter.front import checkpoint as put_in_force
+from zoo.adapter.front import uncheckpoint
+from zoo.checkpointing import Checkpoint, runner_for
 from zoo.engine.sample import without_samples
+from zoo.entry import Invocation
 from zoo.errors import ArgumentError
 from zoo.measure.memory import tensors_in
 from zoo.measure.optimizer import MakeOptimizer
@@ -50,7 +56,7 @@ Loss = Callable[[Any], Tensor]
 
 
 def verify(
-    model: Chain,
+    model: nn.Module,
     inputs: Any,
     checkpoint: Checkpoint = True,
     *,
@@ -58,15 +64,16 @@ def verify(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
 ) -> Report:
-    """Trains copies of a chain with and without `checkpoint=` and compares every bit.
+    """Trains copies of a model with and without `checkpoint=` and compares every bit.
 
     The model is left as it is: weights, gradients, buffers, attributes, flags, random state. Four
     short trainings of copies take place, two at a time. Under autocast it verifies autocast.
 
     Args:
-        model: a chain in training mode; a plan of its own is ignored, those of chains in it count.
-        inputs: a tensor, a tuple of arguments, or a function of the step of training, from 0, that
-            returns either. Gradients of those that require them are compared.
+        model: in training mode; a plan of its own is ignored, those of modules in it count.
+        inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a function of the
+            step of training, from 0, that returns one of these. Gradients of those that require
+            them are compared.
         checkpoint: what `zoo.create` takes.
         steps: steps of training.
         loss: turns what the model returns into a scalar; by default a sum over every element of
@@ -74,11 +81,11 @@ def verify(
         optimizer: is called with the list of parameters; SGD with momentum by default.
 
     Raises:
-        ArgumentError: no chain, a chain in eval mode, or other arguments that cannot be verified.
+        ArgumentError: no module, one in eval mode, or other arguments that cannot be verified.
         RecomputeError: the engine itself refuses to train this model.
     """
     _check_arguments(model, steps)
-    attach(Chain(), checkpoint)  # refuses a wrong option before anything is trained
+    runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
     streams = read_streams()
     try:
         with torch.inference_mode(False), torch.enable_grad(), without_samples():
@@ -117,11 +124,8 @@ def _momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _check_arguments(model: Any, steps: Any) -> None:
-    if not isinstance(model, Chain):
-        raise ArgumentError(
-            f"verify takes a zoo.Chain; got {type(model).__name__}. Write the model as a chain, "
-            "whose steps a plan can run again"
-        )
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"verify takes a torch.nn.Module; got {type(model).__name__}")
     if not model.training:
         raise ArgumentError(
             f"this {type(model).__name__} is in eval mode, in which no plan is used; call "
@@ -136,15 +140,8 @@ def _check_arguments(model: Any, steps: Any) -> None:
         )
 
 
-def _batch(inputs: Any, step: int) -> tuple[Any, ...]:
-    if callable(inputs) and not isinstance(inputs, Tensor):
-        inputs = inputs(step)
-    if not isinstance(inputs, Tensor | tuple | list):
-        raise ArgumentError(
-            "verify takes inputs as a tensor, a tuple of the model's arguments or a function of "
-            f"the step that returns either; got {type(inputs).__name__}"
-        )
-    return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+def _batch(inputs: Any, step: int) -> Invocation:
+    return Invocation.of(inputs(step) if callable(inputs) else inputs)
 
 
 def _checked(loss: Any) -> Tensor:
@@ -173,8 +170,8 @@ def _check_optimizer(optimizer: Any, trained: Sequence[nn.Parameter]) -> None:
 class _Setting:
     """What is trained, on what, from which random state."""
 
-    model: Chain
-    batches: Sequence[tuple[Any, ...]]
+    model: nn.Module
+    batches: Sequence[Invocation]
     loss: Loss
     optimizer: MakeOptimizer
     streams: Mapping[str, Any]
@@ -182,15 +179,13 @@ class _Setting:
     def plain(self) -> "_Side":
         """Returns a training without any plan."""
         side = _Side(self)
-        for module in side.model.modules():
-            if isinstance(module, Chain):
-                module.runner = None
+        uncheckpoint(side.model)
         return side
 
     def checkpointed(self, checkpoint: Checkpoint) -> "_Side":
         """Returns a training with the option in force."""
         side = _Side(self)
-        attach(side.model, checkpoint)
+        put_in_force(side.model, checkpoint)
         return side
 
 
@@ -206,12 +201,12 @@ class _Side:
         _check_optimizer(self.optimizer, trained)
         self.watch: Watch | None = None
 
-    def step(self, batch: tuple[Any, ...]) -> Record:
+    def step(self, batch: Invocation) -> Record:
         """Trains one step and returns what it left: the tensors themselves, not copies."""
         set_streams(self.streams)
         self.model.zero_grad(set_to_none=True)
         inputs = _own(batch)
-        outputs = self.model(*inputs)
+        outputs = inputs.on(self.model)
         loss = _checked(self.loss(outputs))
         if self.watch is not None:
             self.watch.forward_is_over = True
@@ -223,12 +218,13 @@ class _Side:
 
     def begin_watch(self, first: Difference) -> None:
         """Watches from now on what each step of the chain does."""
-        self.watch = self.model.runner = Watch(self.model.runner, first)
+        self.watch = watch_steps(self.model, functools.partial(Watch, first=first))
 
-    def _left(self, inputs: Any, outputs: Any, loss: Tensor) -> Iterator[tuple[Name, Any]]:
-        yield from named("output", outputs)
+    def _left(self, inputs: Invocation, outputs: Any, loss: Tensor) -> Iterator[tuple[Name, Any]]:
+        yield from named("output", _as_dicts(outputs))
         yield ("loss", "loss"), loss
-        for (_, name), value in named("input", inputs):
+        given = itertools.chain(named("input", inputs.args), named("input", inputs.kwargs))
+        for (_, name), value in given:
             if isinstance(value, Tensor) and value.requires_grad:
                 yield ("input gradient", name), value.grad
         parameters = list(self.model.named_parameters())
@@ -255,7 +251,7 @@ class _Race:
         race = cls()
         for number, batch in enumerate(batches, 1):
             expected, actual = plain.step(batch), other.step(batch)
-            race.plans.append(other.model.plan)
+            race.plans.append(plan_of(other.model))
             race.compared = _count(expected)
             race.first = first_difference(expected, actual, number)
             if race.first is not None:
@@ -298,7 +294,7 @@ def _find(
     try:
         for number, (plan, batch) in enumerate(zip(plans, setting.batches, strict=False), 1):
             if plan is not None:
-                attach(other.model, plan)
+                put_in_force(other.model, plan)
             if number == first.training_step:
                 plain.begin_watch(first)
                 other.begin_watch(first)
@@ -311,21 +307,31 @@ def _find(
     return plain.watch.place(other.watch)
 
 
-def _own(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+def _as_dicts(outputs: Any) -> Any:
+    """Returns outputs with dicts in the place of dataclasses, which torch takes for leaves."""
+
+    def as_dict(leaf: Any) -> Any:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        parts = {part.name: getattr(leaf, part.name) for part in dataclasses.fields(leaf)}
+        return pytree.tree_map(as_dict, parts)
+
+    return pytree.tree_map(as_dict, outputs)
+
+
+def _own(batch: Invocation) -> Invocation:
     """Copies the tensors of a batch; one that stands in it twice stays one."""
     copies: dict[int, Tensor] = {}
 
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def own(leaf: Tensor) -> Tensor:
         if id(leaf) not in copies:
             copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
-    return pytree.tree_map(own, batch)  # type: ignore[no-any-return]
+    return batch.map(own)
 
 
-def _copied(model: Chain, loss: Loss) -> tuple[Chain, Loss]:
+def _copied(model: nn.Module, loss: Loss) -> tuple[nn.Module, Loss]:
     try:
         return copy.deepcopy((model, loss))
     except Exception as error:

@@ -17,6 +17,7 @@ from zoo.cli.parser import Parser
 from zoo.errors import BudgetError, RecomputeError
 
 RESIDUALS = ("tests.training:Residuals", "--input", "4,4,8,8")
+READER = ("tests.adapter.models:Reader", "--input", "4,4,8,8")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -106,7 +107,7 @@ MISTAKES = [
     (["plan", *RESIDUALS, "--max-overhead=1", "--optimizer", "adm"], "'adm'. Did you mean adam"),
     (["plan", *RESIDUALS, "--max-overhead=1", "--save", "/no/x"], "'/no/x' cannot be written: No"),
     (["plan", *RESIDUALS, "--max-overhead=1", "--plot", "x.bmq"], "bmq"),
-    (["plan", "torch.nn.ReLU", "--input", "2", "--max-overhead=1"], "only a zoo.Chain can be pl"),
+    (["plan", *READER, "--max-overhead=1"], "cannot be planned for: its code reads a number"),
     (["frontier", *RESIDUALS, "--points", "0"], "--points: takes a whole number from 1; got '0'"),
     (["frontier", *RESIDUALS, "--csv", "/no/x"], "'/no/x' cannot be written"),
     (["anatomy", *RESIDUALS, "--device", "cdua"], "takes cpu or cuda.*Did you mean cuda"),
@@ -117,7 +118,7 @@ MISTAKES = [
     (["max-batch", *RESIDUALS, "--memory-budget", "50%"], "'50%' is no size"),
     (["max-batch", *RESIDUALS, "--memory-budget", "1MB", "--vary", "7"], "no dimension"),
     (["max-batch", *RESIDUALS, "--memory-budget", "1MB", "--multiple-of", "x"], "number from 1"),
-    (["verify", "torch.nn.ReLU", "--input", "2"], "only a zoo.Chain can be planned and verified"),
+    (["verify", "torch.nn.ReLU", "--input", "2"], "the loss depends on nothing that requires"),
     (["verify", "resnet18", "--checkpoint", "(0-1"], "leaves 1 segment"),
     (["verify", "resnet18", "--size", "32", "--checkpoint", "(0-1) 2"], "covers 3 steps but"),
     (["verify", "resnet18", "--device", "nowhere"], "--device nowhere cannot be used here"),

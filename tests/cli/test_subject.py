@@ -57,6 +57,18 @@ def test_an_import_path_is_called_with_the_arguments(path):
     assert (type(model), model.in_features, model.bias) == (nn.Linear, 3, None)
 
 
+def test_inputs_may_have_names_all_of_them_or_none():
+    named = ("--input", "pixels=2,4,8,8", "--input", "labels=2:int64")
+    given = found("tests.adapter.test_entry:Said", *named).meta_inputs()
+    assert {name: tuple(value.shape) for name, value in given.items()} == {
+        "pixels": (2, 4, 8, 8), "labels": (2,),
+    }  # fmt: skip
+    assert given["labels"].dtype is torch.int64
+    for more in ("3,3", "labels=3"):
+        with pytest.raises(ArgumentError, match="a name for each input, no two the same"):
+            found("tests.adapter.test_entry:Said", *named, "--input", more).meta_inputs()
+
+
 def test_a_module_in_the_folder_of_the_command_is_found(monkeypatch, tmp_path):
     (tmp_path / "my_models_of_a_test.py").write_text(
         "import torch\nbuilt = torch.nn.Linear(2, 2).eval()\nclass Fails:\n  x = 1 / 0"

@@ -22,7 +22,7 @@ from zoo.adapter.guard import Guard, has_global_hooks
 from zoo.adapter.rehearsal import Rehearsal
 from zoo.adapter.steps import Steps
 from zoo.adapter.switches import check_switches
-from zoo.adapter.tape import Tape, restored
+from zoo.adapter.tape import Tape
 from zoo.adapter.watch import Opaque, ambient, is_hooked
 from zoo.chain import fold
 from zoo.checkpointing import PlannedRunner
@@ -91,7 +91,7 @@ class Following:
         found = self.followed(model, forward, given, args, kwargs)
         steps = found.steps
         state = found.runner(model, steps.outline, steps.state(given.tensors))  # type: ignore[arg-type]
-        return restored(pytree.tree_unflatten(steps.output(model, state), steps.tape.output_spec))
+        return steps.returned(model, state)
 
     def followed(
         self,

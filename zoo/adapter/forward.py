@@ -118,17 +118,26 @@ class Planned(Instead):
             self.segments, self.reason = [], None
             raise
 
+    def watched(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Followed:
+        """Watches the model as it is written, and decides nothing.
+
+        Raises:
+            Opaque: it cannot be followed.
+        """
+        given = Arguments.of(args, kwargs)
+        with torch.enable_grad():
+            return self.following.followed(self.module, self.written, given, args, kwargs)
+
     def follow(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Followed | None:
         """Watches the model and decides the plan now; None where it runs by blocks."""
-        module = self.module
         try:
-            given = Arguments.of(args, kwargs)
-            with torch.enable_grad():
-                found = self.following.followed(module, self.original, given, args, kwargs)
-                found.runner.settle(module, found.steps.outline, found.steps.state(given.tensors))  # type: ignore[arg-type]
+            found = self.watched(args, kwargs)
         except Opaque as opaque:
             self.by_blocks(opaque.reason)
             return None
+        with torch.enable_grad():
+            state = found.steps.state(Arguments.of(args, kwargs).tensors)
+            found.runner.settle(self.module, found.steps.outline, state)  # type: ignore[arg-type]
         return found
 
     def by_blocks(self, reason: str) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from zoo.adapter.forward import Option, Planned
 from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.switches import check_switches
 from zoo.chain import Chain
 from zoo.checkpointing import Checkpoint, attach, runner_for
+from zoo.entry import Invocation
 from zoo.errors import ArgumentError
 from zoo.planning import Budget
 
@@ -61,7 +62,8 @@ def checkpoint(
     if hasattr(model, "_orig_mod"):
         raise ArgumentError("this model is compiled; call zoo.checkpoint on the model before")
     runner = runner_for(checkpoint, memory_budget, max_overhead)
-    check_switches(model)
+    if runner is not None:
+        check_switches(model)
     earlier = vars(model).get(NAME)
     uncheckpoint(model)
     if runner is None:
@@ -144,6 +146,5 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
 def _follow(planned: Planned, inputs: Any) -> Any:
     if not planned.module.training:
         raise ArgumentError("a plan is for training; call model.train() first")
-    if isinstance(inputs, dict):
-        return planned.follow((), inputs)
-    return planned.follow((inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {})
+    given = Invocation.of(inputs)
+    return planned.follow(given.args, given.kwargs)

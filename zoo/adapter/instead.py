@@ -34,6 +34,14 @@ class Instead:
         return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
 
     @property
+    def written(self) -> Callable[..., Any]:
+        """The forward that the module has where no plan is in force."""
+        before = self.before
+        while isinstance(before, Instead):
+            before = before.before
+        return type(self.module).forward.__get__(self.module) if before is None else before  # type: ignore[no-any-return]
+
+    @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original)
 

@@ -15,14 +15,18 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.surroundings import Surroundings
 from zoo.adapter.tape import Tape
 from zoo.adapter.watch import HOOKS, Opaque, Watch, is_constant
+from zoo.measure.sharded import gather, is_shard, is_spread, sharded_parts
 
+# here other processes would wait for this one, or it for them
+COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 Work = list[tuple[Any, ...]]
 # methods of `nn.Module` are replaced meanwhile
 _one_at_a_time = threading.RLock()
@@ -43,6 +47,10 @@ class Rehearsal:
         for leaf in self.leaves:
             if not isinstance(leaf, Tensor) and not is_constant(leaf):
                 raise Opaque("", f"takes a {type(leaf).__name__}")
+        sharded = {id(value) for part in sharded_parts(model) for value in part.parameters()}
+        for value in model.parameters():
+            if is_spread(value) and not (id(value) in sharded and is_shard(value)):
+                raise Opaque("", "uses parameters that are spread over processes (DTensor)")
         self.work: Work = []
 
     def record(self, leaves: frozenset[nn.Module]) -> Tape:
@@ -70,15 +78,17 @@ class Rehearsal:
     @contextlib.contextmanager
     def _fake(self) -> Iterator[tuple[list[Any], list[Tensor]]]:
         """Yields the leaves of the arguments as fake tensors, and the distinct ones of these."""
-        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        # a model of fake tensors stays among its own
+        fakes = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
         with _one_at_a_time, _untouched(self.model), fakes as mode:
             for module in self.model.modules():
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = _scratch(mode, buffer)
+            gather(self.model, mode)
             known: dict[int, Tensor] = {}
             for leaf in self.leaves:
                 if isinstance(leaf, Tensor) and id(leaf) not in known:
-                    fake = mode.from_tensor(leaf.detach(), static_shapes=True)
+                    fake = _fake(mode, leaf.detach())
                     known[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
             values = [known[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
             yield values, list(known.values())
@@ -97,6 +107,8 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in COLLECTIVE:
+            raise Opaque("", "calls a collective of torch.distributed")
         given = self._named((args, kwargs))
         result = func(*args, **kwargs)
         self.work.append((func, given, self._named(result), torch.is_grad_enabled()))
@@ -148,7 +160,17 @@ def _scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:
     """Stands in for a buffer; a counter stays a number, since some layers compute with it."""
     if buffer is None:
         return None
-    if buffer.ndim == 0 and buffer.device.type == "cpu":
+    if buffer.ndim == 0 and buffer.device.type in ("cpu", "meta"):
         with unset_fake_temporarily():
-            return buffer.clone()
-    return mode.from_tensor(buffer, static_shapes=True)
+            return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.clone()
+    return _fake(mode, buffer)
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Returns a fake tensor of the same kind, also of one that is fake already."""
+    if not isinstance(tensor, FakeTensor):
+        return mode.from_tensor(tensor, static_shapes=True)
+    with mode:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )

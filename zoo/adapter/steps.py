@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from zoo.adapter.tape import Attribute, Call, Tape, Value, mapped, tensors_of
-from zoo.chain import Outline, Step
+from zoo.adapter.tape import Attribute, Call, Tape, Value, mapped, restored, tensors_of
+from zoo.chain import Outline, Step, Titled
 from zoo.errors import RecomputeError
 
 
@@ -101,8 +102,10 @@ class Steps:
             calls = tape.calls[start:stop]
             key, part, handles = _localized(calls, live[start], live[stop])
             part = known.setdefault(key, part)
-            steps.append(functools.partial(part, *(self._handle(modules, h) for h in handles)))
-            self.names.append(" ".join(dict.fromkeys(map(_title, calls))))
+            step = Titled(part, *(self._handle(modules, h) for h in handles))
+            step.title = " ".join(dict.fromkeys(map(_title, calls)))
+            steps.append(step)
+            self.names.append(step.title)
             found.append(next(filter(None, blocks[start:stop]), ""))
         self.outline = Outline(tuple(steps), tuple(_numbered(found)))
         self.live_in, self.live_out = live[0], live[len(tape.calls)]
@@ -129,6 +132,10 @@ class Steps:
             return leaf
 
         return [mapped(leaf, filled) for leaf in self.tape.output]
+
+    def returned(self, model: nn.Module, state: Sequence[Tensor]) -> Any:
+        """Returns what the forward would have returned, from the last state."""
+        return restored(pytree.tree_unflatten(self.output(model, state), self.tape.output_spec))
 
 
 def cuts(tape: Tape) -> list[int]:

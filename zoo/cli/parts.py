@@ -4,7 +4,7 @@ One forward on meta tensors, which take no memory, tells. The parts of a chain a
 of any other module its children.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zoo.chain import Chain, step_names
-from zoo.entry import called
+from zoo.entry import Inputs, Invocation, called
 from zoo.measure.memory import tensors_in
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -33,14 +33,15 @@ class Part:
     steps: int = 1
 
 
-def parts_of(model: nn.Module, inputs: Sequence[Any]) -> list[Part]:
+def parts_of(model: nn.Module, inputs: Inputs) -> list[Part]:
     """Runs a model forward without gradients and returns its parts; on the meta device for free."""
+    given = Invocation.of(inputs)
     with torch.no_grad():
-        return _steps(model, inputs) if isinstance(model, Chain) else _children(model, inputs)
+        return _steps(model, given) if isinstance(model, Chain) else _children(model, given)
 
 
-def _steps(model: Chain, inputs: Sequence[Any]) -> list[Part]:
-    found, value = called(model, inputs)
+def _steps(model: Chain, given: Invocation) -> list[Part]:
+    found, value = called(model, given)
     names = step_names(model, found.steps)
     uses = _Uses()
     parts = []
@@ -51,7 +52,7 @@ def _steps(model: Chain, inputs: Sequence[Any]) -> list[Part]:
     return parts
 
 
-def _children(model: nn.Module, inputs: Sequence[Any]) -> list[Part]:
+def _children(model: nn.Module, given: Invocation) -> list[Part]:
     """Returns the children in the order of their first calls, then those that were not called."""
     handed: dict[str, Shapes] = {}
     children = dict(model.named_children())
@@ -59,7 +60,7 @@ def _children(model: nn.Module, inputs: Sequence[Any]) -> list[Part]:
         child.register_forward_hook(_noting(name, handed)) for name, child in children.items()
     ]
     try:
-        model(*inputs)
+        given.on(model)
     finally:
         for handle in handles:
             handle.remove()

@@ -9,10 +9,10 @@ import argparse
 import functools
 
 import torch
+from torch import nn
 
-from zoo.chain import Chain
 from zoo.cli.parser import Parser
-from zoo.cli.subject import Subject, chain_of
+from zoo.cli.subject import Subject
 from zoo.cli.values import one_of
 from zoo.errors import ArgumentError, nearest
 from zoo.measure.devices import DEVICES
@@ -48,24 +48,24 @@ def add_device(parser: Parser) -> None:
     )
 
 
-def placed(found: Subject, options: argparse.Namespace) -> tuple[Chain, str | None]:
+def placed(found: Subject, options: argparse.Namespace) -> tuple[nn.Module, str | None]:
     """Builds the model for planning, and returns the `device=` that goes with it.
 
     Raises:
-        ArgumentError: the device is neither here nor in the table, or the model cannot be planned.
+        ArgumentError: the device is neither here nor in the table, or the model cannot be built.
     """
     device = options.device
     if device is None:
-        return chain_of(found, found.on_paper()), "cpu"
+        return found.on_paper(), "cpu"
     if is_here(device):
-        return chain_of(found, found.on(device)), None
+        return found.on(device), None
     if device not in DEVICES:
         known = [*HERE, *DEVICES]
         raise ArgumentError(
             f"--device {device} is neither one of torch's ({', '.join(HERE)}) nor in the table: "
             f"{', '.join(DEVICES)}.{nearest(device, known)}"
         )
-    return chain_of(found, found.on_paper()), device
+    return found.on_paper(), device
 
 
 def is_here(device: str) -> bool:

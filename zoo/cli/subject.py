@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from zoo.catalog import create, list_models, model_arguments
-from zoo.chain import Chain
 from zoo.cli.importing import imported, in_a_line, working_folder_first
 from zoo.cli.parser import Parser
 from zoo.cli.values import Spec, positive, spec
+from zoo.entry import Inputs
 from zoo.errors import ArgumentError, ModelNameError, ZooError, nearest
 from zoo.harness.recipes import recipe
 
@@ -35,7 +35,7 @@ class Subject:
     Attributes:
         name: as the command line has it.
         make: builds the model, on the device that is the default then.
-        inputs: one entry for each argument of its forward.
+        inputs: one entry for each argument of its forward, all with names or none.
         batch_axis: the axis of the inputs along which samples lie.
     """
 
@@ -97,13 +97,22 @@ class Subject:
             reason = str(error).splitlines()[0]
             raise ArgumentError(f"--device {device} cannot be used here: {reason}") from error
 
-    def meta_inputs(self) -> tuple[Tensor | None, ...]:
+    def meta_inputs(self) -> Inputs:
         """Returns inputs that take no memory."""
-        return tuple(None if entry is None else entry.meta() for entry in self.inputs)
+        return self._inputs(Spec.meta)
 
-    def random_inputs(self, device: str) -> tuple[Tensor | None, ...]:
+    def random_inputs(self, device: str) -> Inputs:
         """Returns inputs of random numbers."""
-        return tuple(None if entry is None else entry.random(device) for entry in self.inputs)
+        return self._inputs(lambda entry: entry.random(device))
+
+    def _inputs(self, make: Callable[[Spec], Tensor]) -> Inputs:
+        names = [entry.name for entry in self.inputs if entry is not None and entry.name]
+        made = tuple(None if entry is None else make(entry) for entry in self.inputs)
+        if not names:
+            return made
+        if len(set(names)) < len(made):
+            raise ArgumentError("--input takes a name for each input, no two the same, or for none")
+        return dict(zip(names, made, strict=True))
 
 
 def add_subject(parser: Parser) -> None:
@@ -123,8 +132,9 @@ def add_subject(parser: Parser) -> None:
         action="append",
         type=spec,
         metavar="SHAPE",
-        help="shape of an input: 32,3,224,224, with a type 8,128:int64; once for each; 'none' is "
-        "None. For a language model of the catalog the tokens are enough",
+        help="shape of an input: 32,3,224,224, with a type 8,128:int64, by its name "
+        "input_ids=8,128:int64; once for each; 'none' is None. For a language model of the "
+        "catalog the tokens are enough",
     )
     parser.add_argument(
         "--batch-size", type=positive, help="in place of --input, for models of the catalog"
@@ -163,20 +173,6 @@ def subject(options: argparse.Namespace, batch_size: int | None = None) -> Subje
     if not callable(found) or isinstance(found, nn.Module):
         raise ArgumentError(f"{name} is a {type(found).__name__}, which cannot be called to build")
     return Subject(name, lambda: found(*positional, **named), tuple(options.input))
-
-
-def chain_of(found: Subject, model: nn.Module) -> Chain:
-    """Returns a model that can be planned.
-
-    Raises:
-        ArgumentError: it cannot.
-    """
-    if not isinstance(model, Chain):
-        raise ArgumentError(
-            f"{found.name} makes a {type(model).__name__}, and only a zoo.Chain can be planned and "
-            "verified; `zoo anatomy` and `zoo info` take any module"
-        )
-    return model
 
 
 def _of_catalog(

@@ -30,11 +30,15 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor to be: its shape and type; values of whole numbers are from 0 and below `below`."""
+    """A tensor to be: its shape and type; values of whole numbers are from 0 and below `below`.
+
+    `name` is that of the argument that it is for; "" where its place says so.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
     below: int = 2
+    name: str = ""
 
     def meta(self) -> Tensor:
         """Returns a tensor without memory."""
@@ -125,17 +129,24 @@ def size(text: str) -> int | str:
 
 @_option
 def spec(text: str) -> Spec | None:
-    """Reads the shape of an input, '8,128', maybe with a type, '8,128:int64'; 'none' for None."""
+    """Reads the shape of an input, '8,128', with or without a type and a name; 'none' for None.
+
+    With both it is 'input_ids=8,128:int64'.
+    """
     if text.lower() == "none":
         return None
-    sizes, colon, dtype = text.partition(":")
+    name, equals, shape = text.partition("=")
+    if not equals:
+        name, shape = "", text
+    sizes, colon, dtype = shape.partition(":")
     numbers = sizes.split(",")
-    if not all(number.isdecimal() and 1 <= int(number) <= LARGEST for number in numbers):
+    is_shape = all(number.isdecimal() and 1 <= int(number) <= LARGEST for number in numbers)
+    if not is_shape or (equals and not name.isidentifier()):
         raise ArgumentError(f"takes a shape such as 32,3,224,224 or 8,128:int64; got {text!r}")
     if colon and dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise ArgumentError(f"knows no type {dtype!r}.{nearest(dtype, DTYPES)} It takes {known}")
-    return Spec(tuple(map(int, numbers)), DTYPES.get(dtype))
+    return Spec(tuple(map(int, numbers)), DTYPES.get(dtype), name=name)
 
 
 @_option

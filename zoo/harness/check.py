@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zoo.catalog import create
 from zoo.chain import Outline
-from zoo.entry import called
+from zoo.entry import Invocation, called
 from zoo.errors import ConfigError, ZooError
 from zoo.harness.cells import Cell
 from zoo.harness.config import ModelConfig
@@ -67,7 +67,7 @@ def _build(model: ModelConfig) -> None:
     }
     # a chain refuses inputs before its first step: its forward, seconds for a thousand layers even
     # on meta tensors, would find no more
-    steps, _ = called(chain, given.get(model.data, (inputs,)))
+    steps, _ = called(chain, Invocation(given.get(model.data, (inputs,))))
     _check_plan(steps, model.checkpoint)
 
 

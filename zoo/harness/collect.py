@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.ahead import look_ahead
 from zoo.anatomy import track
 from zoo.harness.cells import Cell
 from zoo.harness.data import Batch
@@ -101,7 +102,7 @@ def _outlook(training: Training, cell: Cell, batch: Batch) -> Result:
     options = training.optimizer.defaults
     training.optimizer.zero_grad(set_to_none=True)
     with torch.autocast(training.device, torch.bfloat16, enabled=training.half):
-        prospect = Prospect.of(
+        prospect = look_ahead(
             training.model,
             inputs,
             optimizer=lambda parameters: type(training.optimizer)(parameters, **options),

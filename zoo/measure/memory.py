@@ -18,6 +18,7 @@ Left out: memory that another library takes without asking torch's allocator; on
 caching allocator rounds up and holds in reserve, which `torch.cuda.max_memory_reserved` tells.
 """
 
+import dataclasses
 import gc
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -286,5 +287,11 @@ def _distinct(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Lists the tensors in nested containers."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    """Lists the tensors in nested containers and dataclasses."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, part.name) for part in dataclasses.fields(leaf)])
+    return found

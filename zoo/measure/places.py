@@ -21,7 +21,9 @@ _FOLD = fold.__code__
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ZOO = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # these files run models, they are none
-_RUNNERS = tuple(_ZOO + name for name in ("engine", "measure", "chain.py", "checkpointing.py"))
+_RUNNERS = tuple(
+    _ZOO + name for name in ("adapter", "engine", "measure", "chain.py", "checkpointing.py")
+)
 
 
 class Place(NamedTuple):

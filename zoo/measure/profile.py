@@ -24,6 +24,7 @@ from zoo.chain import Outline, State, Step
 from zoo.engine.scratch import on_scratch
 from zoo.errors import PlanError, ZooError
 from zoo.measure.devices import Device, device_named
+from zoo.measure.sharded import gather
 from zoo.measure.step import Given, Kind, Kinds, StepRun, Strided, kind_of, renumber, run_step
 from zoo.measure.trial import Trial, run_trial
 from zoo.planner.costs import StepCosts
@@ -76,6 +77,7 @@ def _profiled(
             module._buffers = {
                 name: _scratch(mode, value) for name, value in module._buffers.items()
             }
+        gather(chain, mode)
         fakes = [value for value in chain.buffers() if isinstance(value, FakeTensor)]
         found.follow(outline, [*map(mode.from_tensor, chain.parameters()), *fakes])
     if timed:
@@ -362,9 +364,9 @@ def _scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:
     """Stands in for a buffer; a counter stays a number, since some layers compute with it."""
     if buffer is None:
         return None
-    if buffer.ndim == 0 and buffer.device.type == "cpu":
+    if buffer.ndim == 0 and buffer.device.type in ("cpu", "meta"):
         with unset_fake_temporarily():
-            return buffer.clone()
+            return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.clone()
     return mode.from_tensor(buffer)
 
 

@@ -1,41 +1,46 @@
 """One whole training step run for real, to see what a prediction is worth."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zoo.chain import Chain
+from zoo.entry import Invocation, own_loss
 from zoo.measure.memory import measure_step, tensors_in
 from zoo.measure.optimizer import MakeOptimizer
 
 
 def rehearse(
-    model: Chain,
-    inputs: Sequence[Any],
+    model: nn.Module,
+    given: Invocation,
     make_optimizer: MakeOptimizer | None,
     loss: Callable[..., Tensor] | None,
 ) -> int:
     """Trains a model two steps and returns the peak bytes of the second.
 
-    Without a loss the first output is the loss if it is a scalar; else all outputs are given
-    gradients of ones. Without an optimizer the step ends with the backward.
+    Without a loss that which the model names is the loss, or the first output if it is a scalar;
+    else all outputs are given gradients of ones. Without an optimizer the step ends with the
+    backward.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # one without state stands in, and makes no step
     optimizer = (make_optimizer or torch.optim.SGD)(trained)
 
     def step() -> None:
-        outputs = model(*inputs)
+        outputs = given.on(model)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        _backward(outputs if loss is None else (loss(*outputs),))
+        if loss is not None:
+            outputs = (loss(*outputs),)
+        elif (own := own_loss(outputs[0])) is not None:
+            outputs = (own,)
+        _backward(outputs)
         del outputs
         if make_optimizer is not None:
             optimizer.step()
 
     step()
-    return measure_step(step, model, optimizer, tensors_in(inputs)).peak
+    return measure_step(step, model, optimizer, given.tensors).peak
 
 
 def _backward(outputs: tuple[Any, ...]) -> None:

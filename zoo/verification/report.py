@@ -100,6 +100,8 @@ class Report:
         )
 
     def _runs(self) -> str:
+        if self.plan is None and self.checkpoint != "False":
+            return "each block run again as a whole"
         runs = self.plan.runs() if self.plan is not None else ()
         again = sum(count > 1 for count in runs)
         return f"{again} of {len(runs)} steps run again" if again else "no step run again"

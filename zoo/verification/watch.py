@@ -7,9 +7,9 @@ pair that was found to differ trains once more, up to the step of training in qu
 import functools
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from zoo.chain import Chain, Outline, Runner, State, Step, fold, step_names
+from zoo.chain import Outline, Runner, State, Step, fold, step_names
 from zoo.measure.memory import tensors_in
 from zoo.verification.records import same, same_bits
 from zoo.verification.report import Difference, Place
@@ -38,7 +38,7 @@ class Watch:
         self.unlike: set[int] = set()
         self.moving: set[int] = set()
 
-    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
+    def __call__(self, chain: nn.Module, outline: Outline, inputs: State) -> Any:
         """Runs the steps as the runner in its place would have, each of them watched."""
         self.names = step_names(chain, outline.steps)
         steps: list[Step] = [
@@ -47,7 +47,8 @@ class Watch:
         ]
         if self.runner is None:
             return fold(steps, inputs)
-        return self.runner(chain, Outline(tuple(steps), outline.blocks), inputs)
+        outline = Outline(tuple(steps), outline.blocks)
+        return self.runner(chain, outline, inputs)  # type: ignore[arg-type]
 
     def place(self, other: "Watch") -> Place | None:
         """Returns the first step of the chain that differs between a baseline and another."""
@@ -78,7 +79,7 @@ class Watch:
             None,
         )
 
-    def _run(self, chain: Chain, number: int, step: Step, *state: Any) -> Any:
+    def _run(self, chain: nn.Module, number: int, step: Step, *state: Any) -> Any:
         before = self._moved(chain) if not self.forward_is_over else None
         value = step(*state)
         tensors = tensors_in(value)
@@ -98,6 +99,6 @@ class Watch:
     def _note(self, key: tuple[int, int], gradient: Tensor) -> None:
         self.gradients.setdefault(key, gradient.detach().clone())
 
-    def _moved(self, chain: Chain) -> Any:
+    def _moved(self, chain: nn.Module) -> Any:
         buffers = dict(chain.named_buffers()) if self.buffer is not None else {}
         return buffers[self.buffer].detach().clone() if self.buffer in buffers else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from zoo import planning
+from zoo import ahead
 from zoo.cli.files import write, write_text
 from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.place import OPTIMIZERS, add_device, add_optimizer, placed
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> Answer:
     options = _parser().parse(arguments)
     found = subject(options)
     model, device = placed(found, options)
-    frontier = planning.frontier(
+    frontier = ahead.frontier(
         model,
         found.meta_inputs(),
         optimizer=OPTIMIZERS[options.optimizer],

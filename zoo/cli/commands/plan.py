@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from zoo import planning
+from zoo import ahead
 from zoo.cli.files import write
 from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.place import OPTIMIZERS, add_device, add_optimizer, placed
@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> Answer:
     options = _parser().parse(arguments)
     found = subject(options)
     model, device = placed(found, options)
-    report = planning.plan(
+    report = ahead.plan(
         model,
         found.meta_inputs(),
         memory_budget=options.memory_budget,

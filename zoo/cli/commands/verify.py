@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 
 from zoo.cli.parser import Answer, Parser, answer
-from zoo.cli.subject import add_subject, chain_of, subject
+from zoo.cli.subject import add_subject, subject
 from zoo.cli.values import checkpoint, positive, whole
+from zoo.entry import Inputs
 from zoo.verify import verify
 
 
@@ -17,9 +17,9 @@ def main(arguments: Sequence[str]) -> Answer:
     options = _parser().parse(arguments)
     found = subject(options, batch_size=2)
     torch.manual_seed(options.seed)
-    model = chain_of(found, found.on(options.device))
+    model = found.on(options.device)
 
-    def inputs(step: int) -> tuple[Any, ...]:
+    def inputs(step: int) -> Inputs:
         return found.random_inputs(options.device)
 
     report = verify(
@@ -39,6 +39,7 @@ def _parser() -> Parser:
         "Trains a model on random inputs with and without checkpointing and compares every bit.",
         [
             "resnet18 --checkpoint sqrt --size 64",
+            "timm.create_model --args resnet18 --input 2,3,64,64",
             "mypackage.models:Net --input 2,3,32,32 --checkpoint '(0-3) 4'",
         ],
         "not exact, or refused by the engine",

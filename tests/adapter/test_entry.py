@@ -1,0 +1,137 @@
+"""Planning, proving, taking apart and searching work on any module, and leave it as it was."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.adapter.models import Net, Reader, UNet
+from tests.training import images
+from zoo.entry import Invocation
+from zoo.errors import ArgumentError
+from zoo.measure.rehearsal import rehearse
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor | None = None
+
+
+class Said(nn.Module):
+    """Names its loss, as the models of transformers do."""
+
+    def __init__(self, kind: Callable[..., Any] = dict) -> None:
+        super().__init__()
+        self.kind, self.net = kind, Net()
+
+    def forward(self, pixels: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        logits = self.net(pixels)
+        return self.kind(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def named(place: str | None = None) -> dict[str, Tensor]:
+    return {"pixels": images(8, 4, 32).to(place), "labels": torch.arange(8).to(place) % 5}
+
+
+def attributes(model: nn.Module) -> dict[nn.Module, Any]:
+    return {module: dict(vars(module)) for module in model.modules()}
+
+
+def test_a_plan_for_keyword_arguments_keeps_to_its_budget_and_leaves_the_model() -> None:
+    model, inputs = Said(), named("meta")
+    before, stream = attributes(model), torch.get_rng_state()
+    found = zoo.plan(model, inputs, memory_budget=0.6, optimizer=torch.optim.SGD)
+    assert attributes(model) == before
+    assert torch.equal(torch.get_rng_state(), stream)
+    zoo.checkpoint(model, found)
+    measured = rehearse(model, Invocation.of(named()), torch.optim.SGD, None)
+    assert measured <= found.predicted_peak <= found.budget < 0.61 * found.baseline_peak
+
+
+def test_a_loss_outside_gets_what_the_model_returns() -> None:
+    inputs = {"x": images(2, 4, 16), "weight": torch.ones(1)}
+    model = UNet()
+
+    def loss(outputs: dict[str, Tensor]) -> Tensor:
+        assert outputs["aux"] is None
+        return outputs["logits"].exp().square().sum()
+
+    with_loss = zoo.frontier(model, inputs, loss=loss, optimizer=None)
+    assert with_loss.baseline.peak > zoo.frontier(model, inputs, optimizer=None).baseline.peak
+
+
+@pytest.mark.parametrize("kind", [dict, Output])
+@pytest.mark.parametrize("checkpoint", [True, "blocks"])
+def test_a_model_is_verified_whatever_it_returns(kind: Any, checkpoint: Any) -> None:
+    report = zoo.verify(Said(kind), named(), checkpoint, steps=2)
+    assert report.exact
+    assert report.compared["output"] == 2
+    assert report.plan.depth() == 1
+
+
+def test_what_is_no_chain_and_runs_by_blocks_is_verified_too() -> None:
+    report = zoo.verify(Reader(), images(), steps=1)
+    assert report.exact
+    assert "each block run again" in str(report)
+
+
+def test_an_anatomy_on_paper_is_that_of_a_plan() -> None:
+    model = Said()
+    before = attributes(model)
+    found = zoo.anatomy(model, named("meta"), checkpoint="sqrt", optimizer=torch.optim.SGD)
+    real = zoo.anatomy(model, named(), checkpoint="sqrt", optimizer=torch.optim.SGD)
+    assert attributes(model) == before
+    assert found.plan == real.plan
+    assert found.planned.peak < found.baseline.peak
+    assert found.planned.blocks().keys() >= {"net.blocks.1", "net.blocks.2"}
+    # the fake step lacks only what kernels allocate inside
+    assert 0.8 * real.planned.tensor_peak < found.planned.peak <= real.planned.tensor_peak + 64
+
+
+def test_an_anatomy_takes_the_option_in_force_also_by_blocks() -> None:
+    reader = zoo.checkpoint(Reader())
+    found = zoo.anatomy(reader, images(8, 4, 32))
+    assert found.plan is None
+    assert found.planned.peak < found.baseline.peak
+    net = zoo.checkpoint(Net(), 2)
+    assert zoo.anatomy(net, images()).plan == zoo.checkpoint(net, 2, inputs=images()).forward.plan
+
+
+def test_the_largest_batch_of_any_module_is_found_and_trains() -> None:
+    model, sample = Said(), {"pixels": torch.empty(1, 4, 32, 32), "labels": torch.zeros(1).long()}
+    found = zoo.largest(
+        model, sample, memory_budget="1MiB", optimizer=torch.optim.SGD, checkpoint="auto"
+    )
+    assert found.measured_peak <= found.predicted_peak <= found.budget < found.next_peak
+    on_paper = functools.partial(
+        zoo.max_batch_size, memory_budget="1MiB", optimizer=torch.optim.SGD, device="cpu"
+    )
+    plain, in_force = on_paper(model, sample), on_paper(zoo.checkpoint(model, "blocks"), sample)
+    assert 0 < plain < in_force <= found.size + 1
+
+
+def test_a_model_on_the_meta_device_is_planned_for() -> None:
+    model, x = Net().to("meta"), torch.empty(8, 4, 32, 32, device="meta")
+    on_paper = zoo.plan(model, x, max_overhead=0.3, device="cpu")
+    assert on_paper.plan == zoo.plan(Net(), x, max_overhead=0.3, device="cpu").plan
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: zoo.plan(Reader(), images(), max_overhead=1), "reads a number out of a tensor"),
+        (lambda: zoo.largest(Reader(), images()), r"cannot be planned for.*checkpoint=True and"),
+        (lambda: zoo.anatomy(Reader(), images(), checkpoint="sqrt"), "cannot be planned for"),
+        (lambda: zoo.plan(Net(), 3, max_overhead=1), "a dict of keyword arguments; got int"),
+        (lambda: zoo.plan(Net().eval(), images(), max_overhead=1), r"call model\.train"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_reason(call: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call()

@@ -1,0 +1,294 @@
+"""What `test_groups` runs in each of two and of four processes, over gloo."""
+
+import functools
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import zoo
+from tests.adapter.models import Net
+from tests.training import Record, Residuals, assert_same, everything, images
+from zoo.adapter.entry import plan_of
+from zoo.chain import Chain, Steps, outline
+from zoo.errors import ArgumentError
+
+Wrap = Callable[[nn.Module, Any], nn.Module]
+
+
+class SharedNorm(nn.Module):
+    """Does what SyncBatchNorm does on GPUs, whose own code wants one: a mean of all processes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = all_reduce(x.mean(0)) / distributed.get_world_size()
+        self.running.mul_(0.9).add_(mean.detach(), alpha=0.1)
+        return x - mean
+
+
+class Perceptron(nn.Module):
+    """Two products that tensor parallelism splits, the second with a sum over processes."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.act = norm, nn.GELU()
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Perceptrons(nn.Module):
+    """Blocks over the mean of an image, and a layer that only some inputs come to."""
+
+    def __init__(self, norm: Callable[[], nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Perceptron(norm()) for _ in range(4))
+        self.seldom = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mean((2, 3))
+        for block in self.blocks:
+            x = block(x)
+        return self.seldom(x) if x.shape[0] > 100 else x
+
+
+def put(model: nn.Module, option: Any) -> nn.Module:
+    return model if option is None else zoo.checkpoint(model, option)
+
+
+def data_parallel(model: nn.Module, option: Any, **options: Any) -> nn.Module:
+    return DistributedDataParallel(put(model, option), **options)
+
+
+def wrapped_first(model: nn.Module, option: Any) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    put(model, option)
+    return wrapped
+
+
+def wrapped_and_put(model: nn.Module, option: Any) -> nn.Module:
+    return put(DistributedDataParallel(model), option)
+
+
+def shard(model: nn.Module) -> nn.Module:
+    for block in getattr(model, "blocks", None) or getattr(model, "convs", ()):
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def sharded_after(model: nn.Module, option: Any) -> nn.Module:
+    return shard(put(model, option))
+
+
+def sharded_before(model: nn.Module, option: Any) -> nn.Module:
+    return put(shard(model), option)
+
+
+def split(model: Any, option: Any, first: bool) -> nn.Module:
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    if first:
+        put(model, option)
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model if first else put(model, option)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(build: Callable[[], nn.Module], wrap: Wrap, option: Any, micro: int) -> Record:
+    """Trains two steps of some micro-batches each, other batches and masks in each process."""
+    torch.manual_seed(0)
+    model = build()
+    run = wrap(model, option)
+    torch.manual_seed(100 + distributed.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    record: Record = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        for number in range(micro):
+            with run.no_sync() if number < micro - 1 else nullcontext():
+                run(images()).square().mean().backward()
+        record |= {f"{step} {key}": whole(value) for key, value in everything(model).items()}
+        optimizer.step()
+    return record
+
+
+def exact(
+    build: Callable[[], nn.Module], wrap: Wrap, option: Any = True, micro: int = 1
+) -> Callable[[], None]:
+    """Makes a check that a plan changes no bit."""
+
+    def check() -> None:
+        assert_same(trained(build, wrap, option, micro), trained(build, wrap, None, micro))
+
+    return check
+
+
+def as_in_one_process() -> None:
+    """Each process has a part of the batch; their mean is the gradient of all of it."""
+    torch.manual_seed(0)
+    plain, batch = Perceptrons().double(), images(8).double()
+    own = batch.chunk(distributed.get_world_size())[distributed.get_rank()]
+    for wrap in (data_parallel, sharded_after):
+        torch.manual_seed(0)
+        model = Perceptrons().double()
+        options = {"find_unused_parameters": True} if wrap is data_parallel else {}
+        run = wrap(model, True, **options)
+        run(own).square().mean().backward()
+        plain.zero_grad()
+        plain(batch).square().mean().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            if other.grad is not None:
+                torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-12, atol=1e-14)
+
+
+class Stage(Chain):
+    """Some of the steps of a chain: what a process of a pipeline runs."""
+
+    def __init__(self, model: Chain, first: int, last: int) -> None:
+        super().__init__()
+        self.model, self.first, self.last = model, first, last
+
+    def steps(self) -> Steps:
+        return outline(self.model.steps()).steps[self.first : self.last]
+
+
+def pipeline() -> None:
+    """A block for each process, the head for the last: the bits of one process with all of it."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(0)
+    plain, batch = Residuals(world, rate=0.0), images()
+    torch.manual_seed(0)
+    model = Residuals(world, rate=0.0)
+    is_last = rank == world - 1
+    stage = Stage(model, 3 * rank, 3 * (rank + 1) + is_last)
+    zoo.checkpoint(stage, ((0, 1, 2), 3) if is_last else ((0, 1, 2),))
+    plain(batch).square().mean().backward()
+    x = batch.clone()
+    if rank:
+        distributed.recv(x, rank - 1)
+        x.requires_grad_()
+    y = stage(x)
+    if is_last:
+        y.square().mean().backward()
+    else:
+        distributed.send(y.detach(), rank + 1)
+        gradient = torch.empty_like(y)
+        distributed.recv(gradient, rank + 1)
+        y.backward(gradient)
+    if rank:
+        distributed.send(x.grad, rank - 1)
+    own = [model.convs[rank], model.norms[rank], *([model.fc] if is_last else [])]
+    there = [plain.convs[rank], plain.norms[rank], *([plain.fc] if is_last else [])]
+    for ours, theirs in zip(own, there, strict=True):
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+
+def one_plan() -> None:
+    """Clocks differ between processes; here they are made to, by as much as can be."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+
+    def decide(*given: Any) -> zoo.Plan:
+        count = len(given[3].steps)
+        return zoo.Plan([tuple(range(rank + 1)), *range(rank + 1, count)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zoo.checkpointing._planned", decide)
+        for build in (Net, Residuals):
+            model = zoo.checkpoint(build(), "auto", memory_budget="1GiB")
+            model(images()).sum().backward()
+            plans: list[Any] = [None] * world
+            distributed.all_gather_object(plans, plan_of(model).text())
+            assert len(set(plans)) == 1
+            # other inputs in each process: nobody waits for a plan that never comes
+            model(images(5 + rank)).sum().backward()
+            assert plan_of(model).runs()[: rank + 1] == (2,) * (rank + 1)
+
+
+def one_watches() -> None:
+    """A process that watches alone must not wait for the others."""
+    if distributed.get_rank() == 0:
+        found = zoo.chain_of(Perceptrons(lambda: SharedNorm(4)), images())
+        assert "calls a collective" in found.reason
+        assert found.segments == tuple(f"blocks.{block}" for block in range(4))
+
+
+def budget_of_shards() -> None:
+    model = shard(Net())
+    with pytest.raises(ArgumentError, match=r"spread over processes.*Plan before they are"):
+        zoo.plan(model, images(), memory_budget=0.9)
+    model = zoo.checkpoint(split(Perceptrons(), None, True), 2)
+    with pytest.raises(ArgumentError, match=r"spread over processes \(DTensor\)"):
+        model(images())
+
+
+unused = functools.partial(data_parallel, find_unused_parameters=True)
+static = functools.partial(data_parallel, static_graph=True)
+CHECKS: dict[str, Callable[[], None]] = {
+    **{
+        f"{name} of {build.__name__}": exact(build, wrap, option)
+        for build in (Net, Residuals)
+        for name, wrap, option in (
+            ("data parallel", data_parallel, True),
+            ("static graph", static, "sqrt"),
+            ("wrapped first", wrapped_first, 3),
+            ("sharded after", sharded_after, True),
+            ("sharded before", sharded_before, "sqrt"),
+        )
+    },
+    "unused": exact(Perceptrons, unused),
+    "accumulated": exact(Net, data_parallel, micro=3),
+    "accumulated chain": exact(Residuals, data_parallel, micro=3),
+    "wrapper": exact(Net, wrapped_and_put),
+    "synchronized": exact(lambda: Perceptrons(lambda: SharedNorm(4)), unused),
+    "tensor parallel after": exact(Perceptrons, functools.partial(split, first=True)),
+    "tensor parallel before": exact(Perceptrons, functools.partial(split, first=False), "blocks"),
+    "one process": as_in_one_process,
+    "pipeline": pipeline,
+    "one plan": one_plan,
+    "one watches": one_watches,
+    "budget of shards": budget_of_shards,
+}
+
+
+def process(rank: int, world: int, folder: str) -> None:
+    """Makes all checks and writes each one's failure, or nothing, to a file."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    try:
+        for name, check in CHECKS.items():
+            Path(folder, f"{name} {rank}").write_text(failure_of(check))
+            distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
+
+
+def failure_of(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except Exception:
+        return traceback.format_exc()
+    return ""

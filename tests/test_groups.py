@@ -1,0 +1,31 @@
+"""In groups of two and four processes a plan changes no bit, whatever wraps the model.
+
+By name: DistributedDataParallel, also with a static graph, unused parameters, `no_sync`, and
+wrapped before `zoo.checkpoint`, which then takes the model or the wrapper; a norm of all processes;
+FSDP2 and tensor parallelism before and after `zoo.checkpoint`; a pipeline of parts of a chain; one
+plan for all. Each on a model as people write it, and where it can be on a chain.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import multiprocessing
+
+from tests.groups import CHECKS, process
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def failures(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[str]]:
+    folder, world = tmp_path_factory.mktemp("processes"), request.param
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    multiprocessing.spawn(process, (world, str(folder)), nprocs=world)
+    return lambda name: [Path(folder, f"{name} {rank}").read_text() for rank in range(world)]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_it_holds_in_each_process(name: str, failures: Callable[[str], list[str]]) -> None:
+    assert not any(failures(name)), "\n".join(failures(name))

@@ -1,0 +1,137 @@
+"""What any model runs by: the steps and the first state of one call, found without running it.
+
+    a chain          is called, and stopped where its first step would run
+    any other        is watched on fake tensors, as its first forward under a plan would be
+
+Either way the model is afterwards what it was, and nothing of its size is allocated.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from zoo.adapter.following import Arguments, Followed, Following
+from zoo.adapter.forward import Option, Planned
+from zoo.adapter.instead import NAME
+from zoo.adapter.tape import Value, restored
+from zoo.adapter.watch import Opaque
+from zoo.chain import Chain, Outline, Runner, State
+from zoo.checkpointing import PlannedRunner
+from zoo.entry import Invocation, Loss, called, own_loss, place_of
+from zoo.errors import ArgumentError
+from zoo.plan import Plan
+
+AnyRunner = TypeVar("AnyRunner", bound=Runner)
+
+
+class UnfollowedError(ArgumentError):
+    """A model's forward cannot be put on a tape."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model, the steps that it runs for some inputs, and what comes to the first of them."""
+
+    model: nn.Module
+    outline: Outline
+    state: State
+    followed: Followed | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, given: Invocation) -> "Entry":
+        """Looks at a model as it would be called with these arguments.
+
+        Raises:
+            UnfollowedError: its forward cannot be followed, with the reason.
+        """
+        if isinstance(model, Chain):
+            return cls(model, *called(model, given))
+        found = given.at(place_of(model))
+        planned = Planned(model, Option("blocks", steps=named_steps(model)))
+        try:
+            followed = planned.watched(found.args, found.kwargs)
+        except Opaque as opaque:
+            raise UnfollowedError(
+                f"{type(model).__name__} cannot be planned for: its code {opaque.reason}. "
+                "checkpoint=True and 'blocks' run its blocks again as a whole, without a plan"
+            ) from opaque
+        tensors = Arguments.of(found.args, found.kwargs).tensors
+        return cls(model, followed.steps.outline, followed.steps.state(tensors), followed)
+
+    def decided(self, runner: PlannedRunner) -> Plan:
+        """Has a runner decide the plan for this call."""
+        runner.settle(self.model, self.outline, self.state)  # type: ignore[arg-type]
+        assert runner.plan is not None
+        return runner.plan
+
+    def loss(self, loss: Loss | None) -> Callable[..., Tensor] | None:
+        """Returns a loss as a function of the last state; that which a model returns is its own."""
+        followed, model = self.followed, self.model
+        if followed is None:
+            return loss
+
+        def of_state(*state: Tensor) -> Tensor:
+            outputs = followed.steps.returned(model, state)
+            if loss is None:
+                return own_loss(outputs)  # type: ignore[no-any-return]
+            return loss(*outputs) if isinstance(outputs, tuple) else loss(outputs)
+
+        tape = followed.steps.tape
+        outputs = pytree.tree_unflatten(tape.output, tape.output_spec)
+        has_own = isinstance(own_loss(restored(outputs)), Value)
+        return of_state if loss is not None or has_own else None
+
+
+def named_steps(model: nn.Module) -> tuple[str, ...] | None:
+    """Returns the modules that the user named as blocks."""
+    planned = vars(model).get(NAME)
+    return planned.option.steps if isinstance(planned, Planned) else None
+
+
+def follow(model: nn.Module, given: Invocation) -> None:
+    """Watches a model under a plan now; its next forward with such inputs will not have to."""
+    planned = vars(model).get(NAME)
+    if isinstance(planned, Planned):
+        with contextlib.suppress(Opaque):
+            planned.watched(given.args, given.kwargs)
+
+
+def runner_of(model: nn.Module) -> Runner | None:
+    """Returns what runs a model by the option in force on it; None for plain training."""
+    if isinstance(model, Chain):
+        return model.runner
+    planned = vars(model).get(NAME)
+    return planned.option.runner() if isinstance(planned, Planned) else None
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """Returns the plan that a model ran by last."""
+    if isinstance(model, Chain):
+        return model.plan
+    planned = vars(model).get(NAME)
+    return planned.plan if isinstance(planned, Planned) else None
+
+
+def watch_steps(model: nn.Module, make: Callable[[Runner | None], AnyRunner]) -> AnyRunner | None:
+    """Puts a runner in force that stands before the one there was, or before none.
+
+    Returns None, and changes nothing, where a model runs by blocks.
+    """
+    if isinstance(model, Chain):
+        model.runner = made = make(model.runner)
+        return made
+    planned = vars(model).get(NAME)
+    if not isinstance(planned, Planned):
+        planned = Planned(model, Option("blocks"))
+        made = make(None)
+    elif planned.reason is None:
+        made = make(planned.option.runner())
+    else:
+        return None
+    planned.following = Following(lambda: cast(PlannedRunner, made), planned.option.steps)
+    planned.put()
+    return made

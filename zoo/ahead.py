@@ -1,0 +1,97 @@
+"""`zoo.plan` and `zoo.frontier`: what a training step of any model would take, before there is one.
+
+The model may be on the meta device, its inputs too; it is afterwards what it was.
+"""
+
+import torch
+from torch import nn
+
+from zoo.adapter.entry import Entry
+from zoo.entry import Inputs, Invocation, Loss
+from zoo.errors import ArgumentError
+from zoo.measure.optimizer import MakeOptimizer
+from zoo.plan_frontier import Frontier
+from zoo.plan_report import PlanReport
+from zoo.planning import Budget, Prospect, check_bounds
+
+
+def plan(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    memory_budget: Budget | None = None,
+    max_overhead: float | None = None,
+    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    loss: Loss | None = None,
+    device: str | None = None,
+) -> PlanReport:
+    """Finds the plan of least time whose training step keeps to a budget in bytes.
+
+    `inputs` are what the model is called with: a tensor, a tuple of arguments or a dict of keyword
+    arguments, also of meta tensors, which take no memory. Targets are among them where the model
+    takes them: `(tokens, targets)` for GPT-2, `(tokens, None, targets)` for an LSTM, `{"input_ids":
+    tokens, "labels": tokens}` for transformers, whose loss is then the output of that name. Else
+    the loss is outside of the model, and `loss` may be given so that its bytes count: a function of
+    the model's outputs that knows its targets, `lambda scores: cross_entropy(scores, targets)`.
+
+    `memory_budget` is the peak of the whole step: bytes, "8GiB", "8GB", "device" for what is free
+    there, or a fraction of what keeping everything takes, `0.5`. Instead, `max_overhead=0.2` asks
+    for the least memory in at most 1.2 times the baseline's time.
+
+    `optimizer` makes the optimizer whose state is counted, AdamW if not said; None counts none.
+    A step is counted that begins without gradients. One that accumulates them over several calls,
+    or zeroes them in place (`zero_grad(set_to_none=False)`), has them in the forward, too: take
+    `report.fixed.gradients` off the budget. Under autocast the copies of weights in its cache are
+    not counted; `torch.autocast(..., cache_enabled=False)` keeps none.
+    `device` plans for a device that may not be here ("a100"; see `zoo.measure.devices`) by its
+    peak rates; else each kind of step is timed once, where the model is.
+
+    Raises:
+        ArgumentError: no module, one whose forward cannot be followed (`zoo.chain_of` says why),
+            not one of budget and overhead, or no such form of them.
+        BudgetError: no plan keeps to the budget, with the least that one needs.
+    """
+    check_bounds(memory_budget, max_overhead)
+    found = look_ahead(model, inputs, optimizer=optimizer, loss=loss, device=device)
+    return found.report(memory_budget, max_overhead)
+
+
+def frontier(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    loss: Loss | None = None,
+    device: str | None = None,
+) -> Frontier:
+    """Returns the best plans by rising peak and falling time, then the classic schemes.
+
+    It is a sequence of points, each with `peak`, `time_ratio`, `plan` and `name`, and can be drawn
+    and written: see `Frontier`. Arguments and errors are those of `plan`.
+    """
+    return look_ahead(model, inputs, optimizer=optimizer, loss=loss, device=device).frontier()
+
+
+def look_ahead(
+    model: nn.Module,
+    inputs: Inputs | Invocation,
+    *,
+    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    loss: Loss | None = None,
+    device: str | None = None,
+) -> Prospect:
+    """Looks at a model as it would be called with these inputs; arguments are those of `plan`."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"planning needs a torch.nn.Module; got {type(model).__name__}")
+    if not model.training:
+        raise ArgumentError("a plan is for training; call model.train() first")
+    with torch.inference_mode(False), torch.enable_grad():
+        found = Entry.of(model, Invocation.of(inputs))
+        return Prospect(
+            model,
+            found.outline,
+            found.state,
+            optimizer=optimizer,
+            loss=found.loss(loss),
+            device=device,
+        )
