@@ -1,7 +1,9 @@
 """What people train with around a model: mixed precision, the compiler, memory formats, DDP."""
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,25 +13,92 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zoo
 from tests.adapter.models import Net
-from tests.training import assert_same, images, train
+from tests.training import Residuals, assert_same, images, train
 
 
 def batch() -> list[Tensor]:
     return [images()]
 
 
-def pair() -> tuple[nn.Module, nn.Module]:
+def pair(build: Callable[[], nn.Module] = Net) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    plain = Net()
+    plain = build()
     return zoo.checkpoint(copy.deepcopy(plain), "blocks"), plain
 
 
-def test_channels_last_is_kept() -> None:
-    def wide() -> list[Tensor]:
-        return [images().to(memory_format=torch.channels_last)]
+either = pytest.mark.parametrize("build", [Net, Residuals])
 
-    model, plain = (module.to(memory_format=torch.channels_last) for module in pair())
+
+@either
+def test_channels_last_is_kept_also_by_the_second_run(build: type[nn.Module]) -> None:
+    def wide() -> list[Tensor]:
+        return [images().to(memory_format=torch.channels_last).requires_grad_()]
+
+    model, plain = (module.to(memory_format=torch.channels_last) for module in pair(build))
     assert_same(train(model, wide), train(plain, wide))
+    layouts: list[list[tuple[int, ...]]] = []
+    for module in (model, plain):
+        found: list[tuple[int, ...]] = []
+        for part in module.modules():
+            if isinstance(part, nn.Conv2d) and part.kernel_size == (3, 3):
+                part.register_full_backward_hook(
+                    lambda *given, f=found: f.append(given[2][0].stride())
+                )
+        module(*wide()).sum().backward()
+        layouts.append(found)
+    assert layouts[0] == layouts[1]
+    assert layouts[0][-1] == (4 * 36, 1, 4 * 6, 4)
+
+
+@either
+def test_bfloat16_by_autocast(build: type[nn.Module]) -> None:
+    def half(module: nn.Module) -> Callable[..., Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return module(x)
+
+        return forward
+
+    model, plain = pair(build)
+    assert_same(train(model, batch, forward=half(model)), train(plain, batch, forward=half(plain)))
+
+
+@either
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(torch.optim.AdamW, foreach=True),
+        functools.partial(torch.optim.AdamW, fused=True),
+        functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
+    ],
+    ids=["foreach", "fused", "fused with momentum"],
+)
+def test_optimizers_that_take_all_parameters_at_once(build: type[nn.Module], make: Any) -> None:
+    report = zoo.verify(pair(build)[1], images(), "blocks", optimizer=make, steps=2)
+    assert report.exact
+    assert report.plan.depth() == 1
+
+
+@either
+@pytest.mark.parametrize("option", ["blocks", True])
+def test_an_optimizer_that_steps_in_the_backward(build: type[nn.Module], option: Any) -> None:
+    def stepped(module: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        optimizers = {p: torch.optim.Adam([p], foreach=False) for p in module.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            optimizers[parameter].step()
+            parameter.grad = None
+
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            module(images()).square().mean().backward()
+        return [value.clone() for value in module.state_dict().values()]
+
+    model, plain = pair(build)
+    for one, other in zip(stepped(zoo.checkpoint(model, option)), stepped(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_a_model_that_is_compiled_afterwards_runs_by_its_plan() -> None:
@@ -67,7 +136,8 @@ def test_distributed_data_parallel(process_group: None, settings: dict[str, bool
     assert_same(train(one, batch), train(other, batch))
 
 
-def test_half_precision_with_a_scaler() -> None:
+@either
+def test_half_precision_with_a_scaler(build: type[nn.Module]) -> None:
     def scaled(model: nn.Module) -> list[Tensor]:
         torch.manual_seed(1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -81,6 +151,6 @@ def test_half_precision_with_a_scaler() -> None:
             scaler.update()
         return [value.clone() for value in model.state_dict().values()]
 
-    model, plain = pair()
+    model, plain = pair(build)
     for one, other in zip(scaled(model), scaled(plain), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
