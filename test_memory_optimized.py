@@ -4,6 +4,7 @@
     python test_memory_optimized.py configs/lstm_wikitext_shape.yaml
     python test_memory_optimized.py --model resnet50 densenet121 --batch-size 16 --checkpoint sqrt
     python test_memory_optimized.py --compare results-of-last-week.jsonl --tolerance 0.02
+    torchrun --nproc-per-node 2 test_memory_optimized.py    # a report for each of two processes
 
 `zoo compare` is the same. Exit code 0: exact, and saved what the config says; 1: not so, a cell
 failed, or a peak is larger than in the results to compare with; 2: no such config, key or value;
@@ -19,6 +20,7 @@ from typing import Any
 try:
     from zoo.cli.comparison import compare
     from zoo.cli.main import exit_code
+    from zoo.cli.ranks import in_ranks, is_one_of_many
     from zoo.harness.cells import expand
     from zoo.harness.config import FRONT, config_folder, read
     from zoo.harness.worker import work
@@ -32,6 +34,12 @@ except KeyboardInterrupt:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the comparison that a command line asks for and returns the exit code."""
+    if is_one_of_many():
+        return in_ranks(arguments, FRONT, _compared)
+    return _compared(arguments)
+
+
+def _compared(arguments: Sequence[str]) -> int:
     return exit_code("test_memory_optimized.py", lambda: compare(arguments, FRONT))
 
 

@@ -16,10 +16,16 @@ from zoo.models import densenet, gpt2, preactivation_resnet, resnet, vit
 from zoo.models import lstm as language_model
 from zoo.models import vnet as volumetric
 from zoo.planning import Budget
+from zoo.weights import published
 
 Builder = Callable[..., Chain]
 # what every model takes beside its own arguments, with the defaults
-OPTIONS = {"checkpoint": False, "memory_budget": None, "max_overhead": None}
+OPTIONS = {
+    "checkpoint": False,
+    "memory_budget": None,
+    "max_overhead": None,
+    "pretrained": False,
+}
 _FACTORIES: dict[str, Builder] = {}
 
 
@@ -29,15 +35,18 @@ def create(
     checkpoint: Checkpoint = False,
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
+    pretrained: bool = False,
     **model_arguments: Any,
 ) -> Chain:
     """Builds a model by name: `create("vnet", checkpoint="blocks", in_channels=1, classes=3)`.
 
-    `memory_budget` and `max_overhead` are those of `zoo.checkpoint`.
+    `memory_budget` and `max_overhead` are those of `zoo.checkpoint`. `pretrained` loads the weights
+    that torchvision, timm or transformers publish (`zoo.weights`), through that library.
 
     Raises:
         ModelNameError: no such model; the message offers the nearest names.
         ArgumentError: an argument that this model does not take, or a value out of range.
+        WeightsError: there are no such weights, or no way to fetch them.
     """
     if not isinstance(name, str) or name not in _FACTORIES:
         raise ModelNameError(
@@ -48,6 +57,7 @@ def create(
         checkpoint=checkpoint,
         memory_budget=memory_budget,
         max_overhead=max_overhead,
+        pretrained=pretrained,
         **model_arguments,
     )
 
@@ -77,6 +87,7 @@ def _factory(builder: Builder) -> Builder:
         checkpoint: Checkpoint = False,
         memory_budget: Budget | None = None,
         max_overhead: float | None = None,
+        pretrained: bool = False,
         **arguments: Any,
     ) -> Chain:
         for argument in arguments:
@@ -85,7 +96,10 @@ def _factory(builder: Builder) -> Builder:
                     f"{builder.__name__} takes no argument {argument!r}.{nearest(argument, known)} "
                     f"It takes {', '.join([*OPTIONS, *known])}."
                 )
+        weights = published(builder.__name__) if pretrained else None
         chain = builder(**arguments)
+        if weights is not None:
+            chain.load_state_dict(weights)
         return attach(chain, checkpoint, memory_budget=memory_budget, max_overhead=max_overhead)
 
     options = [
