@@ -108,7 +108,7 @@ def test_what_cannot_be_read_is_said_and_costs_no_number(
         raise RuntimeError("no such\nthing")
 
     monkeypatch.setattr(collect, "track", broken)
-    monkeypatch.setattr(collect.Prospect, "of", broken)
+    monkeypatch.setattr(collect, "look_ahead", broken)
     record = work(CELLS["baseline"])
     assert record["missing"] == dict.fromkeys(("timeline", "chain"), "RuntimeError: no such thing")
     for name in ("digests", "memory", "plan"):
