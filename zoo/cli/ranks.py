@@ -41,11 +41,13 @@ def in_ranks(arguments: Sequence[str], program: str, run: Callable[[Sequence[str
             code = run(_in_folder(arguments, program, rank))
         words: list[Words] = [(0, "")] * world
         distributed.all_gather_object(words, (code, said.getvalue()))
+        if rank == 0:
+            for number, (_, text) in list(enumerate(words))[1:]:
+                print(f"\nrank {number} of {world}\n{text}", end="", flush=True)
+        # a launcher ends all others as soon as one has failed
+        distributed.barrier()
     finally:
         distributed.destroy_process_group()
-    if rank == 0:
-        for number, (_, text) in list(enumerate(words))[1:]:
-            print(f"\nrank {number} of {world}\n{text}", end="", flush=True)
     return max(code for code, _ in words)
 
 
