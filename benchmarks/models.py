@@ -3,13 +3,15 @@
     python benchmarks/models.py                      # the table below, random weights, small inputs
     python benchmarks/models.py resnet50 gpt2        # some of it
     python benchmarks/models.py --count 50           # so many small ones drawn from timm's list
+    python benchmarks/models.py --write              # both tables into docs/models.md; an
+                                                     # interrupted run goes on where it stopped
 
 Each model trains two steps plainly and two by `checkpoint=True`; outputs, gradients, parameters,
 buffers and the random state are compared bit for bit. The first number is the peak of the
 activations in a step, over that of plain training, as the allocator counts it; the second the
 floating point operations of a step beyond those of plain training, over these. The library's own
-switch, where it has one, stands beside `checkpoint=True` and beside the plan of least time with no
-more memory than the switch.
+switch, where it has one, stands beside `checkpoint=True` and beside the plan of fewest operations
+that is measured to take no more memory than the switch.
 
 `blocks` in the place of a number of steps: the forward cannot be followed, and each block is a
 segment. `refused` gives the reason.
@@ -20,11 +22,14 @@ import contextlib
 import copy
 import functools
 import gc
+import json
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,9 +39,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import zoo
+from zoo.adapter.entry import Entry
+from zoo.entry import Invocation
 from zoo.measure.memory import gradient_addresses, trace
 from zoo.measure.profile import profile
 
+DRAWN = 50
+RESULTS = Path("results/models.jsonl")
 Build = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
 
 
@@ -72,6 +81,13 @@ def from_torchvision(name: str, size: int = 64) -> Build:
         return torchvision.models.get_model(name, weights=None), image(size), {}
 
     return build
+
+
+def detector() -> Any:
+    import torchvision
+
+    build = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn
+    return build(weights=None, weights_backbone=None).backbone, image(96), {}
 
 
 def video() -> Any:
@@ -210,6 +226,7 @@ def subjects() -> list[Subject]:
     return [
         *named,
         Subject("densenet121", "torchvision", from_torchvision("densenet121"), efficient),
+        Subject("fasterrcnn's backbone", "torchvision", detector),
         Subject("r3d_18", "torchvision", video),
         *(
             Subject(name, "timm", from_timm(name), by_timm)
@@ -335,26 +352,39 @@ def cost(model: nn.Module, args: Any, kwargs: Any) -> Cost:
     return Cost(taken, flops.total)
 
 
-def at_most(model: nn.Module, args: Any, kwargs: Any, most: int) -> nn.Module | None:
-    """Puts the plan of least time in force whose activations take no more bytes; None: no plan."""
+def at_most(model: nn.Module, args: Any, kwargs: Any, most: int) -> tuple[nn.Module, Cost] | None:
+    """Puts the plan of fewest operations in force whose step is measured to take no more bytes.
+
+    Of the planner's, the last of rising peaks that still does, and the scheme that keeps products.
+    """
+    points = candidates(model, args, kwargs)
+
+    def measured(plan: Any) -> Cost:
+        return cost(zoo.checkpoint(model, plan), args, kwargs)
+
+    found = [(taken, plan) for plan in ["cheap"] if (taken := measured(plan)).bytes <= most]
+    low, high = 0, len(points)
+    while low < high:
+        middle = (low + high) // 2
+        taken = measured(points[middle])
+        if taken.bytes <= most:
+            found.append((taken, points[middle]))
+            low = middle + 1
+        else:
+            high = middle
+    if not found:
+        return None
+    taken, plan = min(found, key=lambda pair: pair[0].flops)
+    return zoo.checkpoint(model, plan), taken
+
+
+def candidates(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
+    """Returns the planner's plans by rising peak."""
     from zoo.planner.optimal import frontier
 
-    followed = model.forward.following.latest  # type: ignore[union-attr]
-    steps = followed.steps
-    leaves = pytree.tree_leaves((args, kwargs))
-    state = steps.state([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    points = frontier(profile(model, steps.outline, state, timed=True))
-    # which the planner leaves out: 5 KiB for the random state of each segment that draws
-    fitting = [point for point in points if point.peak + 5056 * segments(point.plan) <= most]
-    if not fitting:
-        return None
-    best = min(fitting, key=lambda point: point.recomputed_seconds)
-    return zoo.checkpoint(model, best.plan)
-
-
-def segments(items: Sequence[Any]) -> int:
-    """Counts the segments of a plan, nested ones too."""
-    return sum(1 + segments(item) for item in items if isinstance(item, tuple))
+    entry = Entry.of(zoo.uncheckpoint(model), Invocation(args, kwargs))
+    points = frontier(profile(model, entry.outline, entry.state, timed=True))
+    return [point.plan for point in sorted(points, key=lambda point: point.peak)]
 
 
 def row(subject: Subject, budget: bool = True) -> list[str]:
@@ -387,12 +417,13 @@ def row(subject: Subject, budget: bool = True) -> list[str]:
     least = cost(ours, args, kwargs)
     same = "-"
     if budget and own is not None and followed is not None:
-        planned = at_most(ours, args, kwargs, own.bytes)
-        if planned is not None:
+        best = at_most(ours, args, kwargs, own.bytes)
+        if best is not None:
+            planned, taken = best
             found = found or difference(
                 record(with_weights(planned, model), args, kwargs), expected
             )
-            same = cost(planned, args, kwargs).beside(plain)
+            same = taken.beside(plain)
     return [
         subject.name,
         subject.library,
@@ -411,31 +442,95 @@ def with_weights(model: nn.Module, other: nn.Module) -> nn.Module:
     return model
 
 
+HEAD = (
+    "| model | library | steps | its own switch | `True` | at the switch's memory | exact |",
+    "| --- | --- | --- | --- | --- | --- | --- |",
+)
+
+
+def tried(subject: Subject, budget: bool) -> list[str]:
+    """Returns a line, whatever happens, and keeps it in a file."""
+    try:
+        cells = row(subject, budget)
+    except Exception as error:
+        said = " ".join(f"no: {type(error).__name__}: {error}".split())[:160]
+        cells = [subject.name, subject.library, "", "", "", "", said]
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps([subject.library, subject.name, budget, cells]) + "\n")
+    return cells
+
+
+def table(
+    chosen: Iterable[Subject], budget: bool, known: Mapping[Any, list[str]]
+) -> tuple[list[str], list[str]]:
+    """Prints a table line by line; returns its lines, and the verdicts."""
+    lines, verdicts = list(HEAD), []
+    print("\n".join(HEAD), flush=True)
+    for subject in chosen:
+        cells = known.get((subject.library, subject.name, budget)) or tried(subject, budget)
+        lines.append("| " + " | ".join(cells) + " |")
+        print(lines[-1], flush=True)
+        verdicts.append(cells[-1])
+        gc.collect()
+    verdicts = [verdict for verdict in verdicts if "not deterministic" not in verdict]
+    exact = verdicts.count("yes")
+    lines += ["", f"{exact} of {len(verdicts)} exact ({exact / max(len(verdicts), 1):.0%})."]
+    print("\n".join(lines[-2:]), flush=True)
+    return lines, verdicts
+
+
+def earlier() -> dict[Any, list[str]]:
+    """Returns the lines of a run that was interrupted."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {
+        (library, name, budget): cells for library, name, budget, cells in map(json.loads, lines)
+    }
+
+
+def write(tables: Sequence[Sequence[str]]) -> None:
+    """Writes what tables there are into docs/models.md."""
+    legend = __doc__[__doc__.index("Each model trains") :].strip()
+    names = ("torch", "torchvision", "timm", "transformers", "monai")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    parts = [
+        "# Other libraries' models",
+        f"`python benchmarks/models.py --write` wrote this, on two CPU cores ({versions}).",
+        legend,
+        "\n".join(tables[0]),
+    ]
+    for drawn in tables[1:]:
+        parts += [
+            "## Small models of timm",
+            "Drawn from `timm.list_models()`: of each family at most two, up to 8 million weights.",
+            "\n".join(drawn),
+        ]
+    target = Path(__file__).parents[1] / "docs" / "models.md"
+    target.write_text("\n\n".join(parts) + "\n")
+
+
 def main() -> int:
-    """Prints the table; the exit code is 1 when a model is neither exact nor refused."""
+    """Prints the tables; the exit code is 1 when a model is neither exact nor refused."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="models of the table; all if none")
     parser.add_argument("--count", type=int, default=0, help="small models of timm instead")
+    parser.add_argument("--write", action="store_true", help="all into docs/models.md")
+    parser.add_argument("--fresh", action="store_true", help=f"try again what is in {RESULTS}")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    chosen = drawn(given.count) if given.count else subjects()
-    print("| model | library | steps | its own switch | `True` | at the switch's memory | exact |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    results = []
-    for subject in chosen:
-        if given.names and subject.name not in given.names:
-            continue
-        try:
-            cells = row(subject, budget=not given.count)
-        except Exception as error:
-            kind = type(error).__name__
-            cells = [subject.name, subject.library, "", "", "", "", f"no: {kind}: {error}"[:160]]
-        print("| " + " | ".join(cells) + " |", flush=True)
-        results.append(cells)
-        gc.collect()
-    verdicts = [cells[-1] for cells in results if "not deterministic" not in cells[-1]]
-    exact = verdicts.count("yes")
-    print(f"\n{exact} of {len(verdicts)} exact ({exact / max(len(verdicts), 1):.0%})")
+    known = {} if given.fresh or not given.write else earlier()
+    wanted: list[tuple[Iterable[Subject], bool]] = []
+    if given.write or not given.count:
+        wanted.append(([s for s in subjects() if s.name in (given.names or [s.name])], True))
+    if given.write or given.count:
+        wanted.append((drawn(given.count or DRAWN), False))
+    tables, verdicts = [], []
+    for chosen, budget in wanted:
+        lines, found = table(chosen, budget, known)
+        tables.append(lines)
+        verdicts += found
+        if given.write:
+            write(tables)
     return int(any(verdict.startswith("no:") for verdict in verdicts))
 
 
