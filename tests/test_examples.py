@@ -1,0 +1,40 @@
+"""Each example trains for real, resumes in the middle, and ends with the bits of plain training."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = {
+    "lightning_callback": ("lightning", "sklearn"),
+    "accelerate_loop": ("accelerate", "sklearn"),
+    "transformers_trainer": ("transformers", "accelerate", "sklearn"),
+}
+
+
+def test_every_example_is_run() -> None:
+    written = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"digits"}
+    assert written == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_ends_with_the_bits_of_plain_training(name: str, tmp_path: Path) -> None:
+    for library in EXAMPLES[name]:
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{name}.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for run in ("checkpointed", "resumed"):
+        assert f"{run}: bit for bit as plain" in done.stdout
