@@ -495,7 +495,7 @@ def write(tables: Sequence[Sequence[str]]) -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     parts = [
         "# Other libraries' models",
-        f"`python benchmarks/models.py --write` wrote this, on two CPU cores ({versions}).",
+        f"`python benchmarks/models.py --write` wrote this, on a CPU, one thread ({versions}).",
         legend,
         "\n".join(tables[0]),
     ]
@@ -518,6 +518,8 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help=f"try again what is in {RESULTS}")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    # what kernels allocate inside depends on it
+    torch.set_num_threads(1)
     known = {} if given.fresh or not given.write else earlier()
     wanted: list[tuple[Iterable[Subject], bool]] = []
     if given.write or not given.count:
