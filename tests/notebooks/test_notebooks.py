@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from notebooks.build import ENGLISH, languages, notebook_of, sources, written
+from notebooks.build import ENGLISH, LANGUAGES, languages, notebook_of, sources, written
 
 BOTH = [(source, language) for source in sources() for language in languages(source)]
 MOST_BYTES = 600 * 1024
@@ -55,3 +55,9 @@ def test_there_is_no_notebook_without_a_source() -> None:
     folder = notebook_of(sources()[0], ENGLISH).parent
     made = {notebook_of(source, language) for source, language in BOTH}
     assert set(folder.rglob("*.ipynb")) == made
+
+
+def test_every_notebook_is_there_in_every_language() -> None:
+    assert {source.stem: languages(source) for source in sources()} == {
+        source.stem: list(LANGUAGES) for source in sources()
+    }
