@@ -30,7 +30,7 @@ from nbformat import NotebookNode
 HERE = Path(__file__).parent
 SOURCES = HERE / "sources"
 ENGLISH, LANGUAGES = "en", ("en", "zh_CN")
-SECONDS_PER_CELL = 120
+SECONDS_PER_CELL = 300
 FENCES = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^<!-- ([\w-]+) ([0-9a-f]{8}) -->$", re.MULTILINE)
 

@@ -337,8 +337,7 @@ print(zoo.chain_of(Decides().to(device), images))
 #   `DistributedDataParallel(model)`. Nothing else. `find_unused_parameters=True` works
 #   too, as the cell `ready` below shows.
 # - **SyncBatchNorm:** convert first, then checkpoint. A norm that runs again asks the other GPUs
-#   again; leave it where it is kept (`checkpoint="cheap"` runs norms again, `"blocks"` too) or pay
-#   the extra message.
+#   again: the same bits, one message more.
 # - **FSDP2** (`fully_shard`): inside of a segment and around it. FSDP1 inside of a segment is
 #   refused.
 # - A budget is for *one* device: parameters count as they lie there.
