@@ -50,5 +50,5 @@ class VerifyError(ZooError, AssertionError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns ' Did you mean a, b?' for the names closest to `name`, or '' when none is close."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.5)
     return f" Did you mean {', '.join(close)}?" if close else ""

@@ -80,6 +80,8 @@ def test_what_is_no_picture_is_refused(
 ) -> None:
     with pytest.raises(ArgumentError, match=r"'plan\.doc' names no kind of picture"):
         drawn.plot(tmp_path / "plan.doc")
+    with pytest.raises(ArgumentError, match=r"'plan\.gif' names no kind of picture"):
+        drawn.plot(tmp_path / "plan.gif")
     assert not list(tmp_path.iterdir())
     for name in ("zoo.report.plan_plot", "zoo.report.frontier_plot"):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -6,6 +6,7 @@ option is an `ArgumentError` of one sentence, like any other wrong input.
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -39,6 +40,8 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        # as Python 3.14 has it; before, -8GiB passes for an option, and its value for missing
+        self._negative_number_matcher = re.compile(r"-\.?\d")
         self.add_argument("--json", action="store_true", help="print JSON, for machines")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,6 +1,8 @@
 """Text of a command line as numbers, shapes and plans: each function is the `type` of an option."""
 
+import errno
 import functools
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from zoo.checkpointing import Checkpoint
 from zoo.errors import ArgumentError, ZooError, nearest
+from zoo.measure.drawing import PICTURES
 from zoo.plan import Plan
 from zoo.plan_report import PlanReport
 from zoo.planner.schemes import check_name
@@ -164,6 +167,24 @@ def checkpoint(text: str) -> Checkpoint:
         return Plan.parse(text)
     check_name(text)
     return text
+
+
+@_option
+def destination(text: str) -> str:
+    """Reads the path of a file to write; that it has no place is said before the work is done."""
+    place = Path(text)
+    if place.is_dir() or not place.parent.is_dir():
+        wrong = errno.EISDIR if place.is_dir() else errno.ENOENT
+        raise ArgumentError(f"{text!r} cannot be written: {os.strerror(wrong)}")
+    return text
+
+
+@_option
+def picture(text: str) -> str:
+    """Reads the path of a picture to write: .svg, .png or .pdf."""
+    if Path(text).suffix.lower() not in PICTURES:
+        raise ArgumentError(f"{text!r} must end in one of {', '.join(PICTURES)}")
+    return destination(text)
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], str]:

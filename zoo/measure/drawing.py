@@ -7,6 +7,8 @@ from typing import Any
 from zoo.errors import ArgumentError
 from zoo.units import BINARY, format_bytes
 
+# matplotlib has others, of which not all take what is asked of them here
+PICTURES = (".svg", ".png", ".pdf")
 INK, FAINT_INK, GRID = "#24292f", "#57606a", "#e6e8eb"
 # resident bytes are gray, activations colored
 COLORS = {
@@ -45,17 +47,16 @@ def draw_timeline(
             "drawing needs matplotlib: pip install 'zoo-checkpoint[compare]'"
         ) from error
     figure = Figure(figsize=(10, 4.6), layout="constrained")
-    kinds = figure.canvas.get_supported_filetypes()
-    suffix = Path(path).suffix.lstrip(".").lower()
-    if suffix not in kinds:
-        raise ArgumentError(f"{str(path)!r} must end in one of .{', .'.join(sorted(kinds))}")
+    suffix = Path(path).suffix.lower()
+    if suffix not in PICTURES:
+        raise ArgumentError(f"{str(path)!r} must end in one of {', '.join(PICTURES)}")
     # the same numbers make the same file
     with library.rc_context({"svg.hashsalt": "zoo", "font.size": 10, "text.color": INK}):
         axes = figure.subplots()
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
         _shade(axes, phases, max(map(len, curves.values()), default=1) - 1)
         _stack(axes, curves, peak)
-        figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == "svg" else {})
+        figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == ".svg" else {})
 
 
 def _stack(axes: Any, curves: Mapping[str, Sequence[int]], peak: tuple[int, int]) -> None:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from zoo.errors import ArgumentError
 
+PICTURES = (".svg", ".png", ".pdf")
 BASELINE, KEPT, INK, FAINT_INK, GRID = "#b8bec8", "#1f6feb", "#24292f", "#57606a", "#e6e8eb"
 # by how often a step runs: the darker the more often, and blue beside them for any eye
 AGAIN = ("#f2b134", "#d9730d", "#8f3d06")
@@ -47,10 +48,10 @@ def write(figure: Figure, path: str | Path) -> None:
         ArgumentError: a suffix of no format.
     """
     place = Path(path)
-    known = figure.canvas.get_supported_filetypes()
-    if place.suffix[1:].lower() not in known:
+    kind = place.suffix.lower()
+    if kind not in PICTURES:
         raise ArgumentError(
             f"{place.name!r} names no kind of picture; end it with .svg, .png or .pdf"
         )
     with rc_context(STYLE):
-        figure.savefig(place, dpi=160, metadata={"Date": None} if place.suffix == ".svg" else {})
+        figure.savefig(place, dpi=160, metadata={"Date": None} if kind == ".svg" else {})

@@ -12,7 +12,7 @@ from zoo.cli.files import write, write_text
 from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.place import HERE, OPTIMIZERS, add_optimizer, is_here
 from zoo.cli.subject import add_subject, subject
-from zoo.cli.values import checkpoint, whole
+from zoo.cli.values import checkpoint, destination, picture, whole
 from zoo.errors import ArgumentError, nearest
 from zoo.measure.timeline import Timeline
 
@@ -105,6 +105,10 @@ def _parser() -> Parser:
     parser.add_argument(
         "--holders", type=whole, default=10, help="largest tensors to list; default 10"
     )
-    parser.add_argument("--save", metavar="FILE", help="write every allocation, as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw bytes over time: .svg, .png or .pdf")
+    parser.add_argument(
+        "--save", type=destination, metavar="FILE", help="write every allocation, as JSON"
+    )
+    parser.add_argument(
+        "--plot", type=picture, metavar="FILE", help="draw bytes over time: .svg, .png or .pdf"
+    )
     return parser

@@ -7,7 +7,7 @@ from zoo.cli.files import write, write_text
 from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.place import OPTIMIZERS, add_device, add_optimizer, placed
 from zoo.cli.subject import add_subject, subject
-from zoo.cli.values import positive
+from zoo.cli.values import destination, picture, positive
 from zoo.plan_frontier import Frontier, Point
 from zoo.report.markdown import markdown_table
 from zoo.units import format_bytes
@@ -41,8 +41,12 @@ def _parser() -> Parser:
     parser.add_argument(
         "--points", type=positive, default=12, help="best plans to print, evenly; default 12"
     )
-    parser.add_argument("--csv", metavar="FILE", help="write all of them with their plans")
-    parser.add_argument("--plot", metavar="FILE", help="draw the curve: .svg, .png or .pdf")
+    parser.add_argument(
+        "--csv", type=destination, metavar="FILE", help="write all of them with their plans"
+    )
+    parser.add_argument(
+        "--plot", type=picture, metavar="FILE", help="draw the curve: .svg, .png or .pdf"
+    )
     return parser
 
 
@@ -50,8 +54,9 @@ def _table(frontier: Frontier, count: int) -> str:
     shown = [*_spread(frontier.optimal, count), *frontier.schemes, frontier.baseline]
     rows = list(_rows(frontier, sorted(shown, key=lambda point: point.peak)))
     table = markdown_table(("plan", "step peak", "of keeping all", "time"), rows)
+    plans = "1 best plan" if len(frontier.optimal) == 1 else f"{len(frontier.optimal)} best plans"
     return (
-        f"{frontier.title}, one training step: {len(frontier.optimal)} best plans\n\n{table}\n\n"
+        f"{frontier.title}, one training step: {plans}\n\n{table}\n\n"
         f"no plan goes below {format_bytes(frontier.lower_bound)}"
     )
 

@@ -7,7 +7,7 @@ from zoo.cli.files import write
 from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.place import OPTIMIZERS, add_device, add_optimizer, placed
 from zoo.cli.subject import add_subject, subject
-from zoo.cli.values import budget, ratio
+from zoo.cli.values import budget, destination, picture, ratio
 
 
 def main(arguments: Sequence[str]) -> Answer:
@@ -57,7 +57,11 @@ def _parser() -> Parser:
     )
     add_optimizer(parser)
     add_device(parser)
-    parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for --checkpoint")
-    parser.add_argument("--plot", metavar="FILE", help="draw the plan: .svg, .png or .pdf")
+    parser.add_argument(
+        "--save", type=destination, metavar="FILE", help="write the plan as JSON, for --checkpoint"
+    )
+    parser.add_argument(
+        "--plot", type=picture, metavar="FILE", help="draw the plan: .svg, .png or .pdf"
+    )
     parser.add_argument("--draw", action="store_true", help="also print the plan step by step")
     return parser
