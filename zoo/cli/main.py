@@ -9,6 +9,7 @@ A command is imported when it is asked for, so that one that needs a library of 
 keep the others from running without.
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -37,6 +38,9 @@ HELP = ("-h", "--help", "help")
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, by default the program's own, and returns the exit code."""
+    if arguments is None:
+        # what the program has imported stays: no collection need go through it again
+        gc.freeze()
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     return exit_code(f"zoo {name}" if name in COMMANDS else "zoo", lambda: _answer(name, rest))
 
