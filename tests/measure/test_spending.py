@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import zoo
+from tests.training import Residuals, images
 from zoo.errors import ArgumentError
 from zoo.measure.memory import trace
 from zoo.measure.spending import peak_and_blocks, spending
@@ -68,6 +70,17 @@ def test_an_exception_ends_the_recording():
 def test_one_inside_of_another_is_refused():
     with spending(), pytest.raises(ArgumentError, match="at work already"), spending():
         pass
+
+
+def test_a_plan_that_is_made_inside_is_refused_and_not_a_wrong_number():
+    """Its steps are measured by the same profiler."""
+    model = zoo.checkpoint(Residuals(), memory_budget=1.0)
+    with spending(), pytest.raises(ArgumentError, match="run that step before"):
+        model(images())
+    model(images()).sum().backward()
+    with spending() as spent:
+        model(images()).sum().backward()
+    assert spent.peak > images().nbytes
 
 
 def test_another_kind_of_device_is_refused():

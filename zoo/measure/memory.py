@@ -208,6 +208,9 @@ class AllocatorEvents:
     """Records what the CPU's allocator does inside a block: (nanoseconds, address, bytes) in order.
 
     The clock is that of `time.time_ns`. `events` is empty until the block ends.
+
+    Raises:
+        ArgumentError: at the beginning of a block inside of another or of a profiler.
     """
 
     def __init__(self) -> None:
@@ -216,6 +219,13 @@ class AllocatorEvents:
 
     def __enter__(self) -> "AllocatorEvents":
         """Starts to record."""
+        # torch would let a second profiler begin, and end the first with it
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            raise ArgumentError(
+                "memory on the CPU is measured by torch's profiler, which is at work already: put "
+                "the block outside of it, and not inside of another; where a plan for a budget is "
+                "made at the first step, run that step before"
+            )
         self._profiler.__enter__()  # type: ignore[no-untyped-call]
         return self
 

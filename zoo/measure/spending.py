@@ -53,24 +53,12 @@ def spending(device: str | None = None) -> Iterator[Spending]:
     if kind == "cuda":
         yield spent
     else:
-        with _recording() as record:
+        with AllocatorEvents() as record:
             yield spent
         events = MemoryTrace.within((address, size) for _, address, size in record.events).events
         spent.peaks["cpu"], spent.largest["cpu"] = peak_and_blocks(events)
     if kind == "cuda" or device is None:
         _add_cuda(spent, before, device)
-
-
-@contextmanager
-def _recording() -> Iterator[AllocatorEvents]:
-    # torch would let a second profiler begin, and end the first with it
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        raise ArgumentError(
-            "memory on the CPU is measured by torch's profiler, which is at work already: put the "
-            "block outside of it, and not inside of another"
-        )
-    with AllocatorEvents() as record:
-        yield record
 
 
 def peak_and_blocks(events: Sequence[Event]) -> tuple[int, list[int]]:
