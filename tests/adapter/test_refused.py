@@ -31,6 +31,30 @@ def test_an_option_that_needs_a_tape_is_refused_without_one(option: Any) -> None
         model(images())
 
 
+class Settled(Net):
+    """Settles on its first call what it is for, as classifiers of transformers do."""
+
+    class Settings:
+        purpose = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = self.Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.settings.purpose is None:
+            self.settings.purpose = "regression"
+        return super().forward(x)
+
+
+def test_what_a_first_call_settles_is_named_and_may_be_set_before() -> None:
+    model = Settled()
+    with pytest.raises(zoo.ArgumentError, match=r"changes purpose of a Settings.* Set that before"):
+        zoo.plan(model, images(), max_overhead=1.0)
+    model.settings.purpose = "regression"
+    assert zoo.plan(model, images(), max_overhead=1.0).plan
+
+
 def test_a_budget_needs_a_tape() -> None:
     model = Reader()
     with pytest.raises(zoo.ArgumentError, match="cannot be followed"):

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from zoo.adapter.following import Arguments, Followed, Following
-from zoo.adapter.forward import Option, Planned
+from zoo.adapter.forward import Option, Planned, way_out
 from zoo.adapter.instead import NAME
 from zoo.adapter.tape import Value, restored
 from zoo.adapter.watch import Opaque
@@ -57,7 +57,8 @@ class Entry:
         except Opaque as opaque:
             raise UnfollowedError(
                 f"{type(model).__name__} cannot be planned for: its code {opaque.reason}. "
-                "checkpoint=True and 'blocks' run its blocks again as a whole, without a plan"
+                "checkpoint=True and 'blocks' run its blocks again as a whole, without a plan."
+                f"{way_out(model, opaque.reason)}"
             ) from opaque
         tensors = Arguments.of(found.args, found.kwargs).tensors
         return cls(model, followed.steps.outline, followed.steps.state(tensors), followed)

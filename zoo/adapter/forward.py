@@ -151,7 +151,7 @@ class Planned(Instead):
         if not self.option.is_by_blocks():
             raise ArgumentError(
                 f"{said}. checkpoint={self.option.checkpoint!r} needs that; checkpoint='blocks' "
-                f"does not.{_hint(module)}"
+                f"does not.{way_out(module, reason)}"
             )
         if self.option.steps is None:
             paths = block_paths(module)
@@ -160,7 +160,7 @@ class Planned(Instead):
         if not paths:
             raise ArgumentError(
                 f"{said}, and it has no blocks that repeat. Name modules to run again by "
-                f"steps=[...], or call its parts through zoo.recompute.{_hint(module)}"
+                f"steps=[...], or call its parts through zoo.recompute.{way_out(module, reason)}"
             )
         self.reason = reason
         self.segments = [Segment(module.get_submodule(path)) for path in paths]
@@ -193,7 +193,10 @@ def _call(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: 
     return forward(*args, **kwargs)
 
 
-def _hint(module: nn.Module) -> str:
+def way_out(module: nn.Module, reason: str) -> str:
+    """Returns a sentence, with a space before it, on what to do where a forward is not followed."""
+    if reason.startswith("changes "):
+        return " Set that before, or call the model once without checkpointing."
     if getattr(getattr(module, "config", None), "use_cache", False) is True:
         return " A cache is for generation: set model.config.use_cache = False."
     return ""

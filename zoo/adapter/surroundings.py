@@ -61,9 +61,9 @@ class Surroundings:
             yield changed
             changed += [v.name for v, noted in self.variables if not unchanged(noted, v.read())]
             changed += [
-                f"a {type(value).__name__}"
+                f"{name} of a {type(value).__name__}"
                 for value, attributes in self.objects
-                if not _is_same(attributes, vars(value))
+                for name in _differing(attributes, vars(value))
             ]
         finally:
             for container, content in self.contents.values():
@@ -81,8 +81,10 @@ def is_registry(value: Any) -> bool:
     return isinstance(value, CONTAINERS) and type(value) not in CONTAINERS
 
 
-def _is_same(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    return before.keys() == now.keys() and all(now[key] is value for key, value in before.items())
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    missing = object()
+    names = before | now
+    return [name for name in names if before.get(name, missing) is not now.get(name, missing)]
 
 
 def _refill(container: Any, content: Any) -> None:
