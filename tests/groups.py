@@ -1,10 +1,8 @@
 """What `test_groups` runs in each of two and of four processes, over gloo."""
 
 import functools
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,24 +269,3 @@ CHECKS: dict[str, Callable[[], None]] = {
     "one watches": one_watches,
     "budget of shards": budget_of_shards,
 }
-
-
-def process(rank: int, world: int, folder: str) -> None:
-    """Makes all checks and writes each one's failure, or nothing, to a file."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    try:
-        for name, check in CHECKS.items():
-            Path(folder, f"{name} {rank}").write_text(failure_of(check))
-            distributed.barrier()
-    finally:
-        distributed.destroy_process_group()
-
-
-def failure_of(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except Exception:
-        return traceback.format_exc()
-    return ""

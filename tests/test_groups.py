@@ -6,26 +6,17 @@ FSDP2 and tensor parallelism before and after `zoo.checkpoint`; a pipeline of pa
 plan for all. Each on a model as people write it, and where it can be on a chain.
 """
 
-import os
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
-from torch import multiprocessing
 
-from tests.groups import CHECKS, process
+from tests.groups import CHECKS
+from tests.processes import Failures, failures_in
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def failures(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], list[str]]:
-    folder, world = tmp_path_factory.mktemp("processes"), request.param
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    multiprocessing.spawn(process, (world, str(folder)), nprocs=world)
-    return lambda name: [Path(folder, f"{name} {rank}").read_text() for rank in range(world)]
+def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failures:
+    return failures_in(request.param, "tests.groups", tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_it_holds_in_each_process(name: str, failures: Callable[[str], list[str]]) -> None:
+def test_it_holds_in_each_process(name: str, failures: Failures) -> None:
     assert not any(failures(name)), "\n".join(failures(name))

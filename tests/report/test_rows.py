@@ -7,22 +7,16 @@ import statistics
 import pytest
 from rich.console import Console
 
+from tests.report import recorded
+from tests.report.recorded import WHERE
 from zoo.report.heading import heading
 from zoo.report.report import write_report
 from zoo.report.rows import rows, spread
 from zoo.report.terminal import show
 from zoo.report.words import words
 
-MODEL = {
-    "name": "resnet50",
-    "checkpoint": True,
-    "data": "photographs",
-    "batch_size": 4,
-    "size": 224,
-    "largest_ratio": 0.3,
-}
+MODEL = recorded.MODEL | {"largest_ratio": 0.3}
 SECONDS = {"baseline": [1.0, 2.0, 4.0], "checkpointed": [1.5, 2.2, 5.2]}
-WHERE = {"device": "A processor", "threads": 2, "torch": "2", "python": "3", "zoo": "1"}
 
 
 def record(activation_peak, loss="a", **more):

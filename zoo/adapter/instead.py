@@ -29,9 +29,7 @@ class Instead:
     @property
     def original(self) -> Callable[..., Any]:
         """The forward that the module had."""
-        if self.before is not None:
-            return self.before  # type: ignore[no-any-return]
-        return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
+        return self._bound(self.before)
 
     @property
     def written(self) -> Callable[..., Any]:
@@ -39,6 +37,10 @@ class Instead:
         before = self.before
         while isinstance(before, Instead):
             before = before.before
+        return self._bound(before)
+
+    def _bound(self, before: Any) -> Callable[..., Any]:
+        """Returns a forward of the module's own, or that of its class where it has none."""
         return type(self.module).forward.__get__(self.module) if before is None else before  # type: ignore[no-any-return]
 
     @property

@@ -3,7 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from zoo.cli.parser import Parser
+from zoo.cli.values import picture
 from zoo.errors import ArgumentError
+
+
+def add_plot(parser: Parser, drawn: str) -> None:
+    """Adds `--plot`, which writes a picture of what is `drawn`."""
+    parser.add_argument(
+        "--plot", type=picture, metavar="FILE", help=f"draw {drawn}: .svg, .png or .pdf"
+    )
 
 
 def write(path: str | None, save: Callable[[str], None]) -> None:

@@ -1,15 +1,12 @@
 """Two processes over gloo, started once: wrappers of torch and collectives in segments."""
 
 import functools
-import os
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +22,7 @@ from tests.engine.pitfalls.program import (
     plain,
     state_of,
 )
+from tests.processes import Failures, failures_in
 
 
 class Model(nn.Module):
@@ -219,37 +217,13 @@ CHECKS: dict[str, Callable[[], None]] = OTHERS | {
 }
 
 
-def process(rank: int, folder: str) -> None:
-    """Makes all checks and writes each one's failure, or nothing, to a file."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    try:
-        for name, check in CHECKS.items():
-            Path(folder, f"{name} {rank}").write_text(failure_of(check))
-            distributed.barrier()
-    finally:
-        distributed.destroy_process_group()
-
-
-def failure_of(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except Exception:
-        return traceback.format_exc()
-    return ""
-
-
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    folder = tmp_path_factory.mktemp("processes")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    multiprocessing.spawn(process, (str(folder),), nprocs=2)
-    return lambda name: [Path(folder, f"{name} {rank}").read_text() for rank in range(2)]
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Failures:
+    return failures_in(2, __name__, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_it_holds_in_each_of_two_processes(name: str, failures: Callable[[str], list[str]]) -> None:
+def test_it_holds_in_each_of_two_processes(name: str, failures: Failures) -> None:
     """By name: DDP default, with unused parameters (longformer#63, pytorch#24005,
     transformers#4659), with a static graph; one block twice (FocalNet#4, pytorch#24005); with
     BatchNorm (pytorch#96136); SyncBatchNorm's protocol (fairscale PR#694); FSDP2 with the segment

@@ -8,11 +8,11 @@ from typing import Any
 
 from zoo.anatomy import Anatomy
 from zoo.anatomy import anatomy as take_apart
-from zoo.cli.files import write, write_text
+from zoo.cli.files import add_plot, write, write_text
 from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.place import HERE, OPTIMIZERS, add_optimizer, is_here
 from zoo.cli.subject import add_subject, subject
-from zoo.cli.values import checkpoint, destination, picture, whole
+from zoo.cli.values import checkpoint, destination, whole
 from zoo.errors import ArgumentError, nearest
 from zoo.measure.timeline import Timeline
 
@@ -108,7 +108,5 @@ def _parser() -> Parser:
     parser.add_argument(
         "--save", type=destination, metavar="FILE", help="write every allocation, as JSON"
     )
-    parser.add_argument(
-        "--plot", type=picture, metavar="FILE", help="draw bytes over time: .svg, .png or .pdf"
-    )
+    add_plot(parser, "bytes over time")
     return parser

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from zoo import ahead
-from zoo.cli.files import write, write_text
+from zoo.cli.files import add_plot, write, write_text
 from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.place import OPTIMIZERS, add_device, add_optimizer, placed
 from zoo.cli.subject import add_subject, subject
-from zoo.cli.values import destination, picture, positive
+from zoo.cli.values import destination, positive
 from zoo.plan_frontier import Frontier, Point
 from zoo.report.markdown import markdown_table
 from zoo.units import format_bytes
@@ -44,9 +44,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--csv", type=destination, metavar="FILE", help="write all of them with their plans"
     )
-    parser.add_argument(
-        "--plot", type=picture, metavar="FILE", help="draw the curve: .svg, .png or .pdf"
-    )
+    add_plot(parser, "the curve")
     return parser
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from zoo import ahead
-from zoo.cli.files import write
+from zoo.cli.files import add_plot, write
 from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.place import OPTIMIZERS, add_device, add_optimizer, placed
 from zoo.cli.subject import add_subject, subject
-from zoo.cli.values import budget, destination, picture, ratio
+from zoo.cli.values import budget, destination, ratio
 
 
 def main(arguments: Sequence[str]) -> Answer:
@@ -60,8 +60,6 @@ def _parser() -> Parser:
     parser.add_argument(
         "--save", type=destination, metavar="FILE", help="write the plan as JSON, for --checkpoint"
     )
-    parser.add_argument(
-        "--plot", type=picture, metavar="FILE", help="draw the plan: .svg, .png or .pdf"
-    )
+    add_plot(parser, "the plan")
     parser.add_argument("--draw", action="store_true", help="also print the plan step by step")
     return parser
