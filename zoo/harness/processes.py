@@ -104,10 +104,13 @@ def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, s
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
-        sender.send(function(cell))
+        result = function(cell)
     except Exception as error:
         traceback.print_exc()
-        sender.send(_raised(error, getattr(cell, "memory_limit", None)))
+        result = _raised(error, getattr(cell, "memory_limit", None))
+    # whoever gets the result reads the file and ends this process
+    sys.stdout.flush()
+    sender.send(result)
 
 
 def _raised(error: Exception, limit: int | None) -> Result:
