@@ -9,7 +9,7 @@ by a plan and changes nothing else. See README.md.
 
 from zoo.adapter.front import chain_of, checkpoint, uncheckpoint
 from zoo.ahead import frontier, plan
-from zoo.anatomy import Anatomy, anatomy, track
+from zoo.anatomy import Anatomy, anatomy
 from zoo.catalog import (
     create,
     densenet100,
@@ -65,6 +65,8 @@ from zoo.measure.timeline import Timeline
 from zoo.plan import Plan
 from zoo.plan_frontier import Frontier
 from zoo.plan_report import PlanReport
+from zoo.ranks import RankReport, plan_rank
+from zoo.tracking import track
 from zoo.verify import verify
 from zoo.version import __version__
 
@@ -81,6 +83,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanReport",
+    "RankReport",
     "RecomputeError",
     "Timeline",
     "TransformerBlock",
@@ -111,6 +114,7 @@ __all__ = [
     "lstm",
     "max_batch_size",
     "plan",
+    "plan_rank",
     "recompute",
     "remember",
     "resnet18",

@@ -64,8 +64,8 @@ class Prospect:
         if any(map(is_spread, model.parameters())):
             raise ArgumentError(
                 f"the parameters of {type(model).__name__} are spread over processes, and what "
-                "comes and goes with them is not counted. Plan before they are, or choose "
-                "checkpoint=True or a scheme"
+                "comes and goes with them is not counted. Plan before they are, with "
+                "zoo.plan_rank, or choose checkpoint=True or a scheme"
             )
         self.title = title_of(model, state)
         self.outline, self.state = found, state

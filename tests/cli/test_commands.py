@@ -111,6 +111,29 @@ def test_plan_says_what_zoo_plan_says(command, numbers, tmp_path):
     assert picture.read_text().startswith("<?xml")
 
 
+def test_plan_for_a_rank_says_what_zoo_plan_rank_says(command, numbers, tmp_path):
+    expected = zoo.plan_rank(Residuals(), images(), world_size=4, memory_budget=0.8)
+    given = ("plan", *RESIDUALS, "--memory-budget", "80%", "--world-size", "4")
+    assert numbers(*given) == as_json(asdict(expected))
+    told = command(*given, "--save", str(tmp_path / "plan.json"))
+    assert told.out == f"{expected}\n"
+    assert zoo.PlanReport.load(tmp_path / "plan.json") == expected.alone
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--strategy", "ddp"), "give --world-size, too"),
+        (("--world-size", "4", "--plot", "plan.svg"), "leave out --world-size"),
+        (("--world-size", "4", "--device", "cpu"), "a rank's are never run"),
+    ],
+)
+def test_options_of_ranks_that_mean_nothing_are_refused(command, options, message):
+    told = command("plan", *RESIDUALS, "--memory-budget", "80%", *options)
+    assert (told.code, told.out) == (2, "")
+    assert message in told.err
+
+
 def test_plan_takes_an_overhead_and_an_optimizer(numbers):
     given = ("plan", *RESIDUALS, "--max-overhead", "0.3", "--optimizer")
     plain, adam = (numbers(*given, name) for name in ("none", "adamw"))

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.ahead import look_ahead
-from zoo.anatomy import track
 from zoo.harness.cells import Cell
 from zoo.harness.data import Batch
 from zoo.harness.training import Training
 from zoo.measure.timeline import CATEGORIES, RESIDENT, Allocation, Timeline
 from zoo.plan_frontier import Frontier
 from zoo.planning import Prospect
+from zoo.tracking import track
 
 Result = dict[str, Any]
 

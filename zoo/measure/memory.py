@@ -20,6 +20,7 @@ caching allocator rounds up and holds in reserve, which `torch.cuda.max_memory_r
 
 import dataclasses
 import gc
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zoo.errors import ArgumentError
 
@@ -192,9 +194,10 @@ def resident_bytes(
 def gradient_addresses(model: nn.Module) -> frozenset[int]:
     """Returns where the storages of the parameters' gradients lie."""
     return frozenset(
-        parameter.grad.untyped_storage().data_ptr()
+        storage.data_ptr()
         for parameter in model.parameters()
         if parameter.grad is not None
+        for storage in storages_of(parameter.grad)
     )
 
 
@@ -287,13 +290,30 @@ def _sums(sizes: Iterable[int]) -> Iterator[int]:
 
 def _distinct(tensors: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
+    for storage in itertools.chain.from_iterable(map(storages_of, tensors)):
         # not by address: fake and meta tensors have none
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += storage.nbytes()
     return total
+
+
+def storages_of(tensor: Any) -> list[Any]:
+    """Lists the storages in which a tensor's numbers are in this process.
+
+    Those of a wrapper, such as a DTensor, are those of the tensors inside it.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        parts = (getattr(tensor, name) for name in names)
+        return [
+            storage for part in parts if isinstance(part, Tensor) for storage in storages_of(part)
+        ]
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
+    return []
 
 
 def tensors_in(value: Any) -> list[Tensor]:

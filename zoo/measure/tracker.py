@@ -28,22 +28,24 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from zoo.errors import ArgumentError
 from zoo.measure.lives import BEFORE, Life, Record, settle
-from zoo.measure.memory import AllocatorEvents, tensors_in
+from zoo.measure.memory import AllocatorEvents, storages_of, tensors_in
 from zoo.measure.places import NOWHERE, Place, Places
+from zoo.measure.sharded import sharded_parts
 from zoo.measure.timeline import Timeline
 
+_UNSHAPED = torch.empty(0, device="meta")
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
@@ -132,6 +134,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hooks.callback(before.remove)
             after: Any = register_optimizer_step_post_hook(self._end_optimizer)
             hooks.callback(after.remove)
+            hooks.enter_context(self._resizing())
             hooks.enter_context(self)
             yield
 
@@ -164,16 +167,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and notes the storages that are new in its result."""
         kwargs = kwargs or {}
+        given = list(_tensors((*args, *kwargs.values())))
+        if any(map(is_traceable_wrapper_subclass, given)):
+            return NotImplemented  # operations on what it wraps follow
         place = self._begin_operation(sys._getframe(1))
-        for tensor in _tensors((*args, *kwargs.values())):
-            for storage in _storages(tensor):
+        for tensor in given:
+            for storage in storages_of(tensor):
                 if storage._cdata not in self.alive:
                     self._add(storage, tensor, place, resident=func is not _LIFT)
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
-            for storage in _storages(tensor):
+            for storage in storages_of(tensor):
                 self._look(storage, tensor, place)
         return result
+
+    @contextlib.contextmanager
+    def _resizing(self) -> Iterator[None]:
+        """Notes what FSDP2 fills and empties: whole parameters, in storages that it resizes.
+
+        No operation does that, so that a dispatch mode does not see it.
+        """
+        if not sharded_parts(self.model):
+            yield
+            return
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: Any, size: int) -> Any:
+            place = self._begin_operation(sys._getframe(1))
+            resize(storage, size)
+            self._look(storage, _UNSHAPED, place)
+            if size:
+                self.alive[storage._cdata].life.category = "parameters"
+            return storage
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", noted):
+            yield
 
     def _look(self, storage: Any, tensor: Tensor, place: Place) -> None:
         known = self.alive.get(storage._cdata)
@@ -184,11 +212,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(storage, tensor, place)
 
     def _assign(self, tensor: Tensor, category: str, name: str = "") -> None:
-        for storage in _storages(tensor):
+        for storage in storages_of(tensor):
             if storage._cdata not in self.alive:
                 self._add(storage, tensor, NOWHERE, resident=True)
-            life = self.alive[storage._cdata].life
-            if not life.category:
+            end = self.alive.get(storage._cdata)  # one without bytes is not noted
+            if end is not None and not end.life.category:
+                life = end.life
                 life.category, life.name = category, name
 
     def _add(self, storage: Any, tensor: Tensor, place: Place, *, resident: bool = False) -> None:
@@ -202,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place=place,
             shape=tuple(map(int, tensor.shape)),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            address=_address(storage, tensor),
+            address=_address(storage),
         )
         self.record.lives.append(life)
         self.alive[storage._cdata] = _End(storage, self._gone, life)
@@ -287,13 +316,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from (part for part in value if isinstance(part, Tensor))
 
 
-def _storages(tensor: Tensor) -> list[Any]:
-    if tensor.layout is torch.strided:
-        return [tensor.untyped_storage()]
-    if tensor.layout is torch.sparse_coo:
-        return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
-    return []
-
-
-def _address(storage: Any, tensor: Tensor) -> int:
-    return 0 if isinstance(tensor, FakeTensor) or tensor.is_meta else int(storage.data_ptr())
+def _address(storage: Any) -> int:
+    # that of a fake tensor, too, is on the meta device
+    return 0 if storage.device.type == "meta" else int(storage.data_ptr())

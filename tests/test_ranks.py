@@ -1,0 +1,119 @@
+"""What is predicted for a rank is what it takes, to the byte, and nothing is left behind."""
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import zoo
+from tests.adapter.models import Net
+from tests.processes import results_in
+from tests.ranks import CASES, MODELS, peaks, split
+from zoo.ranks import RankReport
+
+
+def report(name: str, way: str, world: int, **bounds: Any) -> RankReport:
+    build, inputs = MODELS[name]
+    with torch.device("meta"):
+        model, given = build(), inputs()
+    strategy = split if way == "tensor parallel" else way
+    return zoo.plan_rank(model, given, world_size=world, strategy=strategy, **bounds)
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_a_rank_takes_what_is_predicted(world, tmp_path):
+    least = {case: report(*case, world, max_overhead=9) for case in CASES[world]}
+    predicted = {}
+    for case, found in least.items():
+        assert found.predicted_peak < found.baseline_peak
+        predicted |= {
+            (*case, False): found.baseline_peak,
+            (*case, found.plan): found.predicted_peak,
+        }
+    ranks = results_in(world, functools.partial(peaks, list(predicted)), tmp_path)
+    assert ranks[0] == list(predicted.values())
+
+
+def net() -> tuple[nn.Module, torch.Tensor]:
+    return Net(8, blocks=2), torch.zeros(4, 4, 16, 16)
+
+
+plan = functools.partial(zoo.plan_rank, world_size=4)
+
+
+def test_a_budget_is_kept_to_and_the_least_one_works():
+    model, x = net()
+    half = plan(model, x, memory_budget=0.5)
+    assert half.predicted_peak <= half.budget == half.baseline_peak // 2
+    assert sum(half.at_peak.values()) == half.predicted_peak
+    with pytest.raises(zoo.BudgetError, match=r"4 by fsdp2 needs at least .* \(1000 bytes\)") as no:
+        plan(model, x, memory_budget=1000)
+    least = int(str(no.value).split("Raise the budget to ")[1].split()[0])
+    assert plan(model, x, memory_budget=least).predicted_peak == least
+    with pytest.raises(zoo.BudgetError):
+        plan(model, x, memory_budget=least - 1)
+
+
+def test_what_it_says_can_be_read_and_its_plan_put_in_force(tmp_path):
+    model, x = net()
+    found = plan(model, x, max_overhead=9, strategy="ddp")
+    assert "on each of 4 ranks, ddp" in str(found)
+    assert "buckets of gradients" in str(found)
+    assert json.loads(found.to_json())["predicted_peak"] == found.predicted_peak
+    found.save(tmp_path / "plan.json")
+    saved = zoo.PlanReport.load(tmp_path / "plan.json")
+    assert saved.plan == found.plan
+    zoo.checkpoint(model, saved)(x).sum().backward()
+
+
+def refuses(model: nn.Module) -> None:
+    model.register_forward_pre_hook(print)
+    torch.rand(1)
+    raise OSError("no")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", refuses])
+def test_nothing_is_left_behind(strategy):
+    model, x = net()
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    stream = torch.get_rng_state()
+    try:
+        plan(model, x, max_overhead=0.5, strategy=strategy)
+    except OSError:
+        assert strategy is refuses
+    assert not distributed.is_initialized()
+    assert torch.equal(torch.get_rng_state(), stream)
+    torch.testing.assert_close(model.state_dict(), kept, rtol=0, atol=0)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert type(model) is Net
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_group_that_is_there_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = distributed.FileStore(f"{tmp_path}/store")
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(zoo.ArgumentError, match="there is a process group already"):
+            plan(*net(), max_overhead=1)
+        assert distributed.get_backend() == "gloo"
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 0}, "world_size=0 is no number from 1"),
+        ({"strategy": "fsdp"}, r"'fsdp' is neither a function .* Did you mean fsdp2"),
+        ({"memory_budget": "device"}, "what is free here; for a rank that is elsewhere"),
+        ({"memory_budget": 0.5, "max_overhead": 1}, "one of memory_budget and max_overhead"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    bounds = {} if "memory_budget" in options else {"max_overhead": 1}
+    with pytest.raises(zoo.ArgumentError, match=message):
+        plan(*net(), **bounds, **options)

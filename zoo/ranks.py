@@ -1,0 +1,313 @@
+"""What a training step takes on each of many ranks, none of which need be here, and the best plan.
+
+    zoo.plan's table, in one process      the best plans by rising peak and falling time
+    a fake group of so many processes     this one is rank 0, its collectives send nothing
+    a fake copy of the model, sharded     by FSDP2's own code, whose hooks then run
+    a step of it by one of the plans      tracked: bytes of rank 0, the largest of all ranks
+
+Looked at are as many plans as a bisection needs. Bytes are those of tensors; what kernels and the
+library that communicates allocate inside of themselves is not among them: gloo, for one, copies
+gradients before it reduces them.
+"""
+
+import bisect
+import contextlib
+import copy
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from zoo.adapter.blocks import block_paths
+from zoo.adapter.watch import is_hooked
+from zoo.ahead import look_ahead
+from zoo.entry import Inputs, Invocation, Loss, place_of
+from zoo.errors import ArgumentError, BudgetError, nearest
+from zoo.measure.optimizer import MakeOptimizer
+from zoo.measure.timeline import Timeline
+from zoo.plan import Plan
+from zoo.plan_report import PlanReport
+from zoo.planning import Budget, Prospect, check_bounds
+from zoo.report.markdown import markdown_table
+from zoo.tracking import TrainingStep, mean_of
+from zoo.units import format_bytes, parse_bytes
+from zoo.verification.records import read_streams, set_streams
+
+Strategy = str | Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """A plan and what it should cost each rank.
+
+    Attributes:
+        world_size: how many ranks there are.
+        strategy: what spreads the model over them.
+        predicted_peak: bytes of the whole training step at its peak, on rank 0.
+        baseline_peak: likewise, when everything is kept.
+        budget: bytes, None where time was given.
+        phase: of the step at the peak: "forward", "backward", "recompute" or "optimizer".
+        at_peak: `predicted_peak` by category; "parameters" are shards and what is gathered.
+        alone: the plan and what it should cost in one process that has all of the model.
+    """
+
+    world_size: int
+    strategy: str
+    predicted_peak: int
+    baseline_peak: int
+    budget: int | None
+    phase: str
+    at_peak: Mapping[str, int]
+    alone: PlanReport
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, the same on all ranks."""
+        return self.alone.plan
+
+    @property
+    def predicted_time_ratio(self) -> float:
+        """Seconds of forward and backward against keeping everything, communication left out."""
+        return self.alone.predicted_time_ratio
+
+    def to_json(self) -> str:
+        """Writes the report as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan to a file that `zoo.PlanReport.load` reads, with its costs alone."""
+        self.alone.save(path)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            (
+                f"{self.alone.title}, one training step on each of {self.world_size} ranks, "
+                f"{self.strategy}\n",
+                markdown_table(
+                    ("predicted for a rank", "", "of keeping everything"), list(self._predictions())
+                ),
+                f"\nAt the peak, in the {self.phase}:\n",
+                markdown_table(("what", "bytes", "share"), list(self._shares())),
+                f"\n{self.plan}",
+            )
+        )
+
+    def _predictions(self) -> Iterator[tuple[str, str, str]]:
+        yield "peak", *self._size(self.predicted_peak)
+        if self.budget is not None:
+            yield "budget", *self._size(self.budget)
+        yield "keeping everything", *self._size(self.baseline_peak)
+        yield "the plan in one process", *self._size(self.alone.predicted_peak)
+        yield "forward and backward, without communication", "", f"×{self.predicted_time_ratio:.2f}"
+
+    def _size(self, size: int) -> tuple[str, str]:
+        return format_bytes(size), f"×{size / max(self.baseline_peak, 1):.2f}"
+
+    def _shares(self) -> Iterator[tuple[str, str, str]]:
+        for words, size in {**self.at_peak, "in all": self.predicted_peak}.items():
+            yield words, format_bytes(size), f"{size / max(self.predicted_peak, 1):.1%}"
+
+
+def plan_rank(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    world_size: int,
+    strategy: Strategy = "fsdp2",
+    memory_budget: Budget | None = None,
+    max_overhead: float | None = None,
+    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    loss: Loss | None = None,
+    device: str | None = None,
+) -> RankReport:
+    """Finds the plan of least time whose training step keeps to a budget on each of many ranks.
+
+    None of them need be here: a fake process group stands for them and fake tensors for all others,
+    so that nothing of the model's size is allocated. Bytes are those of the step's tensors on rank
+    0, which of uneven shards has the larger.
+
+    Args:
+        model: whole, on no rank yet; may be on the meta device. A copy is spread.
+        inputs: what one rank's model is called with: its part of the batch.
+        world_size: how many ranks there are.
+        strategy: "fsdp2" shards each block and then the whole (`fully_shard`, ZeRO-3, as in
+            arXiv:1910.02054), "ddp" keeps all on each rank and a copy of the gradients in buckets
+            (`DistributedDataParallel`, arXiv:2006.15704). Or a function that spreads the copy of
+            the model that it is given, in place, as `fully_shard` and `parallelize_module` do: it
+            is called where `torch.distributed` has the group of `world_size` processes.
+        memory_budget: the peak of a rank: bytes, "8GiB", or a fraction of what keeping everything
+            takes there, `0.5`.
+        max_overhead, optimizer, loss, device: those of `zoo.plan`; kernels are never timed, and
+            time is without communication.
+
+    Raises:
+        ArgumentError: no module, one whose forward cannot be followed or that is spread already,
+            or no such strategy or bound; a process group that is there already.
+        BudgetError: no plan keeps to the budget, with the least that one needs.
+    """
+    check_bounds(memory_budget, max_overhead)
+    name, spread = _spreading(strategy)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"planning needs a torch.nn.Module; got {type(model).__name__}")
+    step = TrainingStep(model, Invocation.of(inputs), optimizer, _of_outputs(loss), spread)
+    streams = read_streams()
+    try:
+        with _group(_checked(world_size)):
+            rank = _Rank(world_size, name, step)
+            prospect = look_ahead(
+                rank.in_one_process(),
+                inputs,
+                optimizer=optimizer,
+                loss=loss,
+                device=device or "cpu",
+            )
+            return rank.report(prospect, memory_budget, max_overhead)
+    finally:
+        set_streams(streams)
+
+
+class _Rank:
+    """Rank 0 of so many; remembers the steps that it has looked at."""
+
+    def __init__(self, world_size: int, strategy: str, step: TrainingStep) -> None:
+        self.world_size, self.strategy, self.step = world_size, strategy, step
+        trained = (parameter for parameter in step.model.parameters() if parameter.requires_grad)
+        self.buckets = sum(p.nbytes for p in trained) if strategy == "ddp" else 0
+        self.timeline = functools.cache(self._timeline)
+
+    def in_one_process(self) -> nn.Module:
+        """Returns the model with hooks where spreading it leaves some, its tensors shared.
+
+        A module that has hooks runs as a whole, so that they fire: the steps are those of a rank.
+        """
+        model = self.step.model
+        whole: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        hooked = copy.deepcopy(model, whole)
+        for path, module in self.step.fake.named_modules():
+            if is_hooked(module):
+                hooked.get_submodule(path).register_forward_pre_hook(_nothing)
+        return hooked
+
+    def report(
+        self, prospect: Prospect, memory_budget: Budget | None, max_overhead: float | None
+    ) -> RankReport:
+        """Chooses among the best plans of one process."""
+        found = [prospect.report(point.peak, None) for point in prospect.points]
+        if memory_budget is None:
+            assert max_overhead is not None
+            chosen = next(plan for plan in found if plan.predicted_time_ratio <= 1 + max_overhead)
+            return self._described(chosen, found[-1], None)
+        budget = self._bytes_of(memory_budget, found[-1])
+        fitting = bisect.bisect(found, budget, key=self.peak)
+        if not fitting:
+            raise BudgetError(self._too_much(budget, found))
+        return self._described(found[fitting - 1], found[-1], budget)
+
+    def peak(self, alone: PlanReport) -> int:
+        """Returns the bytes that a rank takes by a plan."""
+        return self.timeline(alone.plan).peak + self.buckets
+
+    def _timeline(self, plan: Plan) -> Timeline:
+        return self.step.predicted(plan if plan.depth() else None)
+
+    def _bytes_of(self, budget: Budget, baseline: PlanReport) -> int:
+        if isinstance(budget, float):
+            return int(budget * self.peak(baseline))
+        if budget == "device":
+            raise ArgumentError(
+                "memory_budget='device' is what is free here; for a rank that is elsewhere give "
+                "bytes, '80GiB' or a fraction of what keeping everything takes"
+            )
+        return parse_bytes(budget, "memory_budget")
+
+    def _described(self, alone: PlanReport, baseline: PlanReport, budget: int | None) -> RankReport:
+        timeline = self.timeline(alone.plan)
+        buckets = {"buckets of gradients": self.buckets} if self.buckets else {}
+        return RankReport(
+            world_size=self.world_size,
+            strategy=self.strategy,
+            predicted_peak=self.peak(alone),
+            baseline_peak=self.peak(baseline),
+            budget=budget,
+            phase=timeline.phase_at(timeline.peak_point),
+            at_peak=timeline.by("category") | buckets,
+            alone=alone,
+        )
+
+    def _too_much(self, budget: int, found: list[PlanReport]) -> str:
+        least, baseline = self.peak(found[0]), self.peak(found[-1])
+        return (
+            f"a rank of {self.world_size} by {self.strategy} needs at least {format_bytes(least)} "
+            f"({least} bytes); the budget is {format_bytes(budget)} ({budget} bytes); keeping "
+            f"everything takes {format_bytes(baseline)} ({baseline} bytes). Raise the budget to "
+            f"{least} bytes, lower the batch of a rank, or spread over more ranks."
+        )
+
+
+def _nothing(*_: Any) -> None:
+    """Stands for a hook."""
+
+
+def _checked(world_size: Any) -> int:
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ArgumentError(f"world_size={world_size!r} is no number from 1")
+    return world_size
+
+
+def _of_outputs(loss: Loss | None) -> Loss:
+    """Returns a loss as a function of what the model returns."""
+    if loss is None:
+        return mean_of
+    return lambda outputs: loss(*outputs) if isinstance(outputs, tuple) else loss(outputs)
+
+
+def _spreading(strategy: Any) -> tuple[str, Callable[[nn.Module], object] | None]:
+    """Returns a strategy's name and what it does to a model."""
+    if callable(strategy):
+        return getattr(strategy, "__name__", type(strategy).__name__), strategy
+    if strategy not in STRATEGIES:
+        raise ArgumentError(
+            f"strategy={strategy!r} is neither a function of the model nor one of "
+            f"{', '.join(STRATEGIES)}.{nearest(str(strategy), STRATEGIES)}"
+        )
+    return strategy, STRATEGIES[strategy]
+
+
+def _shard(model: nn.Module) -> None:
+    """Shards each block and then what is left, by FSDP2."""
+    # imported late because it takes a second that `import zoo` does not need
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    mesh = init_device_mesh(place_of(model).type, (distributed.get_world_size(),))
+    for path in block_paths(model):
+        fully_shard(model.get_submodule(path), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+STRATEGIES: dict[str, Callable[[nn.Module], object] | None] = {"fsdp2": _shard, "ddp": None}
+
+
+@contextlib.contextmanager
+def _group(world_size: int) -> Iterator[None]:
+    """Makes this process rank 0 of a group whose others are not there."""
+    if not distributed.is_available():
+        raise ArgumentError("this build of torch has no torch.distributed, which spreads models")
+    if distributed.is_initialized():
+        raise ArgumentError(
+            "there is a process group already, and a fake one takes its place; call this before "
+            "init_process_group, or in a process of its own"
+        )
+    # imported late: torch keeps the group that sends nothing among what its tests use
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,237 @@
+"""`zoo.track`, and what it tracks where nobody trains: one step of a copy of a model.
+
+measured     a real copy trains two steps, the second is tracked
+predicted    a fake copy: its tensors have sizes and no memory behind them, so that a step is
+             tracked that would fit nowhere; what only real kernels allocate is not in it
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zoo.adapter.entry import Entry, UnfollowedError, follow, named_steps, runner_of
+from zoo.adapter.front import checkpoint as put_in_force
+from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
+from zoo.engine.recompute import is_recomputing
+from zoo.entry import Invocation, Loss, own_loss
+from zoo.errors import ArgumentError
+from zoo.measure.fakes import FakeKernels
+from zoo.measure.memory import tensors_in
+from zoo.measure.optimizer import MakeOptimizer
+from zoo.measure.timeline import Timeline
+from zoo.measure.tracker import Tracker
+from zoo.plan import Plan
+
+
+def track(
+    model: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    inputs: Any = (),
+    allocator: bool = False,
+) -> Tracker:
+    """Tracks the memory of a block of code: a context manager and a decorator.
+
+        with zoo.track(model, optimizer=optimizer, inputs=images) as timeline:
+            loss(model(images)).backward()
+            optimizer.step()
+        print(timeline)
+
+    The timeline is filled when the block ends, also by an exception. As a decorator, its latest one
+    is the `timeline` of what `track` returned. Works for real tensors on any device and for fake
+    ones; changes no number and leaves nothing behind.
+
+    Args:
+        model: whose parameters, buffers, steps and modules give the bytes their names.
+        optimizer: its state counts as there from the start; one that is not named is met in its
+            first step, and then likewise.
+        inputs: tensors in any nesting that are there before, also where the block never reads them.
+        allocator: on the CPU, also record the allocator's own events with torch's profiler, so that
+            the timeline has what tensors do not show. Not inside of another profiler.
+
+    Raises:
+        ArgumentError: no module, or allocator=True for a model that is not on the CPU.
+    """
+    return Tracker(
+        model,
+        optimizer=optimizer,
+        inputs=inputs,
+        allocator=allocator,
+        recomputing=is_recomputing,
+    )
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A model and all that one training step of it needs.
+
+    `wrap` does to a fake copy what a program does to a model before it trains: shards it, say.
+    """
+
+    model: nn.Module
+    inputs: Invocation
+    optimizer: MakeOptimizer | None
+    loss: Loss
+    wrap: Callable[[nn.Module], object] | None = None
+
+    @property
+    def place(self) -> torch.device:
+        """Where the model is, and its fake copy where it is on the meta device."""
+        devices = (parameter.device for parameter in self.model.parameters())
+        return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+
+    def plan(self, checkpoint: Checkpoint | None) -> Plan | str | None:
+        """Decides the plan, without running a step; "blocks" where there is none for the model."""
+        asked = checkpoint is not None
+        runner = runner_for(checkpoint, None, None) if asked else runner_of(self.model)  # type: ignore[arg-type]
+        if not isinstance(runner, PlannedRunner):
+            return None if runner is None else runner.plan
+        try:
+            with torch.enable_grad():
+                return Entry.of(self.model, self._weightless()).decided(runner)
+        except UnfollowedError:
+            if checkpoint not in (None, True, "blocks"):
+                raise
+            return "blocks"
+
+    def measured(self, plan: Plan | str | None) -> Timeline:
+        """Trains a real copy for two steps and returns the timeline of the second."""
+        model = copy.deepcopy(self.model)
+        on_cpu = all(t.device.type == "cpu" for t in model.parameters() if t.requires_grad)
+        step, tracker = self._training(model, self.inputs.map(_clone), plan, allocator=on_cpu)
+        step()
+        with tracker as timeline:
+            step()
+        return timeline
+
+    def predicted(self, plan: Plan | str | None) -> Timeline:
+        """Trains a fake copy for one step, with the state of an optimizer that has stepped."""
+        model = self.fake
+        with self._mode, FakeKernels(), _Counters():  # type: ignore[no-untyped-call]
+            inputs = self._fakes(self._mode)
+            step, tracker = self._training(model, inputs, plan)
+            follow(model, inputs)
+            if self.wrap is not None:
+                step()  # the first step of what is wrapped is another than all that follow
+            elif tracker.optimizer is not None:
+                _step_once(tracker.optimizer)
+            with tracker as timeline:
+                step()
+        return timeline
+
+    @functools.cached_property
+    def fake(self) -> nn.Module:
+        """The fake copy that trains, each time by another plan."""
+        model = _fake_copy(self.model, self._mode, self.place)
+        if self.wrap is not None:
+            self.wrap(model)
+        return model
+
+    @functools.cached_property
+    def _mode(self) -> FakeTensorMode:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def _training(
+        self,
+        model: nn.Module,
+        inputs: Invocation,
+        plan: Plan | str | None,
+        *,
+        allocator: bool = False,
+    ) -> tuple[Callable[[], None], Tracker]:
+        """Makes a step of training a copy, and a tracker of it."""
+        model.zero_grad(set_to_none=True)
+        put_in_force(model, False if plan is None else plan, steps=named_steps(self.model))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = self.optimizer(trained) if self.optimizer is not None and trained else None
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            # as in a training loop, these names outlive the backward
+            outputs = inputs.on(model)
+            loss = self.loss(outputs)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if optimizer is not None:
+                optimizer.step()
+
+        tracker = track(model, optimizer=optimizer, inputs=inputs.tensors, allocator=allocator)
+        return step, tracker
+
+    def _weightless(self) -> Invocation:
+        """Returns inputs that take no memory, where the model itself is."""
+        if not any(parameter.is_meta for parameter in self.model.parameters()):
+            return self._fakes(FakeTensorMode())
+        return self.inputs.map(lambda tensor: tensor.to("meta"))
+
+    def _fakes(self, mode: FakeTensorMode) -> Invocation:
+        """Returns fake inputs on the device of the model."""
+        return self.inputs.map(functools.partial(_fake, mode, self.place))
+
+
+def mean_of(outputs: Any) -> Tensor:
+    """Adds the means of all floating tensors -> (); a loss that is named is its own.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    own = own_loss(outputs)
+    if isinstance(own, Tensor) and own.numel() == 1:
+        return own
+    floating = (tensor for tensor in tensors_in(outputs) if tensor.is_floating_point())
+    found = [tensor.mean() if tensor.ndim else tensor for tensor in floating]
+    if not found:
+        raise ArgumentError("the model returns no floating tensor; pass loss= a scalar of its own")
+    return sum(found[1:], found[0])
+
+
+def _fake_copy(model: nn.Module, mode: FakeTensorMode, place: torch.device) -> nn.Module:
+    """Copies a model with fake parameters and buffers; what is only one number stays real."""
+    known: dict[int, Any] = {}
+    for parameter in model.parameters():
+        fake = _fake(mode, place, parameter.detach())
+        known[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        if buffer.ndim:
+            known[id(buffer)] = _fake(mode, place, buffer)
+        elif buffer.is_meta:
+            known[id(buffer)] = torch.zeros_like(buffer, device=place)
+    return copy.deepcopy(model, known)
+
+
+def _fake(mode: FakeTensorMode, place: torch.device, tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor)
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+class _Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives a second run the value of a counter: that of a fake scratch copy nobody knows.
+
+    It changes no size, or the engine finds that the second run differs from the first.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and is_recomputing():
+            return 1
+        return func(*args, **(kwargs or {}))
+
+
+def _step_once(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
