@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import logging
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -158,14 +160,14 @@ def test_a_step_that_takes_more_than_predicted_lowers_the_size(
     model, x = Residuals(), images(2, 4, 16)
     predicted = on_paper(model, x, memory_budget="1MiB")
 
-    def hungry(*arguments: Any) -> int:
-        return rehearse(*arguments) + 2**17
+    def hungry(*arguments: Any, **options: Any) -> int:
+        return rehearse(*arguments, **options) + 2**17
 
     monkeypatch.setattr(sys.modules["zoo.largest"], "rehearse", hungry)
     found = largest(model, x, memory_budget="1MiB", optimizer=sgd)
     assert found.size < predicted.size
     assert found.measured_peak is not None
-    assert found.predicted_peak + 2**17 <= 2**20 < found.next_peak + 2**18
+    assert found.predicted_peak + 2**17 <= 2**20 < found.next_peak, "it says what does not fit"
 
 
 def test_no_device_means_not_measured() -> None:
@@ -194,6 +196,49 @@ def test_what_no_size_keeps_to_is_refused_with_the_least() -> None:
     model, x = Residuals(), images(2, 4, 16)
     with pytest.raises(BudgetError, match=r"size 1 needs at least .* bytes.*budget is 1\.00 KiB"):
         on_paper(model, x, memory_budget=1024)
+
+
+def test_the_least_that_a_refusal_names_is_a_budget_that_is_granted() -> None:
+    find = functools.partial(largest, Residuals(), images(2, 4, 16), optimizer=sgd)
+    with pytest.raises(BudgetError, match=r"Raise the budget to '.*', choose") as error:
+        find(memory_budget=1024)
+    budget = str(error.value).split("Raise the budget to '")[1].split("'")[0]
+    assert find(memory_budget=budget).size == 1
+
+
+def test_a_size_is_looked_at_once_and_the_optimizer_is_the_same_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    made: list[Any] = []
+
+    def make(size: int) -> Tensor:
+        sizes.append(size)
+        return meta(size, 4, 16, 16)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made.append(parameters)
+        return sgd(parameters)
+
+    monkeypatch.setattr(sys.modules["zoo.largest"], "rehearse", lambda *_, **__: 2**20 + 2**17)
+    with pytest.raises(BudgetError):  # as each real step takes too much, it searches several times
+        largest(Residuals(), vary=make, memory_budget=2**20, optimizer=optimizer)
+    looked = [size for size in sizes if sizes.count(size) > 1]
+    assert len(made) == 1
+    assert len(looked) <= 2 * len(set(looked)), "on paper, and filled for a real step"
+
+
+def test_a_slow_step_is_only_run_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules["zoo.largest"], "QUICK", 0.0)
+    find = functools.partial(largest, Residuals(), images(2, 4, 16), memory_budget="1MiB")
+    with caplog.at_level(logging.INFO, "zoo.largest"):
+        found = find(optimizer=sgd)
+    assert found.measured_peak is None
+    assert re.search(r"not measured \(a step takes about .* ms; verify=True", str(found))
+    assert f"size {found.size} needs " in caplog.text
+    assert find(optimizer=sgd, verify=True).measured_peak is not None
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,17 @@ def test_a_frontier_is_a_sequence_of_points_and_a_line_of_text_for_each() -> Non
     assert header == "name,peak_bytes,peak_ratio,time_ratio,plan"
     assert lines[1] == f"optimal,{20 * MIB},0.5,1.2,(0-1) 2"
     assert lines[-1] == f"baseline,{40 * MIB},1.0,1.0,0-2"
+
+
+def test_a_frontier_reads_as_a_table_that_says_what_it_leaves_out() -> None:
+    text = str(curve())
+    assert text.startswith("Net on 8×3×32×32, one training step: 3 best plans\n")
+    assert [line.split(" | ")[0].strip("| ") for line in text.splitlines()[4:-2]] == [
+        "optimal", "blocks", "optimal", "sqrt", "optimal", "baseline",
+    ]  # fmt: skip
+    assert "20.0 MiB |          ×0.50 | ×1.20 |" in text
+    assert text.endswith("no plan goes below 15.0 MiB")
+    few = curve().table(points=2)
+    assert "3 best plans, 2 of them shown" in few
+    assert few.count("optimal") == 2
+    assert "20.0 MiB" not in few

@@ -164,6 +164,20 @@ def test_what_is_impossible_is_refused_with_the_least() -> None:
     assert str(found.points[-1].peak) in str(e.value)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_least_peak_is_known_without_the_other_plans(family: str) -> None:
+    found = prospect(family)
+    assert found.least.peak == found.points[0].peak
+
+
+def test_a_refusal_names_a_budget_that_is_granted() -> None:
+    found = prospect("resnet")
+    with pytest.raises(BudgetError, match=r"Raise the budget to '.*', lower the batch") as error:
+        found.report("1MiB", None)
+    budget = str(error.value).split("Raise the budget to '")[1].split("'")[0]
+    assert found.report(budget, None).predicted_peak <= 1.01 * found.points[0].peak
+
+
 def test_no_optimizer_counts_no_state() -> None:
     model, x = Residuals(), images()
     with_state = look_ahead(model, x).fixed
@@ -282,3 +296,29 @@ def test_a_loss_may_know_its_targets() -> None:
     report = zoo.plan(model, x, max_overhead=0.1, loss=loss)
     assert report.plan.flatten() == tuple(range(len(report.names)))
     assert len(report.saved) == len(report.blocks) == len(report.names)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (torch.nn.functional.cross_entropy, r"loss=cross_entropy fails on .* shape \(8, 5\) \(Typ"),
+        (lambda scores: scores.mean().item(), "loss=<lambda> fails on what the model returns"),
+        (lambda scores: scores, r"loss=<lambda> returned a tensor of shape \(8, 5\)"),
+        (lambda scores: 1.0, "loss=<lambda> returned float; return a tensor of one element"),
+    ],
+)
+def test_what_is_no_loss_is_said_to_be_the_loss(loss: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        zoo.plan(Residuals(), images(8, 4, 32), max_overhead=0.1, loss=loss)
+
+
+def test_targets_may_be_on_meta() -> None:
+    model, x, targets = Residuals(), images(8, 4, 32), torch.zeros(8, dtype=torch.long)
+
+    def bytes_with(known: Tensor) -> Any:
+        costs = look_ahead(
+            model, x, loss=lambda scores: torch.nn.functional.cross_entropy(scores, known)
+        ).costs
+        return costs.sizes, costs.forward, costs.backward
+
+    assert bytes_with(targets.to("meta")) == bytes_with(targets)

@@ -1,6 +1,8 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from zoo.units import format_bytes, format_seconds
+from zoo.units import at_least, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,9 @@ def test_bytes_have_a_binary_unit(count: int, text: str) -> None:
 
 def test_seconds_below_one_are_milliseconds() -> None:
     assert (format_seconds(0.0123), format_seconds(1.234)) == ("12.3 ms", "1.23 s")
+
+
+@given(st.integers(1, 1 << 52))
+def test_a_short_size_is_read_as_that_many_bytes_or_a_few_more(count: int) -> None:
+    assert count <= parse_bytes(at_least(count)) <= 1.01 * count + 1
+    assert len(at_least(count)) <= len("1024MiB")

@@ -7,6 +7,7 @@ A model is a chain of steps, a plan says which are kept and which run again, the
 by a plan and changes nothing else. See README.md.
 """
 
+from zoo.adapter.entry import plan_of
 from zoo.adapter.front import chain_of, checkpoint, uncheckpoint
 from zoo.ahead import frontier, plan
 from zoo.anatomy import Anatomy, anatomy
@@ -114,6 +115,7 @@ __all__ = [
     "lstm",
     "max_batch_size",
     "plan",
+    "plan_of",
     "plan_rank",
     "recompute",
     "remember",

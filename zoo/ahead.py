@@ -9,7 +9,7 @@ from torch import nn
 from zoo.adapter.entry import Entry
 from zoo.entry import Inputs, Invocation, Loss
 from zoo.errors import ArgumentError
-from zoo.measure.optimizer import MakeOptimizer
+from zoo.measure.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.plan_frontier import Frontier
 from zoo.plan_report import PlanReport
 from zoo.planning import Budget, Prospect, check_bounds
@@ -76,11 +76,14 @@ def look_ahead(
     model: nn.Module,
     inputs: Inputs | Invocation,
     *,
-    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    optimizer: MakeOptimizer | OptimizerBytes | None = torch.optim.AdamW,
     loss: Loss | None = None,
     device: str | None = None,
 ) -> Prospect:
-    """Looks at a model as it would be called with these inputs; arguments are those of `plan`."""
+    """Looks at a model as it would be called with these inputs; arguments are those of `plan`.
+
+    The bytes of an optimizer may be given where they are known: they are those of any inputs.
+    """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"planning needs a torch.nn.Module; got {type(model).__name__}")
     if not model.training:

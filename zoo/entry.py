@@ -13,9 +13,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from zoo.chain import Chain, Outline, Runner, State
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, ZooError
 
 Loss = Callable[..., Tensor]
 # what a user writes for what a model is called with
@@ -106,6 +107,66 @@ def with_loss(found: Outline, loss: Loss | None) -> Outline:
     return replace(
         found, steps=(*found.steps, functools.partial(loss)), blocks=(*found.blocks, last)
     )
+
+
+def explained(loss: Loss, place: torch.device) -> Loss:
+    """Returns a loss whose failures say that it was the loss, and that takes targets on meta.
+
+    These become zeros at a place. What it returns raises ArgumentError where the loss does not take
+    what the model returns, or returns no tensor of one element.
+    """
+
+    def explained_loss(*outputs: Any) -> Tensor:
+        try:
+            with _Placed(place):
+                found = loss(*outputs)
+        except (ZooError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ArgumentError(
+                f"loss={_name(loss)} fails on what the model returns, {_shapes(outputs)} "
+                f"({type(error).__name__}: {str(error).strip(' .')}). It is called with that alone "
+                "and knows its targets, as lambda scores: cross_entropy(scores, targets) does; "
+                "where several sizes are looked at, it makes targets of the size of the outputs"
+            ) from error
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            got = _shapes([found]) if isinstance(found, Tensor) else type(found).__name__
+            raise ArgumentError(
+                f"loss={_name(loss)} returned {got}; return a tensor of one element"
+            )
+        return found
+
+    return explained_loss
+
+
+class _Placed(TorchFunctionMode):
+    """Hands functions zeros at a place for meta tensors."""
+
+    def __init__(self, place: torch.device) -> None:
+        super().__init__()
+        self.place = place
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.place.type != "meta":
+            args, kwargs = pytree.tree_map_only(Tensor, self._placed, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _placed(self, value: Tensor) -> Tensor:
+        if value.device.type != "meta" or isinstance(value, nn.Parameter):
+            return value
+        return torch.zeros_like(value, device=self.place)
+
+
+def _name(loss: Any) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _shapes(values: Sequence[Any]) -> str:
+    named = (
+        f"a tensor of shape {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
+        for v in values
+    )
+    return ", ".join(named)
 
 
 def title_of(model: nn.Module, inputs: State) -> str:

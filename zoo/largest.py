@@ -4,36 +4,42 @@ Trying sizes until one runs out of memory, as Lightning's batch size finder and 
 the device, finds a power of two or some size near the limit, and cannot ask about another device or
 about less memory than there is. Here each size is looked at on paper, by the bytes of `zoo.plan`:
 
-    on fake tensors                nothing of the model's size is allocated; finds a first answer
-    with what kernels hide         each kind of step runs once, alone: corrects it by some sizes
+    on fake tensors                nothing of the model's size is allocated
+    with what kernels hide         each kind of step runs once, alone, at this size or a smaller one
     one real training step         of a copy of the model, where it fits beside the model: measured
 
-The last two need the device and are left out where it is not here.
+The last two need the device and are left out where it is not here; see `zoo.looks` for the first
+two. The logger "zoo.largest" says at level INFO which size was looked at.
 """
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+import logging
+import math
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
 
-from zoo.adapter.entry import runner_of
+from zoo.adapter.entry import follow
 from zoo.adapter.front import checkpoint as put_in_force
-from zoo.ahead import look_ahead
-from zoo.checkpointing import Checkpoint, Decide, PlannedRunner, runner_for
-from zoo.entry import Inputs, Loss, place_of
-from zoo.errors import ArgumentError, BudgetError, InputError
+from zoo.checkpointing import Checkpoint
+from zoo.entry import Inputs, Loss, explained, place_of
+from zoo.errors import ArgumentError, BudgetError
+from zoo.looks import UNBOUNDED, Choice, Looks, Question
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.measure.rehearsal import rehearse
 from zoo.plan import Plan
 from zoo.planner.search import Needed, largest_within
 from zoo.planning import Prospect
-from zoo.units import format_bytes
-from zoo.vary import Varied, Vary, varied
+from zoo.units import at_least, exact_bytes, format_bytes, format_seconds
+from zoo.vary import Vary, varied
 from zoo.verification.records import read_streams, set_streams
+
+# seconds that a real step may take which nobody asked for
+QUICK = 20.0
+_log = logging.getLogger("zoo.largest")
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,12 @@ class Largest:
         size: of the batch, or of what else varies.
         budget: bytes.
         predicted_peak: bytes of the whole training step.
-        next_peak: bytes, at the least, that the next larger size needs; None where the model takes
-            no larger inputs.
-        measured_peak: bytes of a real step; None where there was no device or no room for one.
+        next_peak: bytes, at the least, that the next larger size needs, with what real steps took
+            beyond what was predicted; None where the model takes no larger inputs.
+        measured_peak: bytes of a real step; None where none was run.
         plan: which steps are kept.
         predicted_time_ratio: seconds of forward and backward against keeping everything.
+        predicted_seconds: of forward and backward here; None where the steps were not run.
     """
 
     size: int
@@ -58,13 +65,18 @@ class Largest:
     measured_peak: int | None
     plan: Plan
     predicted_time_ratio: float
+    predicted_seconds: float | None = None
 
     def __str__(self) -> str:
         measured, larger = "not measured", "the model takes no larger size"
         if self.measured_peak is not None:
             measured = f"measured {format_bytes(self.measured_peak)}"
+        elif self.predicted_seconds is not None:
+            step = f"a step takes about {format_seconds(self.predicted_seconds)}"
+            measured = f"not measured ({step}; verify=True runs two)"
         if self.next_peak is not None:
-            larger = f"the next size needs {format_bytes(self.next_peak)}"
+            excess = format_bytes(self.next_peak - self.budget)
+            larger = f"the next size needs {format_bytes(self.next_peak)}, {excess} too much"
         return (
             f"size {self.size}: {format_bytes(self.predicted_peak)} of "
             f"{format_bytes(self.budget)}, {measured}; {larger}; "
@@ -83,7 +95,7 @@ class Options(TypedDict, total=False):
     vary: Vary
     multiple_of: int
     device: str | None
-    verify: bool
+    verify: bool | None
 
 
 def max_batch_size(
@@ -108,7 +120,7 @@ def largest(
     vary: Vary = 0,
     multiple_of: int = 1,
     device: str | None = None,
-    verify: bool = True,
+    verify: bool | None = None,
 ) -> Largest:
     """Finds the largest size whose whole training step keeps to a budget in bytes.
 
@@ -130,7 +142,8 @@ def largest(
             inputs, best of meta tensors.
         multiple_of: only multiples of this are sizes.
         verify: whether a copy of the model trains at the size found, if the device is here and has
-            room beside the model. If that takes more than the budget, the size is lowered.
+            room beside the model. If that takes more than the budget, the size is lowered. By
+            default it does where its steps were run and one takes less than 20 seconds.
 
     Raises:
         ArgumentError: no module, one that cannot be followed, or an argument of no such form.
@@ -138,15 +151,14 @@ def largest(
         InputError: the model does not take inputs like the sample.
     """
     _check(model, memory_budget, multiple_of)
-    question = _Question(
+    question = Question(
         model,
         varied(sample, vary),
-        _choice(model, checkpoint, max_overhead),
+        Choice.of(model, checkpoint, max_overhead),
         multiple_of,
         optimizer,
         loss,
         device,
-        max_overhead is None,
     )
     with torch.inference_mode(False), torch.enable_grad():
         return _answered(question, memory_budget, verify)
@@ -164,180 +176,53 @@ def _check(model: Any, memory_budget: Any, multiple_of: Any) -> None:
         raise ArgumentError(f"multiple_of={multiple_of!r} is no number from 1")
 
 
-@dataclass(frozen=True)
-class _Look:
-    """What a training step of some size needs, and the plan that it would run by."""
-
-    needed: int
-    peak: int
-    plan: Plan
-    time_ratio: float
-
-
-# what a size needs by the plan that an option decides for it; the budget is for "auto"
-Choose = Callable[[Prospect, int], _Look]
-
-
-def _choice(model: nn.Module, checkpoint: Any, max_overhead: float | None) -> Choose:
-    """Returns how the plan for a size is chosen: as in a training with this option."""
-    if checkpoint == "auto" or (max_overhead is not None and checkpoint in (None, False)):
-        return functools.partial(_fastest, max_overhead)
-    asked = checkpoint is not None
-    runner = runner_for(checkpoint, None, max_overhead) if asked else runner_of(model)
-    if runner is None:
-        return _keep_all
-    if isinstance(runner, PlannedRunner):
-        return functools.partial(_decided, runner.decide, model)
-    raise ArgumentError(f"the plans of a {type(runner).__name__} are not known; pass checkpoint=")
-
-
-def _keep_all(prospect: Prospect, budget: int) -> _Look:
-    return _by_plan(prospect, Plan.keep_all(prospect.steps))
-
-
-def _decided(decide: Decide, model: nn.Module, prospect: Prospect, budget: int) -> _Look:
-    try:
-        plan = decide(model, prospect.outline, prospect.state)  # type: ignore[arg-type]
-        return _by_plan(prospect, plan)
-    except BudgetError as error:
-        raise ArgumentError(
-            "the model already has a budget, which ends the search; pass checkpoint='auto'"
-        ) from error
-
-
-def _by_plan(prospect: Prospect, plan: Plan) -> _Look:
-    point = prospect.point(plan)
-    return _Look(point.peak, point.peak, plan, point.time_ratio)
-
-
-def _fastest(max_overhead: float | None, prospect: Prospect, budget: int) -> _Look:
-    """Looks for the fastest plan within a budget, or the smallest within an overhead."""
-    if max_overhead is not None:
-        report = prospect.report(None, max_overhead)
-        needed = report.predicted_peak
-    else:
-        needed = prospect.points[0].peak
-        report = prospect.report(max(budget, needed), None)
-    return _Look(needed, report.predicted_peak, report.plan, report.predicted_time_ratio)
-
-
-@dataclass(frozen=True)
-class _Question:
-    """What is asked: the inputs of a size, and all else but the budget."""
-
-    model: nn.Module
-    inputs: Varied
-    choose: Choose
-    unit: int
-    optimizer: MakeOptimizer | None
-    loss: Loss | None
-    device: str | None
-    seconds_are_free: bool
-
-    def prospect(self, count: int, device: str | None) -> Prospect:
-        """Looks at the model at a multiple of the unit."""
-        size = count * self.unit
-        inputs = self.inputs.on_paper(size)
-        try:
-            return look_ahead(
-                self.model, inputs, optimizer=self.optimizer, loss=self.loss, device=device
-            )
-        except Exception as error:
-            error.add_note(f"the size looked at was {size}")
-            raise
-
-
-class _Looks:
-    """Looks at sizes, each once: on paper, and where that fits also with what kernels hide."""
-
-    def __init__(self, question: _Question, budget: int, first: Mapping[int, Prospect]) -> None:
-        self.question, self.budget = question, budget
-        self.paper: dict[int, _Look | None] = {}
-        self.tried: dict[int, _Look | None] = {}
-        for count, prospect in first.items():
-            self.paper[count] = question.choose(prospect, budget)
-
-    def on_paper(self, count: int) -> int | None:
-        """Returns bytes by fake tensors."""
-        return _needed(self._look(self.paper, count, self.question.device or "cpu"))
-
-    def for_real(self, count: int) -> int | None:
-        """Returns bytes with those that kernels allocate inside, where without them it fits."""
-        least = self.on_paper(count)
-        if least is None or (self.question.seconds_are_free and least > self.budget):
-            return least
-        return _needed(self._look(self.tried, count, None))
-
-    def _look(self, known: dict[int, _Look | None], count: int, device: str | None) -> _Look | None:
-        if count not in known:
-            try:
-                prospect = self.question.prospect(count, device)
-                known[count] = self.question.choose(prospect, self.budget)
-            except InputError:
-                known[count] = None
-        return known[count]
-
-
-def _needed(look: _Look | None) -> int | None:
-    return None if look is None else look.needed
-
-
-def _answered(question: _Question, memory_budget: int | str, verify: bool) -> Largest:
+def _answered(question: Question, memory_budget: int | str, verify: bool | None) -> Largest:
     """Searches until a real step keeps to the budget, where one can be run."""
-    start, first = _first(question)
+    looks = Looks(question)
+    start, first = looks.first()
     budget = first.bytes_of(memory_budget)
-    room = _room(first) if verify else 0
+    room = 0 if verify is False else _room(first)
     target = budget
     while True:
-        found = _found(question, first, start, target)
-        measured = _measured(question, found) if found.predicted_peak <= room else None
-        if measured is None or measured <= budget:
-            return replace(found, budget=budget, measured_peak=measured)
+        found = _found(looks, first, start, target)
+        # what real steps took beyond what was predicted, the next size would, too
+        following = found.next_peak and found.next_peak + (budget - target)
+        found = replace(found, budget=budget, next_peak=following)
+        is_quick = verify or looks.seconds(found.size // question.unit) <= QUICK
+        if not is_quick or found.predicted_peak > room:
+            return found
+        _log.info("size %d: a real step", found.size)
+        # keeping everything, whose steps may be others in number, must have room
+        small = start * question.unit
+        has_room = small < found.size and first.baseline.peak <= budget // 2
+        measured = _measured(question, found, small if has_room else None)
+        if measured <= budget:
+            return replace(found, measured_peak=measured)
         target = found.predicted_peak - (measured - budget)
 
 
-def _first(question: _Question) -> tuple[int, Prospect]:
-    """Looks at the sample's size, or at twice that: one example may be too few for a norm."""
-    start = max(question.inputs.start // question.unit, 1)
-    device = question.device or "cpu"
-    try:
-        return start, question.prospect(start, device)
-    except InputError as error:
-        try:
-            return 2 * start, question.prospect(2 * start, device)
-        except InputError:
-            raise error from None
-
-
-def _found(question: _Question, first: Prospect, start: int, budget: int) -> Largest:
+def _found(looks: Looks, first: Prospect, start: int, budget: int) -> Largest:
     """Searches by what is predicted."""
-    looks = _Looks(question, budget, {start: first})
+    needed = functools.partial(looks.needed, budget=budget)
     base = first.fixed.beside_activations - first.fixed.inputs
-    count = largest_within(looks.on_paper, budget, start, base)
-    needed, seen = looks.on_paper, looks.paper
-    if count and question.device is None and first.place.type != "meta":
-        needed, seen = looks.for_real, looks.tried
-        count = _corrected(looks, start, count, base)
+    count = largest_within(needed, budget, start, base)
     if not count:
-        raise _too_small(question, budget, seen)
-    look = seen[count]
-    assert look is not None
-    following = needed(count + 1)
-    _check_multiple(question, needed, count)
+        raise _too_small(looks, budget)
+    _check_multiple(looks.question, needed, count)
+    look, seconds = looks.within(count, budget), looks.seconds(count)
     return Largest(
-        count * question.unit, budget, look.peak, following, None, look.plan, look.time_ratio
+        count * looks.question.unit,
+        budget,
+        look.peak,
+        needed(count + 1),
+        None,
+        look.plan,
+        look.time_ratio,
+        seconds * look.time_ratio if seconds < math.inf else None,
     )
 
 
-def _corrected(looks: _Looks, start: int, count: int, base: int) -> int:
-    """Searches with what kernels hide: first by what they hide at the start, which may be small."""
-    if start < count:
-        hidden = (looks.for_real(start) or 0) - (looks.on_paper(start) or 0)
-        count = largest_within(looks.on_paper, looks.budget - hidden, start, base) or start
-    return largest_within(looks.for_real, looks.budget, count, base)
-
-
-def _check_multiple(question: _Question, needed: Needed, count: int) -> None:
+def _check_multiple(question: Question, needed: Needed, count: int) -> None:
     """Raises ArgumentError when the model refuses the next size, but not a much larger one."""
     if needed(count + 1) is None and needed(2 * count) is not None:
         size = count * question.unit
@@ -347,12 +232,13 @@ def _check_multiple(question: _Question, needed: Needed, count: int) -> None:
         )
 
 
-def _too_small(question: _Question, budget: int, seen: Mapping[int, _Look | None]) -> BudgetError:
-    least, count = min((look.needed, count) for count, look in seen.items() if look is not None)
+def _too_small(looks: Looks, budget: int) -> BudgetError:
+    least, count = looks.smallest()
+    least = looks.needed(count, UNBOUNDED) or least
     return BudgetError(
-        f"a training step of size {count * question.unit} needs at least {format_bytes(least)} "
-        f"({least} bytes); the budget is {format_bytes(budget)} ({budget} bytes). Choose "
-        "checkpoint='auto', or an optimizer of less state."
+        f"a training step of size {count * looks.question.unit} needs at least "
+        f"{exact_bytes(least)}; the budget is {exact_bytes(budget)}. Raise the budget to "
+        f"{at_least(least)!r}, choose checkpoint='auto', or an optimizer of less state."
     )
 
 
@@ -363,14 +249,28 @@ def _room(prospect: Prospect) -> int:
     return prospect.bytes_of("device") - prospect.fixed.parameters - prospect.fixed.buffers
 
 
-def _measured(question: _Question, found: Largest) -> int:
-    """Trains a copy of the model for real and returns the peak of its step in bytes."""
+def _measured(question: Question, found: Largest, small: int | None) -> int:
+    """Trains a copy of the model for real and returns the peak of its step in bytes.
+
+    The optimizer's state comes of a plain step of a small size, else of one that is the same.
+    """
     streams = read_streams()
     try:
         model, loss = copy.deepcopy((question.model, question.loss))
-        put_in_force(model, found.plan if found.plan.depth() else False)
-        inputs = question.inputs.filled(found.size, place_of(model))
-        return rehearse(model, inputs, question.optimizer, loss)
+        place = place_of(model)
+        inputs = question.inputs.filled(found.size, place)
+        first = question.inputs.filled(small, place) if small is not None else None
+
+        def begin() -> None:
+            put_in_force(model, found.plan if found.plan.depth() else False)
+            follow(model, inputs)
+
+        if first is None:
+            begin()
+        else:
+            put_in_force(model, False)
+        loss = loss and explained(loss, place)
+        return rehearse(model, inputs, question.optimizer, loss, first=first, then=begin)
     except torch.OutOfMemoryError:
         return found.budget + 1
     finally:

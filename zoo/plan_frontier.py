@@ -6,7 +6,7 @@ It knows no torch. Pictures need matplotlib, which is imported when one is asked
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, overload
 from zoo.errors import PlanError
 from zoo.plan import Plan
 from zoo.plan_report import no_matplotlib
+from zoo.report.markdown import markdown_table
+from zoo.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,12 +25,17 @@ OPTIMAL = "optimal"
 
 @dataclass(frozen=True)
 class Point:
-    """A plan on the frontier, or a scheme beside it: peak of a training step, time ratio."""
+    """A plan on the frontier, or a scheme beside it: peak of a training step, time ratio.
+
+    `run_again` is the share of the forward's floating point operations that are done again; it may
+    be above 1, where steps run more than twice.
+    """
 
     peak: int
     time_ratio: float
     plan: Plan
     name: str = OPTIMAL
+    run_again: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,33 @@ class Frontier(Sequence[Point]):
     def schemes(self) -> tuple[Point, ...]:
         """The classic schemes."""
         return tuple(point for point in self.points if point.name != OPTIMAL)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, points: int = 12) -> str:
+        """Returns a line per plan as text that is also Markdown, of `points` of the best at most.
+
+        These are spread evenly, the first and the last among them; then come the classic schemes
+        and keeping everything, all by rising peak.
+        """
+        best = self.optimal
+        shown = [*_spread(best, points), *self.schemes, self.baseline]
+        columns = ("plan", "step peak", "of keeping all", "time", "operations run again")
+        rows = list(self._rows(sorted(shown, key=lambda point: point.peak)))
+        count = "1 best plan" if len(best) == 1 else f"{len(best)} best plans"
+        thinned = f", {points} of them shown" if len(best) > points else ""
+        return (
+            f"{self.title}, one training step: {count}{thinned}\n\n"
+            f"{markdown_table(columns, rows)}\n\n"
+            f"no plan goes below {format_bytes(self.lower_bound)}"
+        )
+
+    def _rows(self, points: Sequence[Point]) -> Iterator[tuple[str, ...]]:
+        for point in points:
+            share = point.peak / max(self.baseline.peak, 1)
+            times = f"×{share:.2f}", f"×{point.time_ratio:.2f}"
+            yield point.name, format_bytes(point.peak), *times, f"{point.run_again:.1%}"
 
     def to_json(self) -> str:
         """Writes all of it as JSON."""
@@ -130,6 +164,15 @@ class Frontier(Sequence[Point]):
             lower_bound=self.lower_bound,
         )
         draw_frontier(picture, target)
+
+
+def _spread(points: Sequence[Point], count: int) -> list[Point]:
+    """Chooses as many points, evenly, the first and the last among them."""
+    if len(points) <= count:
+        return list(points)
+    if count == 1:
+        return [points[0]]
+    return [points[place * (len(points) - 1) // (count - 1)] for place in range(count)]
 
 
 def _point(values: dict[str, Any]) -> Point:

@@ -10,9 +10,10 @@ The larger of the two must keep to the budget. Nothing of the model's size is al
 from fake tensors, seconds from one real run of each kind of step (`measure.profile`).
 """
 
+import copy
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,15 +26,16 @@ from zoo.errors import ArgumentError, BudgetError
 from zoo.measure.devices import device_named
 from zoo.measure.memory import resident_bytes
 from zoo.measure.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
-from zoo.measure.profile import profile
+from zoo.measure.profile import Profile
 from zoo.measure.sharded import is_spread
+from zoo.measure.trial import Trial
 from zoo.plan import Item, Plan
 from zoo.plan_frontier import Frontier, Point
 from zoo.plan_report import FixedBytes, PeakBytes, PlanReport
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts
 from zoo.planner.simulate import least_possible, simulate
-from zoo.units import format_bytes, parse_bytes
+from zoo.units import at_least, exact_bytes, parse_bytes
 
 # states of random streams, which a second run swaps: 5 KiB each
 STREAMS = 8 * 5056
@@ -57,7 +59,7 @@ class Prospect:
         found: Outline,
         state: State,
         *,
-        optimizer: MakeOptimizer | None = torch.optim.AdamW,
+        optimizer: MakeOptimizer | OptimizerBytes | None = torch.optim.AdamW,
         loss: Loss | None = None,
         device: str | None = None,
     ) -> None:
@@ -71,9 +73,25 @@ class Prospect:
         self.outline, self.state = found, state
         self.names = tuple(step_names(model, found.steps))
         self.steps = len(found.steps)
-        self.fixed = _fixed_bytes(model, state, optimizer_bytes(optimizer, model.parameters()))
+        if not isinstance(optimizer, OptimizerBytes):
+            optimizer = optimizer_bytes(optimizer, model.parameters())
+        self.optimizer = optimizer
+        self.fixed = _fixed_bytes(model, state, optimizer)
         self.place = place_of(model)
-        costs = _costs(model, with_loss(found, loss), state, device, self.place)
+        named = device_named(device) if device is not None else None
+        self.profile = Profile(model, with_loss(found, loss), state)
+        timed = named is None and self.place.type != "meta"
+        self._count(self.profile.costs(named, self.profile.trials() if timed else ()))
+
+    def tried(self, trials: Sequence[Trial]) -> "Prospect":
+        """Returns what this is with what each step took for real, the loss's among them."""
+        found = copy.copy(self)
+        for known in ("points", "least"):
+            vars(found).pop(known, None)
+        found._count(self.profile.costs(trials=trials))
+        return found
+
+    def _count(self, costs: StepCosts) -> None:
         # a training loop's names for the outputs and the loss outlive the backward
         self.costs = replace(costs, returned=costs.live[self.steps] | costs.live[-1])
         self.whole = self.costs.with_parameter_gradients()
@@ -122,7 +140,7 @@ class Prospect:
     @functools.cached_property
     def points(self) -> list[Point]:
         """The best plans by rising peak and falling time."""
-        table = _table(self.whole)
+        table = _planner().Table(self.whole)
         plans = dict.fromkeys(_kept_from(point.plan, self.steps) for point in table.frontier())
         shallow = (found for found in plans if found.depth() <= DEEPEST)
         points = sorted(map(self._point, shallow), key=lambda p: (p.time_ratio, p.peak))
@@ -132,12 +150,24 @@ class Prospect:
                 best.append(point)
         return best[::-1]
 
+    @functools.cached_property
+    def least(self) -> Point:
+        """The plan of least peak, without the other best ones."""
+        plan = _kept_from(_planner().least(self.whole), self.steps)
+        return self._point(plan) if plan.depth() <= DEEPEST else self.points[0]
+
     def _point(self, found: Plan, name: str = "optimal") -> Point:
         result = simulate(found, self.whole)
         streams = STREAMS if found.depth() else 0
         activations = self.fixed.beside_activations + result.peak + streams
         peak = max(activations, self.fixed.optimizer_peak) + NUMBERS
-        return Point(peak, 1 + result.recomputed_seconds / self._seconds(), found, name)
+        return Point(
+            peak,
+            1 + result.recomputed_seconds / self._seconds(),
+            found,
+            name,
+            result.recomputed_flops / (sum(self.costs.flops) or 1),
+        )
 
     def _seconds(self) -> float:
         return sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
@@ -147,9 +177,10 @@ class Prospect:
         if not found:
             least, baseline = self.points[0].peak, self.points[-1].peak
             raise BudgetError(
-                f"a training step needs at least {_exact(least)}; the budget is {_exact(budget)}; "
-                f"keeping everything takes {_exact(baseline)}. Lower the batch size, or choose an "
-                "optimizer of less state."
+                f"a training step needs at least {exact_bytes(least)}; the budget is "
+                f"{exact_bytes(budget)}; keeping everything takes {exact_bytes(baseline)}. Raise "
+                f"the budget to {at_least(least)!r}, lower the batch size, or choose an optimizer "
+                "of less state."
             )
         return found[-1]
 
@@ -219,14 +250,6 @@ def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
         raise ArgumentError(f"max_overhead={max_overhead} is below 0; 0.2 allows a fifth more time")
 
 
-def _costs(
-    model: nn.Module, found: Outline, inputs: State, device: str | None, place: torch.device
-) -> StepCosts:
-    named = device_named(device) if device is not None else None
-    timed = named is None and place.type != "meta"
-    return profile(model, found, inputs, device=named, timed=timed)
-
-
 def _kept_from(found: Plan, steps: int) -> Plan:
     """Takes the loss out of a segment that it ends, since it is not the chain's to run again."""
     total = len(found.flatten())
@@ -242,15 +265,15 @@ def _without_last(item: tuple[Item, ...]) -> tuple[Item, ...]:
     return (*item[:-1], rest) if rest else item[:-1]
 
 
-def _table(costs: StepCosts) -> Any:
+def _planner() -> Any:
     try:
         # numpy is needed to plan for a budget, and for nothing else that `import zoo` brings
-        from zoo.planner.optimal import Table  # noqa: PLC0415
+        from zoo.planner import optimal  # noqa: PLC0415
     except ImportError as error:
         raise ArgumentError(
             "planning for a budget needs numpy: pip install 'zoo-checkpoint[plan]'"
         ) from error
-    return Table(costs)
+    return optimal
 
 
 def _fixed_bytes(model: nn.Module, inputs: State, optimizer: OptimizerBytes) -> FixedBytes:
@@ -276,7 +299,3 @@ def _free_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         raise ArgumentError(f"memory_budget='device' is known for cpu and cuda, not for {device}")
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _exact(count: int) -> str:
-    return f"{format_bytes(count)} ({count} bytes)"

@@ -1,5 +1,6 @@
 """Bytes and seconds as people read them; everything else in `zoo` keeps plain ints and floats."""
 
+import math
 import re
 
 from zoo.errors import ArgumentError
@@ -18,6 +19,19 @@ def format_bytes(count: int) -> str:
         return f"{count} B"
     size = count / 1024**power
     return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {BINARY[power]}"
+
+
+def exact_bytes(count: int) -> str:
+    """Writes bytes for people and to the byte: '1.50 KiB (1536 bytes)'."""
+    return f"{format_bytes(count)} ({count} bytes)"
+
+
+def at_least(count: int) -> str:
+    """Writes a short size of so many bytes or up to a hundredth more, as `parse_bytes` reads it."""
+    power = min(max(abs(count).bit_length() - 1, 0) // 10, len(BINARY) - 1)
+    size = count / 1024**power
+    digits = 0 if not power or size >= 100 else 1 if size >= 10 else 2
+    return f"{math.ceil(size * 10**digits) / 10**digits:.{digits}f}{BINARY[power]}"
 
 
 def format_seconds(seconds: float) -> str:

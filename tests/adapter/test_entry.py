@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.adapter.models import Net, Reader, UNet
-from tests.training import images
+from tests.training import Residuals, images
 from zoo.entry import Invocation
 from zoo.errors import ArgumentError
 from zoo.measure.rehearsal import rehearse
@@ -135,3 +135,20 @@ def test_a_model_on_the_meta_device_is_planned_for() -> None:
 def test_what_cannot_be_planned_is_refused_with_the_reason(call: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+def test_the_plan_of_any_model_can_be_seen() -> None:
+    model = zoo.checkpoint(Net(), "sqrt")
+    assert zoo.plan_of(model) is None, "not before the first training forward"
+    names = set(dir(model))
+    model(images(8, 4, 32)).sum().backward()
+    found = zoo.plan_of(model)
+    assert isinstance(found, zoo.Plan)
+    assert len(found.flatten()) == len(zoo.chain_of(model, images(8, 4, 32)).names)
+    assert set(dir(model)) == names
+    assert zoo.plan_of(zoo.uncheckpoint(model)) is None
+    ours = zoo.checkpoint(Residuals(), "sqrt")
+    ours(images())
+    assert zoo.plan_of(ours) is ours.plan is not None
+    with pytest.raises(ArgumentError, match=r"only a torch\.nn\.Module has a plan; got list"):
+        zoo.plan_of([])  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from zoo.adapter.tape import Value, restored
 from zoo.adapter.watch import Opaque
 from zoo.chain import Chain, Outline, Runner, State
 from zoo.checkpointing import PlannedRunner
-from zoo.entry import Invocation, Loss, called, own_loss, place_of
+from zoo.entry import Invocation, Loss, called, explained, own_loss, place_of
 from zoo.errors import ArgumentError
 from zoo.plan import Plan
 
@@ -72,6 +72,8 @@ class Entry:
     def loss(self, loss: Loss | None) -> Callable[..., Tensor] | None:
         """Returns a loss as a function of the last state; that which a model returns is its own."""
         followed, model = self.followed, self.model
+        if loss is not None:
+            loss = explained(loss, place_of(model))
         if followed is None:
             return loss
 
@@ -110,7 +112,16 @@ def runner_of(model: nn.Module) -> Runner | None:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Returns the plan that a model ran by last."""
+    """Returns the plan that a model, yours or one of zoo's, ran by in its last training forward.
+
+    None before there was one, without checkpointing, and where a forward that cannot be followed
+    runs block by block. The steps that a plan numbers are those that `zoo.chain_of` names.
+
+    Raises:
+        ArgumentError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"only a torch.nn.Module has a plan; got {type(model).__name__}")
     if isinstance(model, Chain):
         return model.plan
     planned = vars(model).get(NAME)

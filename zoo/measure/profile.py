@@ -13,7 +13,7 @@ was: buffers, hooks, attributes, variables, random streams; see `engine.scratch`
 import contextlib
 import functools
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +51,85 @@ def profile(
     Raises:
         PlanError: a step fails, or needs numbers that a fake tensor does not have.
     """
+    found = Profile(chain, outline, inputs)
+    return found.costs(device, found.trials() if timed else ())
+
+
+# a step, its inputs, their storages' sizes, how the gradients lie that it gets
+Sample = tuple[Step, Kinds, tuple[int, ...], Strided]
+# runs for real what the step of a number does
+RunTrial = Callable[[int, Sample, torch.device], Trial]
+
+
+def _for_real(number: int, sample: Sample, device: torch.device) -> Trial:
+    return run_trial(*sample, device)
+
+
+class Profile:
+    """The steps of a chain as fake tensors show them, and what they take for real where asked.
+
+    Arguments and errors are those of `profile`.
+    """
+
+    def __init__(self, chain: nn.Module, outline: Outline, inputs: State) -> None:
+        self.chain, self.outline, self.inputs = chain, outline, inputs
+        trained = {id(p): p.nbytes for p in chain.parameters() if p.requires_grad}
+        self._found = _Profile(inputs, sum(trained.values()))
+        with _measuring(chain):
+            self._follow()
+
+    def _follow(self) -> None:
+        chain = self.chain
+        with (
+            _untouched(chain, self.outline, self.inputs),
+            _without_autocast_cache(),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        ):
+            for module in chain.modules():
+                module._buffers = {
+                    name: _scratch(mode, value) for name, value in module._buffers.items()
+                }
+            gather(chain, mode)
+            fakes = [value for value in chain.buffers() if isinstance(value, FakeTensor)]
+            self._found.follow(self.outline, [*map(mode.from_tensor, chain.parameters()), *fakes])
+
+    def costs(self, device: Device | None = None, trials: Sequence[Trial] = ()) -> StepCosts:
+        """Puts the numbers of all steps together, with one trial for each or with none."""
+        return self._found.costs(
+            self.outline, device or device_named(_like(self._found.device)), trials
+        )
+
+    @property
+    def runs(self) -> tuple[StepRun, ...]:
+        """What each step did."""
+        return tuple(self._found.known[key] for key in self._found.keys)
+
+    def sizes_at(self, step: int) -> tuple[int, ...]:
+        """Returns the bytes of the storages that a step gets, then of those that it leaves."""
+        found = self._found
+        key = found.keys[step]
+        return (*found.samples[key][2], *found.known[key].new_sizes)
+
+    def trials(self, run: RunTrial = _for_real) -> tuple[Trial, ...]:
+        """Runs each kind of step for real, or by what is given, and returns a trial per step."""
+        with (
+            _measuring(self.chain),
+            _untouched(self.chain, self.outline, self.inputs),
+            _without_autocast_cache(),
+        ):
+            for module in self.chain.modules():
+                module._buffers = {
+                    name: value if value is None else value.detach().clone()
+                    for name, value in module._buffers.items()
+                }
+            return self._found.trials(run)
+
+
+@contextlib.contextmanager
+def _measuring(chain: nn.Module) -> Iterator[None]:
+    """Raises what goes wrong as an error of the plan's."""
     try:
-        return _profiled(chain, outline, inputs, device, timed)
+        yield
     except ZooError:
         raise
     except Exception as error:
@@ -61,38 +138,6 @@ def profile(
             f"({type(error).__name__}: {error}). Pass checkpoint= a number of segments or a "
             "Plan, which need no measuring."
         ) from error
-
-
-def _profiled(
-    chain: nn.Module, outline: Outline, inputs: State, device: Device | None, timed: bool
-) -> StepCosts:
-    trained = {id(p): p.nbytes for p in chain.parameters() if p.requires_grad}
-    found = _Profile(inputs, sum(trained.values()))
-    with (
-        _untouched(chain, outline, inputs),
-        _without_autocast_cache(),
-        FakeTensorMode(allow_non_fake_inputs=True) as mode,
-    ):
-        for module in chain.modules():
-            module._buffers = {
-                name: _scratch(mode, value) for name, value in module._buffers.items()
-            }
-        gather(chain, mode)
-        fakes = [value for value in chain.buffers() if isinstance(value, FakeTensor)]
-        found.follow(outline, [*map(mode.from_tensor, chain.parameters()), *fakes])
-    if timed:
-        with _untouched(chain, outline, inputs), _without_autocast_cache():
-            for module in chain.modules():
-                module._buffers = {
-                    name: value if value is None else value.detach().clone()
-                    for name, value in module._buffers.items()
-                }
-            found.try_out()
-    return found.costs(outline, device or device_named(_like(found.device)))
-
-
-# a step, its inputs, their storages' sizes, how the gradients lie that it gets
-Sample = tuple[Step, Kinds, tuple[int, ...], Strided]
 
 
 class _Profile:
@@ -113,7 +158,6 @@ class _Profile:
         self.keys: list[Hashable] = []
         self.known: dict[Hashable, StepRun] = {}
         self.samples: dict[Hashable, Sample] = {}
-        self.trials: dict[Hashable, Trial] = {}
         self.shapes: dict[int, Hashable] = {}
         given = [value for value in inputs if value is not None]
         self.device = given[0].device if given else torch.device("cpu")
@@ -127,16 +171,19 @@ class _Profile:
             self.live.append(self._live())
         self.gradients = self._follow_gradients()
 
-    def try_out(self) -> None:
-        """Runs each kind of step for real."""
-        for key in dict.fromkeys(self.keys):
-            self.trials[key] = run_trial(*self.samples[key], self.device)
+    def trials(self, run: RunTrial) -> tuple[Trial, ...]:
+        """Runs each kind of step once."""
+        found: dict[Hashable, Trial] = {}
+        for number, key in enumerate(self.keys):
+            if key not in found:
+                found[key] = run(number, self.samples[key], self.device)
+        return tuple(found[key] for key in self.keys)
 
-    def costs(self, outline: Outline, device: Device) -> StepCosts:
+    def costs(self, outline: Outline, device: Device, trials: Sequence[Trial]) -> StepCosts:
         """Puts the numbers of all steps together."""
         runs = [self.known[key] for key in self.keys]
-        trials = [self.trials.get(key) for key in self.keys]
-        pairs = list(zip(runs, trials, strict=True))
+        known: Sequence[Trial | None] = trials or [None] * len(runs)
+        pairs = list(zip(runs, known, strict=True))
         times = [_seconds(run, trial, device) for run, trial in pairs]
         sizes, saved = list(self.sizes), list(self.saved)
         for step, (run, trial) in enumerate(pairs):

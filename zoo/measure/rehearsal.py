@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from zoo.entry import Invocation, own_loss
 from zoo.measure.memory import measure_step, tensors_in
 from zoo.measure.optimizer import MakeOptimizer
+from zoo.measure.step import ends_of, root_of
 
 
 def rehearse(
@@ -16,18 +17,22 @@ def rehearse(
     given: Invocation,
     make_optimizer: MakeOptimizer | None,
     loss: Callable[..., Tensor] | None,
+    *,
+    first: Invocation | None = None,
+    then: Callable[[], object] = lambda: None,
 ) -> int:
     """Trains a model two steps and returns the peak bytes of the second.
 
-    Without a loss that which the model names is the loss, or the first output if it is a scalar;
-    else all outputs are given gradients of ones. Without an optimizer the step ends with the
-    backward.
+    The first, after which the optimizer has its state, may be on other inputs, such as smaller
+    ones; `then` is called between the two. Without a loss that which the model names is the loss,
+    or the first output if it is a scalar; else all outputs are given gradients of ones. Without an
+    optimizer the step ends with the backward.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # one without state stands in, and makes no step
     optimizer = (make_optimizer or torch.optim.SGD)(trained)
 
-    def step() -> None:
+    def step(given: Invocation) -> None:
         outputs = given.on(model)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if loss is not None:
@@ -39,12 +44,14 @@ def rehearse(
         if make_optimizer is not None:
             optimizer.step()
 
-    step()
-    return measure_step(step, model, optimizer, given.tensors).peak
+    step(first or given)
+    then()
+    return measure_step(lambda: step(given), model, optimizer, given.tensors).peak
 
 
 def _backward(outputs: tuple[Any, ...]) -> None:
     ends = [value for value in tensors_in(outputs) if value.requires_grad]
     if ends[0] is outputs[0] and ends[0].ndim == 0:
         ends = ends[:1]
-    torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    # as a loss does, only autograd holds the gradients: a caller's list would to the end
+    torch.autograd.backward(root_of(ends_of(ends, ())))

@@ -112,6 +112,17 @@ def optimal(costs: StepCosts, budget: int) -> Plan:
     return Table(costs).plan(budget)
 
 
+def least(costs: StepCosts) -> Plan:
+    """Returns the plan of least peak, in a fraction of a `Table`'s time.
+
+    What decides whether something fits a grid knows to the byte at any number of levels.
+    """
+    layout = lay_out(costs, default_cuts(costs), NEAR)
+    baseline = simulate(Plan.keep_all(len(costs)), costs).peak
+    grid = Grid(layout, np.unique(np.array([0, baseline], np.int64)))
+    return trace(grid, min(grid.least, baseline))
+
+
 def frontier(costs: StepCosts) -> list[Point]:
     """Returns the best plans of a chain, by rising peak and falling seconds."""
     return Table(costs).frontier()

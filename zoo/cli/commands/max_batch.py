@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from zoo.cli.meanwhile import told_meanwhile
 from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.place import OPTIMIZERS, add_device, add_optimizer, placed
 from zoo.cli.subject import add_subject, subject
@@ -11,22 +12,26 @@ from zoo.largest import largest as largest_size
 
 
 def main(arguments: Sequence[str]) -> Answer:
-    """Searches as `zoo.largest` does; with `--device` of this machine the result is measured."""
+    """Searches as `zoo.largest` does; with `--device` of this machine the result is measured.
+
+    In a terminal the sizes that it looks at are told meanwhile.
+    """
     options = _parser().parse(arguments)
     found = subject(options, batch_size=1)
     model, device = placed(found, options)
-    largest = largest_size(
-        model,
-        found.meta_inputs(),
-        memory_budget=options.memory_budget,
-        checkpoint=options.checkpoint,
-        max_overhead=options.max_overhead,
-        optimizer=OPTIMIZERS[options.optimizer],
-        vary=tuple(options.vary or [found.batch_axis]),
-        multiple_of=options.multiple_of,
-        device=device,
-        verify=device is None,
-    )
+    with told_meanwhile("zoo.largest"):
+        largest = largest_size(
+            model,
+            found.meta_inputs(),
+            memory_budget=options.memory_budget,
+            checkpoint=options.checkpoint,
+            max_overhead=options.max_overhead,
+            optimizer=OPTIMIZERS[options.optimizer],
+            vary=tuple(options.vary or [found.batch_axis]),
+            multiple_of=options.multiple_of,
+            device=device,
+            verify=None if device is None else False,
+        )
     return answer(options, str(largest), {**asdict(largest), "plan": largest.plan.text()})
 
 
