@@ -140,11 +140,13 @@ def explained(loss: Loss, place: torch.device) -> Loss:
 
 
 class _Placed(TorchFunctionMode):
-    """Hands functions zeros at a place for meta tensors."""
+    """Hands functions zeros at a place for meta tensors, the same each time."""
 
     def __init__(self, place: torch.device) -> None:
         super().__init__()
         self.place = place
+        # a tensor stays alive beside its zeros, so that no other gets its id
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.place.type != "meta":
@@ -154,7 +156,9 @@ class _Placed(TorchFunctionMode):
     def _placed(self, value: Tensor) -> Tensor:
         if value.device.type != "meta" or isinstance(value, nn.Parameter):
             return value
-        return torch.zeros_like(value, device=self.place)
+        if id(value) not in self.known:
+            self.known[id(value)] = value, torch.zeros_like(value, device=self.place)
+        return self.known[id(value)][1]
 
 
 def _name(loss: Any) -> str:
