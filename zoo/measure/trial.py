@@ -29,8 +29,6 @@ from zoo.measure.step import (
 # a quick step is timed so often; a slow one only until so many seconds went by
 RUNS = 10
 SECONDS = 0.05
-# what a first run does besides does not show in one of so many
-SLOW = 2 * SECONDS
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,9 @@ def run_trial(
     """
     leaves = make_inputs(kinds, sizes)
     attempt = _Attempt(step, leaves, strided, device)
-    first = attempt.timed()
+    attempt.timed()
     traced = attempt.traced()
-    times = [first] if sum(first) > SLOW else []
+    times: list[tuple[float, float, float]] = []
     while len(times) < RUNS and sum(map(sum, times)) < SECONDS:
         times.append(attempt.timed())
     until_saved, whole, behind = map(statistics.median, zip(*times, strict=True))
