@@ -23,7 +23,7 @@ from zoo.measure.step import StepRun
 from zoo.measure.trial import Trial, run_trial
 
 # seconds that a run of all kinds of steps may take at a size, about
-PATIENCE = 3.0
+PATIENCE = 2.0
 # a quick step is not run again for tensors of less than so many times the bytes
 TWICE = 2
 
