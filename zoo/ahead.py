@@ -32,7 +32,8 @@ def plan(
     takes them: `(tokens, targets)` for GPT-2, `(tokens, None, targets)` for an LSTM, `{"input_ids":
     tokens, "labels": tokens}` for transformers, whose loss is then the output of that name. Else
     the loss is outside of the model, and `loss` may be given so that its bytes count: a function of
-    the model's outputs that knows its targets, `lambda scores: cross_entropy(scores, targets)`.
+    the model's outputs that knows its targets, `lambda scores: cross_entropy(scores, targets)`;
+    targets that are meta tensors count as zeros.
 
     `memory_budget` is the peak of the whole step: bytes, "8GiB", "8GB", "device" for what is free
     there, or a fraction of what keeping everything takes, `0.5`. Instead, `max_overhead=0.2` asks
@@ -48,7 +49,8 @@ def plan(
 
     Raises:
         ArgumentError: no module, one whose forward cannot be followed (`zoo.chain_of` says why),
-            not one of budget and overhead, or no such form of them.
+            a loss that does not take what it returns, not one of budget and overhead, or no such
+            form of them.
         BudgetError: no plan keeps to the budget, with the least that one needs.
     """
     check_bounds(memory_budget, max_overhead)
