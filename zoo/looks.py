@@ -22,8 +22,8 @@ from zoo.ahead import look_ahead
 from zoo.checkpointing import Decide, PlannedRunner, runner_for
 from zoo.entry import Loss
 from zoo.errors import ArgumentError, BudgetError, InputError
-from zoo.measure import scaling
 from zoo.measure.optimizer import MakeOptimizer, OptimizerBytes
+from zoo.measure.scaling import PATIENCE, Patient
 from zoo.plan import Plan
 from zoo.planning import Prospect
 from zoo.units import format_bytes
@@ -129,7 +129,7 @@ class Looks:
     paper: dict[int, Prospect | None] = field(default_factory=dict)
     real: dict[int, Prospect] = field(default_factory=dict)
     known: dict[tuple[int, bool], Look] = field(default_factory=dict)
-    patient: scaling.Patient = field(default_factory=scaling.Patient)
+    patient: Patient = field(default_factory=Patient)
     optimizer: OptimizerBytes | None = None
 
     def first(self) -> tuple[int, Prospect]:
@@ -147,12 +147,7 @@ class Looks:
 
     def needed(self, count: int, budget: int) -> int | None:
         """Returns the bytes that a size needs: with what kernels hide, where it fits without."""
-        if count not in self.paper:
-            try:
-                self.paper[count] = self._prospect(count)
-            except InputError:
-                self.paper[count] = None
-        prospect = self.paper[count]
+        prospect = self._on_paper(count)
         if prospect is None:
             return None
         found = None
@@ -199,19 +194,34 @@ class Looks:
         return self.real[count]
 
     def _get_ready(self, count: int, prospect: Prospect) -> None:
-        """Runs the steps at the largest size where that takes seconds, before larger ones."""
-        smaller = [n for n, found in self.paper.items() if found is not None and n < count]
-        if smaller and not self.real:
-            start = min(smaller)
-            found = self.paper[start]
-            assert found is not None
-            self.real[start] = found.tried(self.patient.trials(found.profile))
-        expected = self.patient.seconds(prospect.profile)
-        if not scaling.PATIENCE < expected < math.inf:
-            return
-        probe = int(count * scaling.PATIENCE / expected)
-        if probe > max(self.real, default=probe):
-            self.needed(probe, UNBOUNDED)
+        """Runs the steps at the largest size where that takes seconds, before larger ones.
+
+        Small sizes do not tell how long larger ones take: what starts a kernel takes time, too.
+        """
+        start = min(n for n, found in self.paper.items() if found is not None)
+        sizes = [n for n in self.real if n < count] or [min(start, count)]
+        while (size := max(sizes)) < count and self.patient.seconds(prospect.profile) > PATIENCE:
+            if size not in self.real and not self._run(size):
+                return
+            taken = self.seconds(size)
+            if len(self.real) > 1 and taken > PATIENCE / 2:
+                return
+            sizes.append(size * max(2, int(PATIENCE / max(taken, 1e-9))))
+
+    def _run(self, count: int) -> bool:
+        """Runs the steps at a size; False where there is none."""
+        found = self._on_paper(count)
+        if found is not None:
+            self.real[count] = found.tried(self.patient.run(found.profile))
+        return found is not None
+
+    def _on_paper(self, count: int) -> Prospect | None:
+        if count not in self.paper:
+            try:
+                self.paper[count] = self._prospect(count)
+            except InputError:
+                self.paper[count] = None
+        return self.paper[count]
 
     def _prospect(self, count: int) -> Prospect:
         """Looks at a size on fake tensors."""

@@ -74,9 +74,12 @@ class Patient:
 
     def trials(self, profile: Profile) -> tuple[Trial, ...]:
         """Returns what each step takes; where nothing is known, all are run."""
-        expected = self.seconds(profile)
-        if PATIENCE < expected < math.inf:
+        if PATIENCE < self.seconds(profile) < math.inf:
             return profile.trials(functools.partial(self._run_or_scale, profile))
+        return self.run(profile)
+
+    def run(self, profile: Profile) -> tuple[Trial, ...]:
+        """Runs all steps, however long they take, and knows them from now on."""
         found = profile.trials()
         known = [
             _Known(profile.sizes_at(step), run, trial)
