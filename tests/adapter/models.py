@@ -79,3 +79,27 @@ class Reader(Net):
             if x.mean().item() < 1e9:
                 x = block(x)
         return self.fc(x.mean((2, 3)))
+
+
+class Skipper(Net):
+    """Skips each block with some probability, as layer drop does, here in a part of its own."""
+
+    class Blocks(nn.ModuleList):
+        def __init__(self, blocks: nn.Sequential, rate: float) -> None:
+            super().__init__(blocks)
+            self.rate = rate
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self:
+                if torch.rand([]) < self.rate:
+                    continue
+                x = block(x)
+            return x
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.rows = Skipper.Blocks(self.blocks, rate)
+        del self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.rows(self.stem(x)).mean((2, 3)))

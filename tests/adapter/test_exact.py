@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.adapter.models import Net, Reader, Tagger, UNet
+from tests.adapter.models import Net, Reader, Skipper, Tagger, UNet
 from tests.training import assert_same, images, train
 from zoo.adapter.steps import Part
 from zoo.measure.memory import measure_step, trace
@@ -45,6 +45,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Sequence[Tensor]]]
     "net": (Net, pictures),
     "unet": (UNet, pairs),
     "lstm": (Tagger, tokens),
+    "layer drop, off": (Skipper, pictures),
     "transformer": (lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True), sequences),
 }
 
@@ -70,6 +71,22 @@ def test_a_forward_that_cannot_be_followed_is_exact_by_blocks(option: Any) -> No
     model = zoo.checkpoint(Reader(), option)
     model(images())
     assert len(model.forward.segments) == 4
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 1e-9])
+def test_a_branch_that_a_draw_decides_is_exact_by_blocks(rate: float) -> None:
+    found = zoo.chain_of(Skipper(rate), images())
+    assert found.reason == "reads a number out of a tensor by __bool__ (in rows)"
+    check(Skipper(rate), pictures, True)
+
+
+def test_layer_drop_may_be_switched_on_later() -> None:
+    model = zoo.checkpoint(Skipper())
+    model(images())
+    assert model.forward.plan is not None
+    model.rows.rate = 0.5
+    model(images())
+    assert model.forward.reason is not None
 
 
 def test_a_plan_of_steps_that_were_found_is_exact() -> None:

@@ -23,7 +23,7 @@ from zoo.adapter.rehearsal import Rehearsal
 from zoo.adapter.steps import Steps
 from zoo.adapter.switches import check_switches
 from zoo.adapter.tape import Tape
-from zoo.adapter.watch import Opaque, ambient, is_hooked
+from zoo.adapter.watch import RAISES, Opaque, ambient, is_hooked
 from zoo.chain import fold
 from zoo.checkpointing import PlannedRunner
 from zoo.engine.recompute import is_recomputing
@@ -172,15 +172,24 @@ def tape_of(rehearsal: Rehearsal) -> Tape:
     """
     modules = dict(rehearsal.model.named_modules())
     leaves = {module for module in modules.values() if is_hooked(module)}
+    first: Opaque | None = None
     for _ in range(MOST_TRIES):
         try:
             return rehearsal.record(frozenset(leaves))
         except Opaque as opaque:
             if not opaque.path:
-                raise
+                raise _cause(first, opaque) from opaque
+            first = first or opaque
             kind = type(modules[opaque.path])
             leaves |= {module for module in modules.values() if type(module) is kind}
     raise Opaque("", f"has more than {MOST_TRIES} kinds of modules that cannot be followed")
+
+
+def _cause(first: Opaque | None, last: Opaque) -> Opaque:
+    """Returns why a model cannot be followed: of a leaf that fails, why it became one."""
+    if first is None or not last.reason.startswith(RAISES):
+        return last
+    return Opaque("", f"{first.reason} (in {first.path})")
 
 
 def refuse_global_hooks(model: nn.Module) -> None:

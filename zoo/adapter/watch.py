@@ -9,7 +9,7 @@ that it takes.
 A module is inlined, so that its inside can be cut, or a leaf that is called as a whole. It becomes
 a leaf (`Opaque`) when its own code does what a tape cannot repeat:
 
-    reads a number out of a tensor            its next run may read another
+    reads a number out of a tensor            its next run may read another (but see `foreseen`)
     uses a tensor that came from nowhere      from_numpy, an attribute that is no buffer
     changes an attribute, a list, a buffer    a replay would not
     draws from Python's or NumPy's generators, switches autocast, registers hooks on tensors
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from zoo.adapter.foreseen import Foreseen
 from zoo.adapter.tape import Attribute, Call, Tape, Value, flattened, leaves_of, mapped, tensors_of
 from zoo.engine.notes import PLAIN, version_of
 from zoo.engine.snapshot import BOOKKEEPING, Snapshot
@@ -68,6 +69,8 @@ MARKERS = frozenset(
 CONSTANTS = (
     PLAIN | torch.layout | torch.memory_format | torch.Size | complex | range | enum.Enum
 )  # fmt: skip
+
+RAISES = "on fake tensors raises "
 
 
 class Opaque(Exception):
@@ -142,6 +145,7 @@ class Watch(TorchFunctionMode):
         self.origins: list[int] = []
         self.makers: dict[int, int] = {}
         self.alive: list[Tensor] = []
+        self.foreseen = Foreseen()
         for tensor in inputs:
             self._number(tensor)
 
@@ -172,6 +176,8 @@ class Watch(TorchFunctionMode):
 
     def _function(self, func: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
         given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        if name == "__bool__" and (answer := self.foreseen.answer(args[0])) is not None:
+            return answer
         self._check(name, given)
         with self._written(given) as written:
             encoded, fault = self._tried((tuple(args), kwargs))
@@ -180,6 +186,7 @@ class Watch(TorchFunctionMode):
             if encoded is None:
                 raise fault
             self._note(func, None, encoded, result, written)
+            self.foreseen.note(func, args, result)
         return result
 
     # modules
@@ -253,7 +260,7 @@ class Watch(TorchFunctionMode):
         except (Opaque, ZooError):
             raise
         except Exception as error:
-            raise Opaque(path, f"on fake tensors raises {_line(error)}") from error
+            raise Opaque(path, f"{RAISES}{_line(error)}") from error
         finally:
             self.stack.pop()
         if path not in self.tape.inlined:
