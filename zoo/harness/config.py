@@ -10,7 +10,7 @@ silently ran with a default instead would still print a table.
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -120,6 +120,11 @@ class Config:
 MODEL_KEYS = declared(ModelConfig)
 RUN_KEYS = declared(Config)
 
+CHECKS: dict[str, Callable[[Any, str], None]] = {
+    "checkpoint": check_checkpoint,
+    "memory_limit": check_memory_limit,
+    "size": check_size,
+}
 OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "device", "dtype"}
 """Keys which, given on the command line, make a config's `largest_ratio` say nothing."""
 
@@ -131,6 +136,7 @@ def load(arguments: Sequence[str] | None = None, program: str = FRONT) -> Config
         ConfigError: a file, key or value that does not exist or is out of range.
     """
     given = _command_line(sys.argv[1:] if arguments is None else arguments, program)
+    _check_options(given)
     path = find_config(str(given.pop("config")))
     return read(path, given.pop("model", ()), given)
 
@@ -191,6 +197,17 @@ def _command_line(arguments: Sequence[str], program: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def _check_options(given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a wrong value under the name of its option, not under the file's."""
+    for name in given.get("model", ()):
+        _check_name(name, f"--model {name}")
+    for entry in (*MODEL_KEYS, *RUN_KEYS):
+        where = _option(entry.name)
+        found = typed(given, [entry], where)
+        for check in CHECKS.keys() & found.keys():
+            CHECKS[check](found[check], where)
+
+
 @cache
 def _parser(program: str) -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(
@@ -217,8 +234,7 @@ def _model(
 ) -> ModelConfig:
     name = entry["name"]
     where = f"{where}, {name}"
-    if name not in list_models():
-        raise ConfigError(f"{where}: no model has this name.{nearest(name, list_models())}")
+    _check_name(name, where)
     check_keys(entry, ["name", *_names(MODEL_KEYS)], where)
     values = _merge(recipe(name), entry, changes)
     if on_cuda and "batch_size" not in changes:
@@ -231,6 +247,11 @@ def _model(
     if "image_size" in known and "image_size" not in model.arguments:
         return replace(model, arguments={"image_size": model.size, **model.arguments})
     return model
+
+
+def _check_name(name: str, where: str) -> None:
+    if name not in list_models():
+        raise ConfigError(f"{where}: no model has this name.{nearest(name, list_models())}")
 
 
 def _merge(
