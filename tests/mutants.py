@@ -349,8 +349,9 @@ def _found_by(mutant: Mutant) -> str:
         )
     if run.returncode not in (PASSED, FAILED):
         raise RuntimeError(f"{mutant.guard}: pytest ended with {run.returncode}\n{run.stdout}")
-    failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED ")]
-    return failed[0].split()[1] if failed else ""
+    # of tests in several processes, what these share fails where an assertion ends one of them
+    lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return lines[0].split()[1] if lines else ""
 
 
 def _change(path: Path, mutant: Mutant) -> None:
