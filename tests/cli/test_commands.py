@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zoo
+from tests.adapter.models import Net
 from tests.training import Residuals
 from zoo.catalog import model_arguments
 from zoo.cli.main import run
@@ -77,15 +78,33 @@ def test_info_shows_what_each_step_hands_on(command, numbers):
     assert len(command("info", "resnet18", "--steps").out.splitlines()) > len(parts)
 
 
-def test_info_of_any_module_lists_its_children(numbers):
-    found = numbers("info", "torch.nn:Linear", "--args", "3", "4", "--input", "2,3")
-    assert (found["is_chain"], found["parameters"], found["parts"]) == (False, 16, [])
-    found = numbers("info", "tests.cli.test_commands:Two", "--input", "2,3")
+def test_info_of_any_module_lists_the_steps_that_are_found(command, numbers):
+    arguments = "tests.adapter.models:Net", "--args", "8", "3", "--input", "4,4,8,8"
+    found, model = numbers("info", *arguments), Net(8, 3)
+    expected = zoo.chain_of(model, images(4, 4, 8, 8))
+    steps = [(part["name"], part["block"]) for part in found["parts"]]
+    assert steps == list(zip(expected.names, expected.blocks, strict=True))
+    parameters = sum(part["parameters"] for part in found["parts"])
+    assert parameters == found["parameters"] == sum(p.numel() for p in model.parameters())
+    assert (found["is_chain"], found["reason"]) == (False, None)
+    assert [found["parts"][place]["shapes"] for place in (0, -1)] == [[[4, 8, 8, 8]], [[4, 5]]]
+    by_block = command("info", *arguments).out
+    assert f"{len(steps)} steps in 5 blocks" in by_block
+    assert re.search(r"\| blocks.1 +\(\d steps\) +\| +4×8×8×8 \|", by_block)
+
+
+def test_info_of_what_cannot_be_followed_lists_its_children_and_says_why(command, numbers):
+    counted = "info", "tests.cli.test_commands:Counted", "--input"
+    found = numbers(*counted, "2,3")
     assert [(part["name"], part["shapes"], part["parameters"]) for part in found["parts"]] == [
         ("second", [[2, 4]], 16),
-        ("first", [[2, 4]], 0),
+        ("first", [], 0),
         ("unused", [], 2),
     ]
+    assert "reads a number out of a tensor by item" in found["reason"]
+    assert found["reason"] in command(*counted, "2,3").out
+    wrong = command(*counted, "2,7")
+    assert (wrong.code, wrong.out) == (2, "")
 
 
 class Two(torch.nn.Module):
@@ -98,6 +117,14 @@ class Two(torch.nn.Module):
 
     def forward(self, x):
         return self.first(self.second(x))
+
+
+class Counted(Two):
+    """Reads a number between two children."""
+
+    def forward(self, x):
+        x = self.second(x)
+        return self.first(x * x.sum().item())
 
 
 def test_plan_says_what_zoo_plan_says(command, numbers, tmp_path):

@@ -29,7 +29,15 @@ AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 
 class UnfollowedError(ArgumentError):
-    """A model's forward cannot be put on a tape."""
+    """A model's forward cannot be put on a tape, for a `reason`."""
+
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        super().__init__(
+            f"{type(model).__name__} cannot be planned for: its code {reason}. "
+            "checkpoint=True and 'blocks' run its blocks again as a whole, without a plan."
+            f"{way_out(model, reason)}"
+        )
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -55,11 +63,7 @@ class Entry:
         try:
             followed = planned.watched(found.args, found.kwargs)
         except Opaque as opaque:
-            raise UnfollowedError(
-                f"{type(model).__name__} cannot be planned for: its code {opaque.reason}. "
-                "checkpoint=True and 'blocks' run its blocks again as a whole, without a plan."
-                f"{way_out(model, opaque.reason)}"
-            ) from opaque
+            raise UnfollowedError(model, opaque.reason) from opaque
         tensors = Arguments.of(found.args, found.kwargs).tensors
         return cls(model, followed.steps.outline, followed.steps.state(tensors), followed)
 

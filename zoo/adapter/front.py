@@ -11,7 +11,7 @@ from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.switches import check_switches
 from zoo.chain import Chain
 from zoo.checkpointing import Checkpoint, attach, runner_for
-from zoo.entry import Invocation
+from zoo.entry import Invocation, place_of
 from zoo.errors import ArgumentError
 from zoo.planning import Budget
 
@@ -123,7 +123,7 @@ class Found:
 
 
 def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> Found:
-    """Returns the steps that `zoo.checkpoint` finds in a model for inputs like these.
+    """Returns the steps that `zoo.checkpoint` finds in a model for inputs like these, real or meta.
 
     Raises:
         ArgumentError: as `checkpoint` does.
@@ -146,5 +146,5 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
 def _follow(planned: Planned, inputs: Any) -> Any:
     if not planned.module.training:
         raise ArgumentError("a plan is for training; call model.train() first")
-    given = Invocation.of(inputs)
+    given = Invocation.of(inputs).at(place_of(planned.module))
     return planned.follow(given.args, given.kwargs)

@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -28,6 +28,7 @@ from zoo.measure.sharded import gather, is_shard, is_spread, sharded_parts
 # here other processes would wait for this one, or it for them
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 Work = list[tuple[Any, ...]]
+Result = TypeVar("Result")
 # methods of `nn.Module` are replaced meanwhile
 _one_at_a_time = threading.RLock()
 
@@ -71,9 +72,19 @@ class Rehearsal:
 
     def proves(self, run: Callable[[Sequence[Tensor]], Any]) -> bool:
         """Says whether a function of the distinct input tensors does the same work."""
-        with self._fake() as (_, tensors), Surroundings(self.model).put_back(), _Work() as log:
-            run(tensors)
-        return bool(log.work == self.work)
+        log = _Work()
+
+        def noted(tensors: Sequence[Tensor]) -> None:
+            with log:
+                run(tensors)
+
+        self.on_fakes(noted)
+        return log.work == self.work
+
+    def on_fakes(self, run: Callable[[Sequence[Tensor]], Result]) -> Result:
+        """Calls a function of the distinct input tensors, which are fake; all else is put back."""
+        with self._fake() as (_, tensors), Surroundings(self.model).put_back():
+            return run(tensors)
 
     @contextlib.contextmanager
     def _fake(self) -> Iterator[tuple[list[Any], list[Tensor]]]:

@@ -1,10 +1,10 @@
 """The parts of a model in the order in which they run: what each hands on and which weights it has.
 
-One forward on meta tensors, which take no memory, tells. The parts of a chain are its steps, those
-of any other module its children.
+One forward on tensors without memory tells. The parts of a chain are its steps, those of any other
+module the steps that `zoo.checkpoint` finds in it, or its children where it finds none.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zoo.chain import Chain, step_names
-from zoo.entry import Inputs, Invocation, called
+from zoo.adapter.entry import Entry, UnfollowedError
+from zoo.adapter.rehearsal import Rehearsal
+from zoo.adapter.watch import RAISES
+from zoo.chain import Chain, Outline, step_names
+from zoo.entry import Inputs, Invocation, called, place_of
 from zoo.measure.memory import tensors_in
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -33,16 +36,31 @@ class Part:
     steps: int = 1
 
 
-def parts_of(model: nn.Module, inputs: Inputs) -> list[Part]:
-    """Runs a model forward without gradients and returns its parts; on the meta device for free."""
-    given = Invocation.of(inputs)
-    with torch.no_grad():
-        return _steps(model, given) if isinstance(model, Chain) else _children(model, given)
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a model; `reason` says in a sentence why they are no steps, where they are not.
+
+    Calling a chain or a module that can be followed for its parts takes no memory; calling the
+    children takes what they take, on the meta device none.
+    """
+
+    listed: list[Part]
+    reason: str | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Inputs) -> "Parts":
+        """Runs a model forward without gradients and returns its parts."""
+        given = Invocation.of(inputs)
+        if isinstance(model, Chain):
+            found, state = called(model, given)
+            return cls(_steps(found, step_names(model, found.steps), state))
+        try:
+            return cls(_followed(model, given))
+        except UnfollowedError as error:
+            return cls(_children(model, given, error.reason), str(error))
 
 
-def _steps(model: Chain, given: Invocation) -> list[Part]:
-    found, value = called(model, given)
-    names = step_names(model, found.steps)
+def _steps(found: Outline, names: Sequence[str], value: Any) -> list[Part]:
     uses = _Uses()
     parts = []
     with torch.no_grad(), uses:
@@ -52,7 +70,18 @@ def _steps(model: Chain, given: Invocation) -> list[Part]:
     return parts
 
 
-def _children(model: nn.Module, given: Invocation) -> list[Part]:
+def _followed(model: nn.Module, given: Invocation) -> list[Part]:
+    """Returns the steps that are found in any module, run on fake tensors."""
+    entry = Entry.of(model, given)
+    assert entry.followed is not None, "it is no chain"
+    steps, placed = entry.followed.steps, given.at(place_of(model))
+    rehearsal = Rehearsal(model, model.forward, placed.args, placed.kwargs)
+    return rehearsal.on_fakes(
+        lambda tensors: _steps(steps.outline, steps.names, steps.state(tensors))
+    )
+
+
+def _children(model: nn.Module, given: Invocation, reason: str) -> list[Part]:
     """Returns the children in the order of their first calls, then those that were not called."""
     handed: dict[str, Shapes] = {}
     children = dict(model.named_children())
@@ -60,7 +89,12 @@ def _children(model: nn.Module, given: Invocation) -> list[Part]:
         child.register_forward_hook(_noting(name, handed)) for name, child in children.items()
     ]
     try:
-        given.on(model)
+        with torch.no_grad():
+            given.on(model)
+    except Exception:
+        # else it reads a number, which is not there on the meta device
+        if reason.startswith(RAISES):
+            raise
     finally:
         for handle in handles:
             handle.remove()

@@ -11,7 +11,7 @@ from torch import nn
 from zoo.catalog import list_models, model_arguments
 from zoo.chain import Chain
 from zoo.cli.parser import Answer, Parser, answer
-from zoo.cli.parts import Part, parts_of
+from zoo.cli.parts import Part, Parts
 from zoo.cli.subject import Subject, add_subject, subject
 from zoo.cli.values import shapes, words
 from zoo.report.chain_axis import block_name
@@ -24,13 +24,14 @@ def main(arguments: Sequence[str]) -> Answer:
     options = _parser().parse(arguments)
     found = subject(options)
     model = found.on_meta()
-    parts = parts_of(model, found.meta_inputs())
-    shown = parts if options.steps else _by_block(parts)
-    described = _described(found, model)
+    parts = Parts.of(model, found.meta_inputs())
+    shown = parts.listed if options.steps else _by_block(parts.listed)
+    described = {**_described(found, model), "reason": parts.reason}
+    texts = _heading(described, parts), _table(shown), parts.reason, _signature(described)
     return answer(
         options,
-        "\n\n".join((_heading(described, parts), _table(shown), _signature(described))).rstrip(),
-        {**described, "parts": [asdict(part) for part in parts]},
+        "\n\n".join(filter(None, texts)),
+        {**described, "parts": [asdict(part) for part in parts.listed]},
     )
 
 
@@ -68,15 +69,16 @@ def _default(parameter: inspect.Parameter) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
-def _heading(described: dict[str, Any], parts: Sequence[Part]) -> str:
+def _heading(described: dict[str, Any], parts: Parts) -> str:
     kind = "chain" if described["is_chain"] else "module"
-    what = "steps" if described["is_chain"] else "parts"
+    what = "steps" if parts.reason is None else "parts"
     inputs = words(described["inputs"])
-    blocks = len({part.block for part in parts})
+    blocks = len({part.block for part in parts.listed})
     return (
         f"{described['name']}: {kind} {described['kind']} on {inputs}\n"
         f"{described['parameters']:,} parameters ({format_bytes(described['parameter_bytes'])}), "
-        f"buffers {format_bytes(described['buffer_bytes'])}, {len(parts)} {what} in {blocks} blocks"
+        f"buffers {format_bytes(described['buffer_bytes'])}, "
+        f"{len(parts.listed)} {what} in {blocks} blocks"
     )
 
 
@@ -103,7 +105,7 @@ def _by_block(parts: Sequence[Part]) -> list[Part]:
     blocks = [list(group) for _, group in groupby(parts, key=lambda part: part.block)]
     return [
         Part(
-            name=block_name([part.name for part in block]),
+            name=block_name([part.name.split()[0] for part in block]),
             block=block[0].block,
             shapes=block[-1].shapes,
             parameters=sum(part.parameters for part in block),
