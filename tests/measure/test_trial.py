@@ -1,11 +1,15 @@
 """A profile with trials: the bytes that only a real run shows, and a model that it leaves alone."""
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.training import Residuals, images
 from zoo.chain import Chain, Steps, outline
 from zoo.measure.profile import profile
+from zoo.measure.step import kind_of
+from zoo.measure.trial import run_trial
 from zoo.planner.costs import StepCosts
 
 
@@ -66,3 +70,32 @@ class Expanded(Chain):
 def test_a_state_of_an_expanded_tensor_is_tried() -> None:
     x = torch.rand(8, 8, requires_grad=True)
     assert costs(Expanded(), x).forward[1] == x.nbytes
+
+
+class Scratch(torch.autograd.Function):
+    """Keeps a block for the backward, which frees it before it makes a gradient of that size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.kept = torch.empty_like(weight)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        places = [ctx.kept.data_ptr()]
+        del ctx.kept
+        # the allocator may give the place to the gradient, or to one of these
+        made = [torch.zeros(1 << 14) for _ in range(20)]
+        places += [tensor.data_ptr() for tensor in made]
+        again = next((tensor for tensor in made if tensor.data_ptr() == places[0]), made[0])
+        return gradient * 2, again
+
+
+def test_a_gradient_where_a_saved_block_was_is_not_taken_for_the_forward_s() -> None:
+    x, weight = torch.rand(8, requires_grad=True), nn.Parameter(torch.rand(1 << 14))
+
+    def step(x: Tensor) -> Any:
+        return Scratch.apply(x, weight)
+
+    trial = run_trial(step, (kind_of(x, 0, 0),), (x.nbytes,), (), x.device)
+    assert trial.kept == weight.nbytes + x.nbytes

@@ -110,7 +110,9 @@ class _Attempt:
         found: dict[int, Tensor | None] = {}
         backward = trace(lambda: found.update(grad()), self.device, collect=False, earlier=True)
         leaves = set(map(id, self.leaves))
-        made = forward.without(_addresses(found, found.keys() - leaves))
+        # where the forward made a gradient, nothing is freed; another may lie where a block was
+        moved = {address for address, _ in backward.events}
+        made = forward.without(_addresses(found, found.keys() - leaves) - moved)
         left = backward.activation_peak(_addresses(found, shared.keys() - leaves)) - given
         return made.peak, made.kept, max(left, 0)
 
