@@ -35,7 +35,7 @@ from zoo.plan_report import PlanReport
 from zoo.planning import Budget, Prospect, check_bounds
 from zoo.report.markdown import markdown_table
 from zoo.tracking import TrainingStep, mean_of
-from zoo.units import format_bytes, parse_bytes
+from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
 from zoo.verification.records import read_streams, set_streams
 
 Strategy = str | Callable[[nn.Module], object]
@@ -242,10 +242,10 @@ class _Rank:
     def _too_much(self, budget: int, found: list[PlanReport]) -> str:
         least, baseline = self.peak(found[0]), self.peak(found[-1])
         return (
-            f"a rank of {self.world_size} by {self.strategy} needs at least {format_bytes(least)} "
-            f"({least} bytes); the budget is {format_bytes(budget)} ({budget} bytes); keeping "
-            f"everything takes {format_bytes(baseline)} ({baseline} bytes). Raise the budget to "
-            f"{least} bytes, lower the batch of a rank, or spread over more ranks."
+            f"a rank of {self.world_size} by {self.strategy} needs at least {exact_bytes(least)}; "
+            f"the budget is {exact_bytes(budget)}; keeping everything takes "
+            f"{exact_bytes(baseline)}. Raise the budget to {at_least(least)!r}, lower the batch of "
+            "a rank, or spread over more ranks."
         )
 
 
