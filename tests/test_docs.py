@@ -1,0 +1,40 @@
+"""Each page of docs/ is true: its snippets run and print what stands below them, links lead on."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.documents import ROOT, Snippet, run, snippets
+
+PAGES = ("how-it-works",)
+
+
+def text(page: str) -> str:
+    return (ROOT / "docs" / f"{page}.md").read_text("utf-8")
+
+
+FOUND = [(page, *snippets(text(page))) for page in PAGES]
+EACH = [
+    pytest.param(page, first, snippet, id=f"{page}:{snippet.line}")
+    for page, first, *others in FOUND
+    for snippet in others
+]
+
+
+@pytest.mark.parametrize(("page", "first", "snippet"), EACH)
+def test_a_snippet_prints_what_stands_below_it(
+    page: str, first: Snippet, snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
+    names: dict[str, Any] = {}
+    assert run(first, f"{page}.md", names) == (first.printed or "")
+    assert run(snippet, f"{page}.md", names) == (snippet.printed or "")
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in (ROOT / "docs").glob("*.md")))
+def test_what_a_page_links_to_is_there(page: str) -> None:
+    linked = [link for link in re.findall(r"\]\(([^)]+)\)", text(page)) if "://" not in link]
+    gone = [link for link in linked if not (ROOT / "docs" / link.partition("#")[0]).exists()]
+    assert gone == []
