@@ -45,6 +45,7 @@ def run(snippet: Snippet, name: str, names: dict[str, Any]) -> str:
     """Runs a snippet with these names, adds its own to them and returns what it printed."""
     # tracebacks then name the line of the document
     code = "\n" * (snippet.line - 1) + snippet.code
+    names.setdefault("__name__", "__main__")  # what classes believe that they are from
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, name, "exec"), names)
     return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())

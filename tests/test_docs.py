@@ -8,7 +8,7 @@ import pytest
 
 from tests.documents import ROOT, Snippet, run, snippets
 
-PAGES = ("how-it-works",)
+PAGES = ("how-it-works", "myths")
 
 
 def text(page: str) -> str:
