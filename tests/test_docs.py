@@ -1,6 +1,7 @@
 """Each page of docs/ is true: its snippets run and print what stands below them, links lead on."""
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,8 @@ def test_what_a_page_links_to_is_there(page: str) -> None:
     linked = [link for link in re.findall(r"\]\(([^)]+)\)", text(page)) if "://" not in link]
     gone = [link for link in linked if not (ROOT / "docs" / link.partition("#")[0]).exists()]
     assert gone == []
+
+
+def test_the_api_is_that_of_the_docstrings() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "api.py"))["page"]
+    assert text("api") == page(), "run `python docs/api.py`"
