@@ -9,7 +9,7 @@ import pytest
 
 from tests.documents import ROOT, Snippet, run, snippets
 
-PAGES = ("how-it-works", "myths")
+PAGES = ("exactness", "how-it-works", "myths")
 
 
 def text(page: str) -> str:
@@ -36,7 +36,8 @@ def test_a_snippet_prints_what_stands_below_it(
 
 @pytest.mark.parametrize("page", sorted(path.stem for path in (ROOT / "docs").glob("*.md")))
 def test_what_a_page_links_to_is_there(page: str) -> None:
-    linked = [link for link in re.findall(r"\]\(([^)]+)\)", text(page)) if "://" not in link]
+    prose = re.sub(r"^```.*?^```$", "", text(page), flags=re.DOTALL | re.MULTILINE)
+    linked = [link for link in re.findall(r"\]\(([^)]+)\)", prose) if "://" not in link]
     gone = [link for link in linked if not (ROOT / "docs" / link.partition("#")[0]).exists()]
     assert gone == []
 
@@ -44,3 +45,16 @@ def test_what_a_page_links_to_is_there(page: str) -> None:
 def test_the_api_is_that_of_the_docstrings() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "api.py"))["page"]
     assert text("api") == page(), "run `python docs/api.py`"
+
+
+def test_every_pitfall_has_a_test_that_is_there() -> None:
+    rows = re.findall(r"^\| .* \|$", text("exactness").partition("## What is refused")[0], re.M)
+    named = [re.search(r"\[(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\) \|$", row) for row in rows]
+    assert len(rows) > 50
+    gone = [
+        row
+        for row, found in zip(rows, named, strict=True)
+        if not row.startswith("| what |")
+        and (found is None or f"def {found[1]}(" not in (ROOT / found[2]).read_text("utf-8"))
+    ]
+    assert gone == []
