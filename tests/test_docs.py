@@ -9,7 +9,7 @@ import pytest
 
 from tests.documents import ROOT, Snippet, run, snippets
 
-PAGES = ("exactness", "how-it-works", "myths")
+PAGES = ("exactness", "how-it-works", "myths", "recipes")
 
 
 def text(page: str) -> str:
