@@ -26,7 +26,8 @@ TARGET = Path(__file__).parent / "api.md"
 HEADER = """\
 # API
 
-[Index](README.md) · [How it works](how-it-works.md) · [Exactness](exactness.md) · [Myths](myths.md) · [Recipes](recipes.md)
+[Index](README.md) · [How it works](how-it-works.md) · [Exactness](exactness.md) ·
+[Myths](myths.md) · [Recipes](recipes.md)
 
 All that `import zoo` gives. `python docs/api.py` writes this page from the docstrings.
 """
