@@ -8,8 +8,9 @@
     42
     ```
 
-The block `text` right behind a block `python` is what that prints. In a page of docs/ the first
-snippet is what all others stand on, and each of them runs after it alone, as a reader may run it.
+The block `text` right behind a block `python` is what that prints; the code may be folded away by
+`<details>`. In a page of docs/ the first snippet is what all others stand on, and each of them runs
+after it alone, as a reader may run it.
 
 `python -m tests.documents docs/myths.md` runs a page's snippets and writes what they print.
 """
@@ -22,7 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-_SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n?^```text\n(.*?)^```\n)?", re.DOTALL | re.M)
+_SNIPPET = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?P<fold>\n</details>\n(?=\n```text))?"
+    r"(?:\n?^```text\n(?P<printed>.*?)^```\n)?",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 class Snippet(NamedTuple):
@@ -36,7 +41,7 @@ class Snippet(NamedTuple):
 def snippets(text: str) -> list[Snippet]:
     """Finds the Python in a document."""
     return [
-        Snippet(text.count("\n", 0, found.start(1)) + 1, found[1], found[2])
+        Snippet(text.count("\n", 0, found.start("code")) + 1, found["code"], found["printed"])
         for found in _SNIPPET.finditer(text)
     ]
 
@@ -64,9 +69,9 @@ def rewritten(text: str, name: str) -> str:
     printed = run_page(text, name)
 
     def again(found: re.Match[str]) -> str:
-        line = text.count("\n", 0, found.start(1)) + 1
+        line = text.count("\n", 0, found.start("code")) + 1
         told = f"\n```text\n{printed[line]}```\n" if printed[line] else ""
-        return f"```python\n{found[1]}```\n{told}"
+        return f"```python\n{found['code']}```\n{found['fold'] or ''}{told}"
 
     return _SNIPPET.sub(again, text)
 
