@@ -56,7 +56,9 @@ GROUPS = (
         ("zoo.ahead", "zoo.largest", "zoo.plan_report", "zoo.plan_frontier", "zoo.ranks"),
     ),
     Group(
-        "Measuring and verifying", "", ("zoo.anatomy", "zoo.measure", "zoo.verify", "zoo.version")
+        "Measuring and verifying",
+        "",
+        ("zoo.anatomy", "zoo.measure", "zoo.tracking", "zoo.verify", "zoo.version"),
     ),
     Group(
         "Errors",
