@@ -16,11 +16,11 @@ def text(page: str) -> str:
     return (ROOT / "docs" / f"{page}.md").read_text("utf-8")
 
 
-FOUND = [(page, *snippets(text(page))) for page in PAGES]
+FOUND = {page: snippets(text(page)) for page in PAGES}
 EACH = [
-    pytest.param(page, first, snippet, id=f"{page}:{snippet.line}")
-    for page, first, *others in FOUND
-    for snippet in others
+    pytest.param(page, found[0], snippet, id=f"{page}:{snippet.line}")
+    for page, found in FOUND.items()
+    for snippet in found[1:]
 ]
 
 
