@@ -135,3 +135,13 @@ def test_what_was_found_is_named_as_in_the_model() -> None:
     assert "blocks.0.mul" in found.names[4]
     assert found.blocks == (0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3)
     assert "11 steps in 4 blocks" in str(found)
+
+
+def test_the_steps_of_a_chain_are_its_own() -> None:
+    model = zoo.gpt2_small(width=8, depth=2, heads=2, vocabulary=9, positions=4, checkpoint=1)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    found = zoo.chain_of(model, (tokens.to("meta"), tokens.to("meta")))
+    model(tokens, tokens).backward()
+    assert model.plan is not None
+    assert (len(found.names), found.reason) == (len(model.plan.flatten()), None)
+    assert "blocks.0" in found.names[1]

@@ -162,7 +162,12 @@ def test_ctrl_c_ends_a_command_with_130_and_no_traceback(command, monkeypatch, n
 
     module = importlib.import_module(f"zoo.cli.commands.{name.replace('-', '_')}")
     monkeypatch.setattr(module, "main", interrupted)
-    told = command(name)
+    # a shell has its background jobs ignore it
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        told = command(name)
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     assert (told.code, told.out, told.err) == (130, "", f"zoo {name}: interrupted\n")
 
 

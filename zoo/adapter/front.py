@@ -9,9 +9,9 @@ from torch import nn
 from zoo.adapter.forward import Option, Planned
 from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.switches import check_switches
-from zoo.chain import Chain
+from zoo.chain import Chain, step_names
 from zoo.checkpointing import Checkpoint, attach, runner_for
-from zoo.entry import Invocation, place_of
+from zoo.entry import Invocation, called, place_of
 from zoo.errors import ArgumentError
 from zoo.planning import Budget
 
@@ -125,9 +125,14 @@ class Found:
 def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> Found:
     """Returns the steps that `zoo.checkpoint` finds in a model for inputs like these, real or meta.
 
+    Those of a `zoo.Chain` are its own, and so are its blocks; `steps` names the blocks of any other.
+
     Raises:
         ArgumentError: as `checkpoint` does.
     """
+    if isinstance(model, Chain):
+        outline, _ = called(model, Invocation.of(inputs))
+        return Found(tuple(step_names(model, outline.steps)), outline.blocks)
     check_switches(model)
     names = None if steps is None else tuple(steps)
     planned = Planned(model, Option("blocks", None, None, names))

@@ -6,6 +6,7 @@ same in the same order.
 """
 
 import contextlib
+import logging
 import random
 import sys
 import threading
@@ -91,7 +92,7 @@ class Rehearsal:
         """Yields the leaves of the arguments as fake tensors, and the distinct ones of these."""
         # a model of fake tensors stays among its own
         fakes = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
-        with _one_at_a_time, _untouched(self.model), fakes as mode:
+        with _one_at_a_time, _untouched(self.model), _unlogged(), fakes as mode:
             for module in self.model.modules():
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = _scratch(mode, buffer)
@@ -103,6 +104,17 @@ class Rehearsal:
                     known[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
             values = [known[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
             yield values, list(known.values())
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keeps torch from also logging, with a traceback, what an operation on fakes raises."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    earlier, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = earlier
 
 
 class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
