@@ -238,7 +238,8 @@ Markdown(
 # loss, gradients, weights, running statistics and the state of the random numbers.
 
 # %% name="verify"
-print(zoo.verify(network(), back[None, None, :16, :32, :32].to(device), steps=2))
+report = zoo.verify(network(), back[None, None, :16, :32, :32].to(device), steps=2)
+print(textwrap.fill(str(report), 96))
 
 # %% [markdown] name="learn"
 # ## Does the larger patch help?

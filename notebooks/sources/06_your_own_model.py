@@ -340,7 +340,8 @@ print(zoo.chain_of(Decides().to(device), images))
 #   again: the same bits, one message more.
 # - **FSDP2** (`fully_shard`): inside of a segment and around it. FSDP1 inside of a segment is
 #   refused.
-# - A budget is for *one* device: parameters count as they lie there.
+# - A budget is for *one* device: parameters count as they lie there. When they will be spread over
+#   many, plan for one of them before: `zoo.plan_rank(model, inputs, world_size=64, ...)`.
 # - `checkpoint="auto"` decides once for all processes of a group, so that all have the same plan.
 
 # %% [markdown] name="trouble"
