@@ -125,7 +125,7 @@ class Found:
 def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> Found:
     """Returns the steps that `zoo.checkpoint` finds in a model for inputs like these, real or meta.
 
-    Those of a `zoo.Chain` are its own, and so are its blocks; `steps` names the blocks of any other.
+    Those of a `zoo.Chain` are its own, and so are its blocks; `steps` names those of any other.
 
     Raises:
         ArgumentError: as `checkpoint` does.
