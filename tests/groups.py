@@ -69,6 +69,17 @@ class Perceptrons(nn.Module):
         return self.seldom(x) if x.shape[0] > 100 else x
 
 
+class Tabled(Perceptrons):
+    """Reads a parameter itself, before any block, as what has positions does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table[:, None, None])
+
+
 def put(model: nn.Module, option: Any) -> nn.Module:
     return model if option is None else zoo.checkpoint(model, option)
 
@@ -233,6 +244,14 @@ def one_watches() -> None:
         assert found.segments == tuple(f"blocks.{block}" for block in range(4))
 
 
+def chain_of_shards() -> None:
+    """Watching gathers the parameters that any code reads, and puts the shards back."""
+    model = shard(Tabled())
+    shards = list(model.parameters())
+    assert zoo.chain_of(model, images()).reason is None
+    assert all(one is other for one, other in zip(model.parameters(), shards, strict=True))
+
+
 def budget_of_shards() -> None:
     model = shard(Net())
     with pytest.raises(ArgumentError, match=r"spread over processes.*Plan before they are"):
@@ -263,6 +282,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "synchronized": exact(lambda: Perceptrons(lambda: SharedNorm(4)), unused),
     "tensor parallel after": exact(Perceptrons, functools.partial(split, first=True)),
     "tensor parallel before": exact(Perceptrons, functools.partial(split, first=False), "blocks"),
+    "sharded after of Tabled": exact(Tabled, sharded_after),
+    "sharded before of Tabled": exact(Tabled, sharded_before, 2),
+    "chain of Tabled": chain_of_shards,
     "one process": as_in_one_process,
     "pipeline": pipeline,
     "one plan": one_plan,

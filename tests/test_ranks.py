@@ -59,6 +59,34 @@ def test_a_budget_is_kept_to_and_the_least_one_works():
         plan(model, x, memory_budget=least.predicted_peak - 1)
 
 
+def test_the_best_plans_of_one_process_are_not_the_only_ones():
+    # its gradients and optimizer's state leave nothing to save, and a rank's are small
+    blocks = (nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(4))
+    model = nn.Sequential(*(Residual(block) for block in blocks))
+    found = plan(model, torch.zeros(64, 256), world_size=64, max_overhead=9)
+    assert found.predicted_peak < found.baseline_peak
+    assert found.plan.depth()
+
+
+class Residual(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.block(x)
+
+
+def test_a_model_that_reads_a_parameter_itself_without_gradients_by_a_loss_with_targets_on_meta():
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    model = zoo.gpt2_small(width=16, depth=2, heads=2, vocabulary=9, positions=8)
+    images = torch.zeros(1, 3, 32, 32)
+    sizes = {"depth": 2, "width": 16, "heads": 2, "image_size": 32, "classes": 5}
+    with torch.no_grad():
+        plan(model, (tokens,), max_overhead=9, loss=lambda s: s[..., 0].sum() + tokens.sum())
+        plan(zoo.vit_tiny_patch16(**sizes), images, max_overhead=9)
+
+
 def test_what_it_says_can_be_read_and_its_plan_put_in_force(tmp_path):
     model, x = net()
     found = plan(model, x, max_overhead=9, strategy="ddp")
@@ -110,7 +138,8 @@ def test_a_group_that_is_there_is_left_alone(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"world_size": 0}, "world_size=0 is no number from 1"),
-        ({"strategy": "fsdp"}, r"'fsdp' is neither a function .* Did you mean fsdp2"),
+        ({"strategy": "fsdp"}, "'fsdp' is neither 'fsdp2' nor 'ddp' nor a function"),
+        ({"strategy": ["ddp"]}, "is neither 'fsdp2' nor 'ddp' nor a function"),
         ({"memory_budget": "device"}, "what is free here; for a rank that is elsewhere"),
         ({"memory_budget": 0.5, "max_overhead": 1}, "one of memory_budget and max_overhead"),
     ],

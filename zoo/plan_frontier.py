@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from zoo.errors import PlanError
 from zoo.plan import Plan
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OPTIMAL = "optimal"
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,13 @@ class Frontier(Sequence[Point]):
         and keeping everything, all by rising peak.
         """
         best = self.optimal
-        shown = [*_spread(best, points), *self.schemes, self.baseline]
+        shown = [*thinned(best, points), *self.schemes, self.baseline]
         columns = ("plan", "step peak", "of keeping all", "time", "operations run again")
         rows = list(self._rows(sorted(shown, key=lambda point: point.peak)))
         count = "1 best plan" if len(best) == 1 else f"{len(best)} best plans"
-        thinned = f", {points} of them shown" if len(best) > points else ""
+        left_out = f", {points} of them shown" if len(best) > points else ""
         return (
-            f"{self.title}, one training step: {count}{thinned}\n\n"
+            f"{self.title}, one training step: {count}{left_out}\n\n"
             f"{markdown_table(columns, rows)}\n\n"
             f"no plan goes below {format_bytes(self.lower_bound)}"
         )
@@ -166,13 +167,13 @@ class Frontier(Sequence[Point]):
         draw_frontier(picture, target)
 
 
-def _spread(points: Sequence[Point], count: int) -> list[Point]:
-    """Chooses as many points, evenly, the first and the last among them."""
-    if len(points) <= count:
-        return list(points)
+def thinned(items: Sequence[Item], count: int) -> list[Item]:
+    """Chooses as many items, evenly, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
     if count == 1:
-        return [points[0]]
-    return [points[place * (len(points) - 1) // (count - 1)] for place in range(count)]
+        return [items[0]]
+    return [items[place * (len(items) - 1) // (count - 1)] for place in range(count)]
 
 
 def _point(values: dict[str, Any]) -> Point:

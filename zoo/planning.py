@@ -30,7 +30,7 @@ from zoo.measure.profile import Profile
 from zoo.measure.sharded import is_spread
 from zoo.measure.trial import Trial
 from zoo.plan import Item, Plan
-from zoo.plan_frontier import Frontier, Point
+from zoo.plan_frontier import Frontier, Point, thinned
 from zoo.plan_report import FixedBytes, PeakBytes, PlanReport
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts
@@ -43,6 +43,8 @@ STREAMS = 8 * 5056
 NUMBERS = 64
 # segments in segments, at most: each takes four frames of Python's stack, which holds 1,000
 DEEPEST = 64
+# plans of a kind that are worth a look where each look takes a step
+MOST = 10
 
 Budget = int | float | str
 
@@ -101,9 +103,9 @@ class Prospect:
         """Chooses a plan and says what it costs."""
         check_bounds(memory_budget, max_overhead)
         if max_overhead is not None:
-            return self._describe(self._within_time(max_overhead), None)
+            return self.describe(self._within_time(max_overhead), None)
         budget = self.bytes_of(memory_budget)
-        return self._describe(self._within_bytes(budget), budget)
+        return self.describe(self._within_bytes(budget), budget)
 
     def frontier(self) -> Frontier:
         """Returns the best plans and the classic schemes."""
@@ -114,8 +116,8 @@ class Prospect:
         )
         during = self.fixed.beside_activations + least_possible(self.whole)
         return Frontier(
-            tuple(map(self._of_model, (*self.points, *others))),
-            self._of_model(replace(self.baseline, name="baseline")),
+            tuple(map(self.of_model, (*self.points, *others))),
+            self.of_model(replace(self.baseline, name="baseline")),
             max(during, self.fixed.optimizer_peak),
             self.title,
         )
@@ -149,6 +151,24 @@ class Prospect:
             if not best or point.peak < best[-1].peak:
                 best.append(point)
         return best[::-1]
+
+    @functools.cached_property
+    def trades(self) -> list[Point]:
+        """Plans that may be the best where the rest of a step lies elsewhere; the fastest first.
+
+        Activations alone decide which: plans of all kinds, and with them those that run single
+        steps again.
+        """
+        table = _planner().Table(self.costs)
+        best = [_kept_from(point.plan, self.steps) for point in table.frontier()]
+        single = [
+            Plan([*found, *range(self.steps, len(self.costs))])
+            for found in schemes.one_by_one(self.costs, self.steps)
+        ]
+        kept = Plan.keep_all(len(self.costs))
+        chosen = dict.fromkeys([kept, *thinned(best, MOST), *thinned(single, MOST)])
+        shallow = (found for found in chosen if found.depth() <= DEEPEST)
+        return sorted(map(self._point, shallow), key=lambda point: point.time_ratio)
 
     @functools.cached_property
     def least(self) -> Point:
@@ -187,10 +207,11 @@ class Prospect:
     def _within_time(self, overhead: float) -> Point:
         return next(point for point in self.points if point.time_ratio <= 1 + overhead)
 
-    def _describe(self, point: Point, budget: int | None) -> PlanReport:
+    def describe(self, point: Point, budget: int | None) -> PlanReport:
+        """Says in full what a point costs that was chosen for a budget in bytes, or for a time."""
         result = simulate(point.plan, self.costs)
         return PlanReport(
-            plan=self._of_model(point).plan,
+            plan=self.of_model(point).plan,
             predicted_peak=point.peak,
             predicted_time_ratio=point.time_ratio,
             predicted_activations=result.peak,
@@ -207,7 +228,7 @@ class Prospect:
             title=self.title,
         )
 
-    def _of_model(self, point: Point) -> Point:
+    def of_model(self, point: Point) -> Point:
         """Takes the loss, which is not the model's, out of a plan."""
         return replace(point, plan=Plan(point.plan[:-1])) if self.has_loss else point
 

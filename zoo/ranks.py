@@ -1,16 +1,17 @@
 """What a training step takes on each of many ranks, none of which need be here, and the best plan.
 
-    zoo.plan's table, in one process      the best plans by rising peak and falling time
+    costs of the steps in one process     plans that may be the best, some twenty, the fastest first
     a fake group of so many processes     this one is rank 0, its collectives send nothing
     a fake copy of the model, sharded     by FSDP2's own code, whose hooks then run
     a step of it by one of the plans      tracked: bytes of rank 0, the largest of all ranks
 
-Looked at are as many plans as a bisection needs. Bytes are those of tensors; what kernels and the
-library that communicates allocate inside of themselves is not among them: gloo, for one, copies
+The best plan of one process need not be the best here: gradients and the optimizer's state are
+spread, and a segment that runs again gathers all weights in it until its backward. So each plan's
+own step is looked at, until one keeps to the budget. Bytes are those of tensors; what kernels and
+the library that communicates allocate inside of themselves is not among them: gloo, for one, copies
 gradients before it reduces them.
 """
 
-import bisect
 import contextlib
 import copy
 import functools
@@ -27,7 +28,7 @@ from zoo.adapter.blocks import block_paths
 from zoo.adapter.watch import is_hooked
 from zoo.ahead import look_ahead
 from zoo.entry import Inputs, Invocation, Loss, place_of
-from zoo.errors import ArgumentError, BudgetError, nearest
+from zoo.errors import ArgumentError, BudgetError
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.measure.timeline import Timeline
 from zoo.plan import Plan
@@ -93,6 +94,7 @@ class RankReport:
                 ),
                 f"\nAt the peak, in the {self.phase}:\n",
                 markdown_table(("what", "bytes", "share"), list(self._shares())),
+                "\nwithout what kernels and the communicating library take inside of themselves",
                 f"\n{self.plan}",
             )
         )
@@ -102,7 +104,7 @@ class RankReport:
         if self.budget is not None:
             yield "budget", *self._size(self.budget)
         yield "keeping everything", *self._size(self.baseline_peak)
-        yield "the plan in one process", *self._size(self.alone.predicted_peak)
+        yield "the plan in one process", format_bytes(self.alone.predicted_peak), ""
         yield "forward and backward, without communication", "", f"×{self.predicted_time_ratio:.2f}"
 
     def _size(self, size: int) -> tuple[str, str]:
@@ -129,7 +131,8 @@ def plan_rank(
 
     None of them need be here: a fake process group stands for them and fake tensors for all others,
     so that nothing of the model's size is allocated. Bytes are those of the step's tensors on rank
-    0, which of uneven shards has the larger.
+    0, which of uneven shards has the larger; workspaces of kernels are not counted. Some twenty
+    plans are looked at, so that a faster one may be missed.
 
     Args:
         model: whole, on no rank yet; may be on the meta device. A copy is spread.
@@ -178,7 +181,7 @@ class _Rank:
         self.world_size, self.strategy, self.step = world_size, strategy, step
         trained = (parameter for parameter in step.model.parameters() if parameter.requires_grad)
         self.buckets = sum(p.nbytes for p in trained) if strategy == "ddp" else 0
-        self.timeline = functools.cache(self._timeline)
+        self.timeline = functools.cache(step.predicted)
 
     def in_one_process(self) -> nn.Module:
         """Returns the model with hooks where spreading it leaves some, its tensors shared.
@@ -196,28 +199,31 @@ class _Rank:
     def report(
         self, prospect: Prospect, memory_budget: Budget | None, max_overhead: float | None
     ) -> RankReport:
-        """Chooses among the best plans of one process."""
-        found = [prospect.report(point.peak, None) for point in prospect.points]
+        """Chooses among plans of which one may be the best on a rank, too."""
+        plans = {point: prospect.of_model(point).plan for point in prospect.trades}
         if memory_budget is None:
             assert max_overhead is not None
-            chosen = next(plan for plan in found if plan.predicted_time_ratio <= 1 + max_overhead)
-            return self._described(chosen, found[-1], None)
-        budget = self._bytes_of(memory_budget, found[-1])
-        fitting = bisect.bisect(found, budget, key=self.peak)
-        if not fitting:
-            raise BudgetError(self._too_much(budget, found))
-        return self._described(found[fitting - 1], found[-1], budget)
+            quick = [point for point in plans if point.time_ratio <= 1 + max_overhead]
+            chosen = min(quick, key=lambda point: self.peak(plans[point]))
+            return self._described(prospect.describe(chosen, None), None)
+        budget = self._bytes_of(memory_budget)
+        # the fastest come first
+        fitting = (point for point in plans if self.peak(plans[point]) <= budget)
+        found = next(fitting, None)
+        if found is None:
+            raise BudgetError(self._too_much(budget, min(map(self.peak, plans.values()))))
+        return self._described(prospect.describe(found, None), budget)
 
-    def peak(self, alone: PlanReport) -> int:
-        """Returns the bytes that a rank takes by a plan."""
-        return self.timeline(alone.plan).peak + self.buckets
+    def peak(self, plan: Plan | None) -> int:
+        """Returns the bytes that a rank takes by a plan, or keeping everything."""
+        return self._seen(plan).peak + self.buckets
 
-    def _timeline(self, plan: Plan) -> Timeline:
-        return self.step.predicted(plan if plan.depth() else None)
+    def _seen(self, plan: Plan | None) -> Timeline:
+        return self.timeline(plan if plan is not None and plan.depth() else None)
 
-    def _bytes_of(self, budget: Budget, baseline: PlanReport) -> int:
+    def _bytes_of(self, budget: Budget) -> int:
         if isinstance(budget, float):
-            return int(budget * self.peak(baseline))
+            return int(budget * self.peak(None))
         if budget == "device":
             raise ArgumentError(
                 "memory_budget='device' is what is free here; for a rank that is elsewhere give "
@@ -225,27 +231,26 @@ class _Rank:
             )
         return parse_bytes(budget, "memory_budget")
 
-    def _described(self, alone: PlanReport, baseline: PlanReport, budget: int | None) -> RankReport:
-        timeline = self.timeline(alone.plan)
+    def _described(self, alone: PlanReport, budget: int | None) -> RankReport:
+        timeline = self._seen(alone.plan)
         buckets = {"buckets of gradients": self.buckets} if self.buckets else {}
         return RankReport(
             world_size=self.world_size,
             strategy=self.strategy,
-            predicted_peak=self.peak(alone),
-            baseline_peak=self.peak(baseline),
+            predicted_peak=self.peak(alone.plan),
+            baseline_peak=self.peak(None),
             budget=budget,
             phase=timeline.phase_at(timeline.peak_point),
             at_peak=timeline.by("category") | buckets,
             alone=alone,
         )
 
-    def _too_much(self, budget: int, found: list[PlanReport]) -> str:
-        least, baseline = self.peak(found[0]), self.peak(found[-1])
+    def _too_much(self, budget: int, least: int) -> str:
         return (
-            f"a rank of {self.world_size} by {self.strategy} needs at least {exact_bytes(least)}; "
-            f"the budget is {exact_bytes(budget)}; keeping everything takes "
-            f"{exact_bytes(baseline)}. Raise the budget to {at_least(least)!r}, lower the batch of "
-            "a rank, or spread over more ranks."
+            f"a rank of {self.world_size} by {self.strategy} needs at least {exact_bytes(least)} "
+            f"by the plans looked at; the budget is {exact_bytes(budget)}; keeping everything "
+            f"takes {exact_bytes(self.peak(None))}. Raise the budget to {at_least(least)!r}, lower "
+            "the batch of a rank, or spread over more ranks."
         )
 
 
@@ -270,10 +275,10 @@ def _spreading(strategy: Any) -> tuple[str, Callable[[nn.Module], object] | None
     """Returns a strategy's name and what it does to a model."""
     if callable(strategy):
         return getattr(strategy, "__name__", type(strategy).__name__), strategy
-    if strategy not in STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ArgumentError(
-            f"strategy={strategy!r} is neither a function of the model nor one of "
-            f"{', '.join(STRATEGIES)}.{nearest(str(strategy), STRATEGIES)}"
+            f"strategy={strategy!r} is neither {' nor '.join(map(repr, STRATEGIES))} nor a "
+            "function of the model"
         )
     return strategy, STRATEGIES[strategy]
 

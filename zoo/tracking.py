@@ -5,9 +5,10 @@ predicted    a fake copy: its tensors have sizes and no memory behind them, so t
              tracked that would fit nowhere; what only real kernels allocate is not in it
 """
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from zoo.adapter.entry import Entry, UnfollowedError, follow, named_steps, runne
 from zoo.adapter.front import checkpoint as put_in_force
 from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
 from zoo.engine.recompute import is_recomputing
-from zoo.entry import Invocation, Loss, own_loss
+from zoo.entry import Invocation, Loss, explained, own_loss
 from zoo.errors import ArgumentError
 from zoo.measure.fakes import FakeKernels
 from zoo.measure.memory import tensors_in
@@ -103,26 +104,28 @@ class TrainingStep:
 
     def measured(self, plan: Plan | str | None) -> Timeline:
         """Trains a real copy for two steps and returns the timeline of the second."""
-        model = copy.deepcopy(self.model)
-        on_cpu = all(t.device.type == "cpu" for t in model.parameters() if t.requires_grad)
-        step, tracker = self._training(model, self.inputs.map(_clone), plan, allocator=on_cpu)
-        step()
-        with tracker as timeline:
+        model, inputs = copy.deepcopy(self.model), self.inputs.map(_clone)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        on_cpu = all(parameter.device.type == "cpu" for parameter in trained)
+        with torch.inference_mode(False), torch.enable_grad():
+            optimizer = self._optimizer(model)
+            step = self._step(model, inputs, optimizer)
+            self._put_in_force(model, plan)
             step()
+            tensors = inputs.tensors
+            with track(model, optimizer=optimizer, inputs=tensors, allocator=on_cpu) as timeline:
+                step()
         return timeline
 
     def predicted(self, plan: Plan | str | None) -> Timeline:
         """Trains a fake copy for one step, with the state of an optimizer that has stepped."""
         model = self.fake
-        with self._mode, FakeKernels(), _Counters():  # type: ignore[no-untyped-call]
-            inputs = self._fakes(self._mode)
-            step, tracker = self._training(model, inputs, plan)
+        with self._on_paper():
+            inputs, optimizer = self._fake_inputs, self._fake_optimizer
+            self._put_in_force(model, plan)
             follow(model, inputs)
-            if self.wrap is not None:
-                step()  # the first step of what is wrapped is another than all that follow
-            elif tracker.optimizer is not None:
-                _step_once(tracker.optimizer)
-            with tracker as timeline:
+            step = self._step(model, inputs, optimizer)
+            with track(model, optimizer=optimizer, inputs=inputs.tensors) as timeline:
                 step()
         return timeline
 
@@ -135,34 +138,63 @@ class TrainingStep:
         return model
 
     @functools.cached_property
+    def _fake_inputs(self) -> Invocation:
+        return self._fakes(self._mode)
+
+    @functools.cached_property
+    def _fake_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of the fake copy, after a step."""
+        optimizer = self._optimizer(self.fake)
+        if self.wrap is not None:
+            # the first step of what is wrapped is another than all that follow
+            self._put_in_force(self.fake, None)
+            self._step(self.fake, self._fake_inputs, optimizer)()
+        elif optimizer is not None:
+            _step_once(optimizer)
+        return optimizer
+
+    @functools.cached_property
+    def _explained_loss(self) -> Loss:
+        return explained(self.loss, self.place)
+
+    @functools.cached_property
     def _mode(self) -> FakeTensorMode:
         return FakeTensorMode(allow_non_fake_inputs=True)
 
-    def _training(
-        self,
-        model: nn.Module,
-        inputs: Invocation,
-        plan: Plan | str | None,
-        *,
-        allocator: bool = False,
-    ) -> tuple[Callable[[], None], Tracker]:
-        """Makes a step of training a copy, and a tracker of it."""
-        model.zero_grad(set_to_none=True)
-        put_in_force(model, False if plan is None else plan, steps=named_steps(self.model))
+    @contextlib.contextmanager
+    def _on_paper(self) -> Iterator[None]:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            self._mode,
+            FakeKernels(),  # type: ignore[no-untyped-call]
+            _Counters(),  # type: ignore[no-untyped-call]
+        ):
+            yield
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = self.optimizer(trained) if self.optimizer is not None and trained else None
+        return self.optimizer(trained) if self.optimizer is not None and trained else None
+
+    def _put_in_force(self, model: nn.Module, plan: Plan | str | None) -> None:
+        put_in_force(model, False if plan is None else plan, steps=named_steps(self.model))
+
+    def _step(
+        self, model: nn.Module, inputs: Invocation, optimizer: torch.optim.Optimizer | None
+    ) -> Callable[[], None]:
+        """Makes a step of training a copy."""
+        model.zero_grad(set_to_none=True)
 
         def step() -> None:
             model.zero_grad(set_to_none=True)
             # as in a training loop, these names outlive the backward
             outputs = inputs.on(model)
-            loss = self.loss(outputs)
+            loss = self._explained_loss(outputs)
             loss.backward()  # type: ignore[no-untyped-call]
             if optimizer is not None:
                 optimizer.step()
 
-        tracker = track(model, optimizer=optimizer, inputs=inputs.tensors, allocator=allocator)
-        return step, tracker
+        return step
 
     def _weightless(self) -> Invocation:
         """Returns inputs that take no memory, where the model itself is."""

@@ -24,7 +24,7 @@ from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.surroundings import Surroundings
 from zoo.adapter.tape import Tape
 from zoo.adapter.watch import HOOKS, Opaque, Watch, is_constant
-from zoo.measure.sharded import gather, is_shard, is_spread, sharded_parts
+from zoo.measure.sharded import gathered, is_shard, is_spread, sharded_parts
 
 # here other processes would wait for this one, or it for them
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -92,11 +92,16 @@ class Rehearsal:
         """Yields the leaves of the arguments as fake tensors, and the distinct ones of these."""
         # a model of fake tensors stays among its own
         fakes = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
-        with _one_at_a_time, _untouched(self.model), _unlogged(), fakes as mode:
+        with (
+            _one_at_a_time,
+            _untouched(self.model),
+            _unlogged(),
+            fakes as mode,
+            gathered(self.model, mode),
+        ):
             for module in self.model.modules():
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = _scratch(mode, buffer)
-            gather(self.model, mode)
             known: dict[int, Tensor] = {}
             for leaf in self.leaves:
                 if isinstance(leaf, Tensor) and id(leaf) not in known:

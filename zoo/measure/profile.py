@@ -24,7 +24,7 @@ from zoo.chain import Outline, State, Step
 from zoo.engine.scratch import on_scratch
 from zoo.errors import PlanError, ZooError
 from zoo.measure.devices import Device, device_named
-from zoo.measure.sharded import gather
+from zoo.measure.sharded import gathered
 from zoo.measure.step import Given, Kind, Kinds, StepRun, Strided, kind_of, renumber, run_step
 from zoo.measure.trial import Trial, run_trial
 from zoo.planner.costs import StepCosts
@@ -84,12 +84,12 @@ class Profile:
             _untouched(chain, self.outline, self.inputs),
             _without_autocast_cache(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            gathered(chain, mode),
         ):
             for module in chain.modules():
                 module._buffers = {
                     name: _scratch(mode, value) for name, value in module._buffers.items()
                 }
-            gather(chain, mode)
             fakes = [value for value in chain.buffers() if isinstance(value, FakeTensor)]
             self._found.follow(self.outline, [*map(mode.from_tensor, chain.parameters()), *fakes])
 

@@ -5,7 +5,9 @@ the place of the shards. Tensor-parallel parameters stay spread while a module c
 so nothing can take their place.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,17 +21,23 @@ def is_spread(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def gather(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Puts fake tensors in the place of the shards of FSDP2's modules; the caller undoes that."""
+@contextlib.contextmanager
+def gathered(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Puts fake tensors in the place of the shards of FSDP2's modules, and the shards back."""
     made: dict[int, nn.Parameter] = {}
-    for module in sharded_parts(model):
-        found = dict(module._parameters)
-        for name, value in module._parameters.items():
-            if value is not None and is_shard(value):
-                if id(value) not in made:
-                    made[id(value)] = _whole(mode, value)
-                found[name] = made[id(value)]
-        module._parameters = found
+    shards = {module: dict(module._parameters) for module in sharded_parts(model)}
+    try:
+        for module, parameters in shards.items():
+            for name, value in parameters.items():
+                if value is not None and is_shard(value):
+                    if id(value) not in made:
+                        made[id(value)] = _whole(mode, value)
+                    # in the same dictionary, which others may know by now
+                    module._parameters[name] = made[id(value)]
+        yield
+    finally:
+        for module, parameters in shards.items():
+            module._parameters.update(parameters)
 
 
 def sharded_parts(model: nn.Module) -> list[nn.Module]:

@@ -46,6 +46,7 @@ from zoo.measure.sharded import sharded_parts
 from zoo.measure.timeline import Timeline
 
 _UNSHAPED = torch.empty(0, device="meta")
+_FSDP = "torch.distributed.fsdp."
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
@@ -193,10 +194,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         resize = torch.UntypedStorage.resize_
 
         def noted(storage: Any, size: int) -> Any:
-            place = self._begin_operation(sys._getframe(1))
+            caller = sys._getframe(1)
+            place = self._begin_operation(caller)
             resize(storage, size)
             self._look(storage, _UNSHAPED, place)
-            if size:
+            if size and caller.f_globals.get("__name__", "").startswith(_FSDP):
                 self.alive[storage._cdata].life.category = "parameters"
             return storage
 

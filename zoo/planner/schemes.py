@@ -57,6 +57,21 @@ def cheap(costs: StepCosts) -> Plan:
     return Plan([*items, *run])
 
 
+def one_by_one(costs: StepCosts, steps: int) -> list[Plan]:
+    """Makes more and more of the first `steps` steps segments of their own.
+
+    Those come first that free the most bytes for the seconds that they take again.
+    """
+    freed = costs.newly_saved()
+    worth = [step for step in range(steps) if freed[step] > 0]
+    worth.sort(key=lambda step: costs.seconds[step] / freed[step])
+    plans = []
+    for count in range(1, len(worth) + 1):
+        again = frozenset(worth[:count])
+        plans.append(Plan([(step,) if step in again else step for step in range(steps)]))
+    return plans
+
+
 FROM_BLOCKS: dict[str, Callable[[Sequence[int]], Plan]] = {"sqrt": sqrt, "blocks": each_block}
 FROM_COSTS: dict[str, Callable[[StepCosts], Plan]] = {"cheap": cheap}
 NAMES = (*FROM_BLOCKS, *FROM_COSTS)

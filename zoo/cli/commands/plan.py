@@ -50,9 +50,10 @@ def _check(options: argparse.Namespace) -> None:
     if options.plot:
         raise ArgumentError("--plot draws a plan for one process; leave out --world-size")
     if options.device is not None and is_here(options.device):
+        known = ", ".join(name for name in DEVICES if not is_here(name))
         raise ArgumentError(
             f"--device {options.device} runs kernels here, and a rank's are never run; leave it "
-            f"out, or take one of the table: {', '.join(DEVICES)}"
+            f"out, or take one of the table: {known}"
         )
 
 
