@@ -33,14 +33,15 @@ def rehearse(
     optimizer = (make_optimizer or torch.optim.SGD)(trained)
 
     def step(given: Invocation) -> None:
-        outputs = given.on(model)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        # a training loop holds what the model returned, and the loss, until the optimizer steps
+        returned = given.on(model)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
         if loss is not None:
-            outputs = (loss(*outputs),)
-        elif (own := own_loss(outputs[0])) is not None:
-            outputs = (own,)
-        _backward(outputs)
-        del outputs
+            ends: tuple[Any, ...] = (loss(*outputs),)
+        else:
+            own = own_loss(outputs[0])
+            ends = outputs if own is None else (own,)
+        _backward(ends)
         if make_optimizer is not None:
             optimizer.step()
 
@@ -52,6 +53,7 @@ def rehearse(
 def _backward(outputs: tuple[Any, ...]) -> None:
     ends = [value for value in tensors_in(outputs) if value.requires_grad]
     if ends[0] is outputs[0] and ends[0].ndim == 0:
-        ends = ends[:1]
-    # as a loss does, only autograd holds the gradients: a caller's list would to the end
-    torch.autograd.backward(root_of(ends_of(ends, ())))
+        torch.autograd.backward(ends[0])
+    else:
+        # as a loss does, only autograd holds the gradients: a caller's list would to the end
+        torch.autograd.backward(root_of(ends_of(ends, ())))
