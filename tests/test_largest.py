@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zoo
+from tests.adapter.models import UNet
 from tests.training import Residuals, assert_same, everything, images
 from zoo.ahead import look_ahead
 from zoo.chain import Chain
@@ -188,7 +189,37 @@ def test_the_largest_size_that_the_model_takes_is_the_end() -> None:
     assert (found.size, found.next_peak) == (1024, None)
 
 
+class Positions(nn.Module):
+    """Takes up to 64 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 8), nn.Embedding(64, 8)
+        self.last = nn.Linear(8, 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = self.places.weight[: tokens.shape[1]]
+        return self.last(self.words(tokens) + places)
+
+
+class Halved(UNet):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x, x.new_ones(1))
+
+
+def test_a_size_on_which_a_user_s_own_model_raises_is_none() -> None:
+    found = on_paper(Positions(), tokens(1, 8), memory_budget="1GiB", vary=1)
+    assert (found.size, found.next_peak) == (64, None)
+    assert str(found).count("the model takes no larger size") == 1
+    side = functools.partial(on_paper, Halved(), meta(1, 4, 8, 8), vary=(2, 3))
+    with pytest.raises(ArgumentError, match="takes size 48 and 96, but not 49; pass multi"):
+        side(memory_budget="1MiB")
+    assert side(memory_budget="1MiB", multiple_of=8).size % 8 == 0
+
+
 def test_one_example_may_be_too_few_for_a_norm() -> None:
+    normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    assert on_paper(normed, meta(1, 4), memory_budget="1MiB").size > 2
     found = on_paper(zoo.resnet18(classes=10), meta(1, 3, 32, 32), memory_budget="1GiB")
     assert found.size > 2
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from zoo.adapter.entry import runner_of
+from zoo.adapter.entry import UnfollowedError, runner_of
 from zoo.ahead import look_ahead
 from zoo.checkpointing import Decide, PlannedRunner, runner_for
 from zoo.entry import Loss
@@ -108,6 +108,11 @@ def _within_time(max_overhead: float, prospect: Prospect) -> Look:
     return Look(peak, peak, report.plan, report.predicted_time_ratio)
 
 
+def _is_of_size(error: InputError | UnfollowedError) -> bool:
+    """Says whether the model may take another size."""
+    return isinstance(error, InputError) or error.raised
+
+
 @dataclass(frozen=True)
 class Question:
     """What is asked: the inputs of a size, and all else but the budget."""
@@ -135,12 +140,14 @@ class Looks:
     def first(self) -> tuple[int, Prospect]:
         """Looks at the sample's size, or at twice that: one example may be too few for a norm."""
         start = max(self.question.inputs.start // self.question.unit, 1)
-        refused: InputError | None = None
+        refused: InputError | UnfollowedError | None = None
         for count in (start, 2 * start):
             try:
                 found = self.paper[count] = self._prospect(count)
                 return count, found
-            except InputError as error:
+            except (InputError, UnfollowedError) as error:
+                if not _is_of_size(error):
+                    raise
                 self.paper[count], refused = None, refused or error
         assert refused is not None
         raise refused
@@ -219,7 +226,9 @@ class Looks:
         if count not in self.paper:
             try:
                 self.paper[count] = self._prospect(count)
-            except InputError:
+            except (InputError, UnfollowedError) as error:
+                if not _is_of_size(error):
+                    raise
                 self.paper[count] = None
         return self.paper[count]
 

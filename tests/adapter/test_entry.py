@@ -137,6 +137,35 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(call: Any, message: s
         call()
 
 
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (images(2, 3, 16), r"Net does not take these inputs: RuntimeError: .*channels"),
+        ({"pixel": images()}, "Net does not take these inputs: TypeError: .*'pixel'"),
+        ({}, "Net does not take these inputs: TypeError: .*missing 1 required positional"),
+    ],
+)
+def test_wrong_inputs_are_not_blamed_on_the_model(inputs: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message) as error:
+        zoo.plan(Net(), inputs, memory_budget=0.9)
+    assert "checkpoint=" not in str(error.value)
+    given = inputs if isinstance(inputs, dict) else {"x": inputs}
+    with pytest.raises(ArgumentError, match=message):
+        zoo.checkpoint(Net(), "sqrt")(**given)
+
+
+class Drops(Net):
+    """Computes with what real numbers only tell: how many are above 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.nonzero().shape[0]
+
+
+def test_what_only_fakes_refuse_is_not_blamed_on_the_inputs() -> None:
+    with pytest.raises(ArgumentError, match=r"Drops cannot be planned for.*checkpoint=True and"):
+        zoo.plan(Drops(), images(), memory_budget=0.9)
+
+
 def test_the_plan_of_any_model_can_be_seen() -> None:
     model = zoo.checkpoint(Net(), "sqrt")
     assert zoo.plan_of(model) is None, "not before the first training forward"

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from zoo.adapter.following import Arguments, Followed, Following
-from zoo.adapter.forward import Option, Planned, way_out
+from zoo.adapter.forward import Option, Planned, not_taken, raised_by, way_out
 from zoo.adapter.instead import NAME
 from zoo.adapter.tape import Value, restored
 from zoo.adapter.watch import Opaque
@@ -29,15 +29,19 @@ AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 
 class UnfollowedError(ArgumentError):
-    """A model's forward cannot be put on a tape, for a `reason`."""
+    """A model's forward cannot be put on a tape, for a `reason`.
 
-    def __init__(self, model: nn.Module, reason: str) -> None:
+    `raised` says that it raised something of its own: it may take other inputs.
+    """
+
+    def __init__(self, model: nn.Module, opaque: Opaque) -> None:
         super().__init__(
-            f"{type(model).__name__} cannot be planned for: its code {reason}. "
+            not_taken(model, opaque)
+            or f"{type(model).__name__} cannot be planned for: its code {opaque.reason}. "
             "checkpoint=True and 'blocks' run its blocks again as a whole, without a plan."
-            f"{way_out(model, reason)}"
+            f"{way_out(model, opaque.reason)}"
         )
-        self.reason = reason
+        self.reason, self.raised = opaque.reason, raised_by(opaque) is not None
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Entry:
         """Looks at a model as it would be called with these arguments.
 
         Raises:
-            UnfollowedError: its forward cannot be followed, with the reason.
+            UnfollowedError: its forward cannot be followed, or does not take them; with the reason.
         """
         if isinstance(model, Chain):
             return cls(model, *called(model, given))
@@ -63,7 +67,7 @@ class Entry:
         try:
             followed = planned.watched(found.args, found.kwargs)
         except Opaque as opaque:
-            raise UnfollowedError(model, opaque.reason) from opaque
+            raise UnfollowedError(model, opaque) from opaque
         tensors = Arguments.of(found.args, found.kwargs).tensors
         return cls(model, followed.steps.outline, followed.steps.state(tensors), followed)
 

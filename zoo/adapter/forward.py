@@ -12,17 +12,32 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 from zoo.adapter.blocks import block_paths, matching_paths
 from zoo.adapter.following import Arguments, Followed, Following, refuse_global_hooks
 from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.switches import check_switches
-from zoo.adapter.watch import Opaque
+from zoo.adapter.watch import RAISES, Opaque
 from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
 from zoo.engine.recompute import _is_transformed, recompute
 from zoo.errors import ArgumentError
 from zoo.plan import Plan
 from zoo.planning import Budget
+
+# what operations raise that real tensors would not
+OF_FAKES = (
+    NotImplementedError,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 
 class Option(NamedTuple):
@@ -104,7 +119,7 @@ class Planned(Instead):
             try:
                 return self.following(module, self.original, args, kwargs)
             except Opaque as opaque:
-                self.by_blocks(opaque.reason)
+                self.by_blocks(opaque)
                 return self._tried(args, kwargs)
         check_switches(module)
         return self.original(*args, **kwargs)
@@ -133,24 +148,27 @@ class Planned(Instead):
         try:
             found = self.watched(args, kwargs)
         except Opaque as opaque:
-            self.by_blocks(opaque.reason)
+            self.by_blocks(opaque)
             return None
         with torch.enable_grad():
             state = found.steps.state(Arguments.of(args, kwargs).tensors)
             found.runner.settle(self.module, found.steps.outline, state)  # type: ignore[arg-type]
         return found
 
-    def by_blocks(self, reason: str) -> None:
+    def by_blocks(self, opaque: Opaque) -> None:
         """Makes each block a segment, since the code between them is only known to run.
 
         Raises:
-            ArgumentError: the option needs more than that, or there are no blocks.
+            ArgumentError: the option needs more than that, or there are no blocks, or it was the
+                inputs that were wrong.
         """
-        module, kind = self.module, type(self.module).__name__
+        module, kind, reason = self.module, type(self.module).__name__, opaque.reason
+        wrong = not_taken(module, opaque)
         said = f"the forward of {kind} cannot be followed: its code {reason}"
         if not self.option.is_by_blocks():
             raise ArgumentError(
-                f"{said}. checkpoint={self.option.checkpoint!r} needs that; checkpoint='blocks' "
+                wrong
+                or f"{said}. checkpoint={self.option.checkpoint!r} needs that; checkpoint='blocks' "
                 f"does not.{way_out(module, reason)}"
             )
         if self.option.steps is None:
@@ -159,7 +177,8 @@ class Planned(Instead):
             paths = matching_paths(module, self.option.steps)
         if not paths:
             raise ArgumentError(
-                f"{said}, and it has no blocks that repeat. Name modules to run again by "
+                wrong
+                or f"{said}, and it has no blocks that repeat. Name modules to run again by "
                 f"steps=[...], or call its parts through zoo.recompute.{way_out(module, reason)}"
             )
         self.reason = reason
@@ -200,6 +219,30 @@ def way_out(module: nn.Module, reason: str) -> str:
     if getattr(getattr(module, "config", None), "use_cache", False) is True:
         return " A cache is for generation: set model.config.use_cache = False."
     return ""
+
+
+def raised_by(opaque: Opaque) -> BaseException | None:
+    """Returns what a forward raised where it was not followed; None where it raised nothing.
+
+    None, too, for what it raised only because the tensors that it was watched on have no numbers.
+    """
+    found: BaseException | None = opaque
+    while isinstance(found, Opaque):
+        # why it was raised, and not what was said to be its cause, which may be itself
+        found = found.__context__
+    return None if found is None or _is_of_fakes(found) else found
+
+
+def _is_of_fakes(error: BaseException) -> bool:
+    # compiled code that is no operation of torch asks for the address of the numbers
+    return isinstance(error, OF_FAKES) or "data pointer" in str(error)
+
+
+def not_taken(module: nn.Module, opaque: Opaque) -> str | None:
+    """Returns a sentence on inputs that a forward raises on; None where they are not to blame."""
+    if not opaque.reason.startswith(RAISES) or raised_by(opaque) is None:
+        return None
+    return f"{type(module).__name__} does not take these inputs: {opaque.reason[len(RAISES) :]}"
 
 
 def _segment() -> Segment:
