@@ -172,6 +172,26 @@ def test_a_step_that_takes_more_than_predicted_lowers_the_size(
     assert found.predicted_peak + 2**17 <= 2**20 < found.next_peak, "it says what does not fit"
 
 
+@pytest.mark.parametrize("limit", [1, 10, 22])
+def test_where_memory_runs_out_few_real_steps_find_about_the_largest_that_has_room(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    sizes: list[int] = []
+
+    def starved(model: Any, inputs: Invocation, *_: Any, **__: Any) -> int:
+        sizes.append(len(inputs.args[0]))
+        if sizes[-1] > limit:
+            raise torch.OutOfMemoryError
+        return 1
+
+    monkeypatch.setattr(sys.modules["zoo.largest"], "rehearse", starved)
+    found = largest(Residuals(), images(2, 4, 16), memory_budget="2MiB", optimizer=sgd)
+    assert limit - 1 <= found.size <= limit, "within a 32nd of the budget"
+    assert sizes[0] > 22
+    assert len(sizes) <= 7
+    assert found.next_peak > found.budget
+
+
 def test_no_device_means_not_measured() -> None:
     with torch.device("meta"):
         model = Residuals(1)

@@ -39,6 +39,8 @@ from zoo.verification.records import read_streams, set_streams
 
 # seconds that a real step may take which nobody asked for
 QUICK = 20.0
+# where memory ran out, the search ends when so small a part of the budget is undecided
+NEAR = 32
 _log = logging.getLogger("zoo.largest")
 
 
@@ -182,23 +184,64 @@ def _answered(question: Question, memory_budget: int | str, verify: bool | None)
     start, first = looks.first()
     budget = first.bytes_of(memory_budget)
     room = 0 if verify is False else _room(first)
-    target = budget
-    while True:
-        found = _found(looks, first, start, target)
+    trials = _Trials(budget, looks)
+    while not trials.are_over():
+        found = _found(looks, first, start, trials.target)
+        if trials.fitted is not None and found.size <= trials.fitted.size:
+            trials.low = trials.target
+            trials.halve()
+            continue
         # what real steps took beyond what was predicted, the next size would, too
-        following = found.next_peak and found.next_peak + (budget - target)
+        following = found.next_peak and found.next_peak + (budget - trials.target)
         found = replace(found, budget=budget, next_peak=following)
         is_quick = verify or looks.seconds(found.size // question.unit) <= QUICK
         if not is_quick or found.predicted_peak > room:
-            return found
+            return trials.fitted or found
         _log.info("size %d: a real step", found.size)
         # keeping everything, whose steps may be others in number, must have room
         small = start * question.unit
         has_room = small < found.size and first.baseline.peak <= budget // 2
-        measured = _measured(question, found, small if has_room else None)
-        if measured <= budget:
-            return replace(found, measured_peak=measured)
-        target = found.predicted_peak - (measured - budget)
+        trials.note(found, _measured(question, found, small if has_room else None))
+    assert trials.fitted is not None
+    return trials.fitted
+
+
+class _Trials:
+    """What real steps took, and the bytes, as predicted, to search by after them.
+
+    By how much memory ran out is not known, so the bytes that it ran out with and those of the
+    least size, or of what had room, are halved between until they are near.
+    """
+
+    def __init__(self, budget: int, looks: Looks) -> None:
+        self.budget, self.looks, self.target = budget, looks, budget
+        self.fitted: Largest | None = None
+        self.low: int | None = None
+        self.high: int | None = None
+
+    def are_over(self) -> bool:
+        """Says whether what had room is near enough to what had not."""
+        if self.fitted is None or self.high is None:
+            return self.fitted is not None
+        return self.high - (self.low or 0) <= self.budget // NEAR
+
+    def note(self, found: Largest, measured: int | None) -> None:
+        """Notes the peak of a real step; None where memory ran out."""
+        if measured is not None and measured <= self.budget:
+            self.fitted, self.low = replace(found, measured_peak=measured), self.target
+        elif measured is None or self.high is not None:
+            self.high = found.predicted_peak
+        else:
+            self.target = found.predicted_peak - (measured - self.budget)
+        self.halve()
+
+    def halve(self) -> None:
+        """Chooses what to search by between what had room and what had not."""
+        if self.high is None:
+            return
+        if self.low is None:
+            self.low = self.looks.needed(1, UNBOUNDED) or 0
+        self.target = min((self.low + self.high) // 2, self.high - 1)
 
 
 def _found(looks: Looks, first: Prospect, start: int, budget: int) -> Largest:
@@ -249,8 +292,10 @@ def _room(prospect: Prospect) -> int:
     return prospect.bytes_of("device") - prospect.fixed.parameters - prospect.fixed.buffers
 
 
-def _measured(question: Question, found: Largest, small: int | None) -> int:
+def _measured(question: Question, found: Largest, small: int | None) -> int | None:
     """Trains a copy of the model for real and returns the peak of its step in bytes.
+
+    None where memory runs out.
 
     The optimizer's state comes of a plain step of a small size, else of one that is the same.
     """
@@ -272,6 +317,6 @@ def _measured(question: Question, found: Largest, small: int | None) -> int:
         loss = loss and explained(loss, place)
         return rehearse(model, inputs, question.optimizer, loss, first=first, then=begin)
     except torch.OutOfMemoryError:
-        return found.budget + 1
+        return None
     finally:
         set_streams(streams)
