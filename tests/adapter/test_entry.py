@@ -154,6 +154,11 @@ def test_wrong_inputs_are_not_blamed_on_the_model(inputs: Any, message: str) -> 
         zoo.checkpoint(Net(), "sqrt")(**given)
 
 
+def test_a_chain_says_so_too() -> None:
+    with pytest.raises(ArgumentError, match=r"does not take these inputs: TypeError: .*'pixel'"):
+        zoo.plan(Residuals(), {"pixel": images()}, memory_budget=0.9)
+
+
 class Drops(Net):
     """Computes with what real numbers only tell: how many are above 0."""
 

@@ -59,9 +59,10 @@ class Entry:
 
         Raises:
             UnfollowedError: its forward cannot be followed, or does not take them; with the reason.
+            ArgumentError: a chain has no arguments of these names, or more than these.
         """
         if isinstance(model, Chain):
-            return cls(model, *called(model, given))
+            return cls(model, *_called(model, given))
         found = given.at(place_of(model))
         planned = Planned(model, Option("blocks", steps=named_steps(model)))
         try:
@@ -95,6 +96,15 @@ class Entry:
         outputs = pytree.tree_unflatten(tape.output, tape.output_spec)
         has_own = isinstance(own_loss(restored(outputs)), Value)
         return of_state if loss is not None or has_own else None
+
+
+def _called(model: Chain, given: Invocation) -> tuple[Outline, State]:
+    try:
+        return called(model, given)
+    except TypeError as error:
+        raise ArgumentError(
+            f"{type(model).__name__} does not take these inputs: TypeError: {error}"
+        ) from error
 
 
 def named_steps(model: nn.Module) -> tuple[str, ...] | None:
