@@ -23,6 +23,8 @@ from zoo.plan import Plan
 State = tuple[Tensor | None, ...]
 Step = Callable[..., Any]
 Steps = Sequence[Union[Step, "Steps"]]
+# where a module keeps the hooks of its calls
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Titled(functools.partial[Any]):
@@ -126,7 +128,7 @@ def spread(*stages: nn.Module) -> Iterator[nn.Module]:
     A Sequential that has hooks of its own stays whole, so that they fire.
     """
     for stage in stages:
-        if isinstance(stage, nn.Sequential) and _hooked(stage):
+        if isinstance(stage, nn.Sequential) and is_hooked(stage):
             yield stage
         else:
             yield from stage.children()
@@ -186,9 +188,9 @@ def _fine(entry: Any) -> Iterator[Step]:
     inner: Sequence[Any] | None = None
     if isinstance(entry, list | tuple):
         inner = entry
-    elif isinstance(entry, Chain) and entry.runner is None and not _hooked(entry):
+    elif isinstance(entry, Chain) and entry.runner is None and not is_hooked(entry):
         inner = entry.steps()
-    elif type(entry) is nn.Sequential and not _hooked(entry):
+    elif type(entry) is nn.Sequential and not is_hooked(entry):
         inner = tuple(entry)
     if inner is None:
         yield entry
@@ -197,13 +199,9 @@ def _fine(entry: Any) -> Iterator[Step]:
             yield from _fine(part)
 
 
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+def is_hooked(module: nn.Module) -> bool:
+    """Says whether calling a module does more than its forward."""
+    return any(getattr(module, name) for name in HOOKS)
 
 
 def step_name(step: Step, paths: Mapping[int, str]) -> str:

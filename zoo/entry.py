@@ -81,7 +81,7 @@ def called(model: Chain, given: Invocation) -> tuple[Outline, State]:
     """Calls a model up to where its first step would run: its steps, and what comes to them.
 
     Raises:
-        ArgumentError: its forward does not run its steps.
+        ArgumentError: its forward does not run its steps, or takes no such arguments.
     """
     runner, model.runner = model.runner, cast(Runner, _stop)
     try:
@@ -89,6 +89,10 @@ def called(model: Chain, given: Invocation) -> tuple[Outline, State]:
             given.at(place_of(model)).on(model)
     except _Called as found:
         return found.found, found.state
+    except TypeError as error:
+        raise ArgumentError(
+            f"{type(model).__name__} does not take these inputs: TypeError: {error}"
+        ) from error
     finally:
         model.runner = runner
     raise ArgumentError(f"{type(model).__name__}'s forward does not run its steps")
@@ -107,6 +111,11 @@ def with_loss(found: Outline, loss: Loss | None) -> Outline:
     return replace(
         found, steps=(*found.steps, functools.partial(loss)), blocks=(*found.blocks, last)
     )
+
+
+def applied(loss: Loss, outputs: Any) -> Tensor:
+    """Returns the loss of what a model returned; it takes the parts of a tuple one by one."""
+    return loss(*outputs) if isinstance(outputs, tuple) else loss(outputs)
 
 
 def explained(loss: Loss, place: torch.device) -> Loss:

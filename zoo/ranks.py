@@ -25,9 +25,9 @@ import torch
 from torch import distributed, nn
 
 from zoo.adapter.blocks import block_paths
-from zoo.adapter.watch import is_hooked
 from zoo.ahead import look_ahead
-from zoo.entry import Inputs, Invocation, Loss, place_of
+from zoo.chain import is_hooked
+from zoo.entry import Inputs, Invocation, Loss, applied, place_of
 from zoo.errors import ArgumentError, BudgetError
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.measure.timeline import Timeline
@@ -268,7 +268,7 @@ def _of_outputs(loss: Loss | None) -> Loss:
     """Returns a loss as a function of what the model returns."""
     if loss is None:
         return mean_of
-    return lambda outputs: loss(*outputs) if isinstance(outputs, tuple) else loss(outputs)
+    return functools.partial(applied, loss)
 
 
 def _spreading(strategy: Any) -> tuple[str, Callable[[nn.Module], object] | None]:

@@ -21,7 +21,7 @@ from zoo.adapter.tape import Value, restored
 from zoo.adapter.watch import Opaque
 from zoo.chain import Chain, Outline, Runner, State
 from zoo.checkpointing import PlannedRunner
-from zoo.entry import Invocation, Loss, called, explained, own_loss, place_of
+from zoo.entry import Invocation, Loss, applied, called, explained, own_loss, place_of
 from zoo.errors import ArgumentError
 from zoo.plan import Plan
 
@@ -62,7 +62,7 @@ class Entry:
             ArgumentError: a chain has no arguments of these names, or more than these.
         """
         if isinstance(model, Chain):
-            return cls(model, *_called(model, given))
+            return cls(model, *called(model, given))
         found = given.at(place_of(model))
         planned = Planned(model, Option("blocks", steps=named_steps(model)))
         try:
@@ -90,21 +90,12 @@ class Entry:
             outputs = followed.steps.returned(model, state)
             if loss is None:
                 return own_loss(outputs)  # type: ignore[no-any-return]
-            return loss(*outputs) if isinstance(outputs, tuple) else loss(outputs)
+            return applied(loss, outputs)
 
         tape = followed.steps.tape
         outputs = pytree.tree_unflatten(tape.output, tape.output_spec)
         has_own = isinstance(own_loss(restored(outputs)), Value)
         return of_state if loss is not None or has_own else None
-
-
-def _called(model: Chain, given: Invocation) -> tuple[Outline, State]:
-    try:
-        return called(model, given)
-    except TypeError as error:
-        raise ArgumentError(
-            f"{type(model).__name__} does not take these inputs: TypeError: {error}"
-        ) from error
 
 
 def named_steps(model: nn.Module) -> tuple[str, ...] | None:

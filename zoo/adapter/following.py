@@ -23,8 +23,8 @@ from zoo.adapter.rehearsal import Rehearsal
 from zoo.adapter.steps import Steps
 from zoo.adapter.switches import check_switches
 from zoo.adapter.tape import Tape
-from zoo.adapter.watch import RAISES, Opaque, ambient, is_hooked
-from zoo.chain import fold
+from zoo.adapter.watch import RAISES, Opaque, ambient
+from zoo.chain import fold, is_hooked
 from zoo.checkpointing import PlannedRunner
 from zoo.engine.recompute import is_recomputing
 from zoo.errors import ArgumentError

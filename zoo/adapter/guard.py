@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from zoo.adapter.instead import NAME
 from zoo.adapter.surroundings import is_registry
 from zoo.adapter.tape import Tape
-from zoo.adapter.watch import is_hooked
+from zoo.chain import is_hooked
 from zoo.engine.notes import Noted, note, unchanged
 from zoo.engine.reach import Variable, _is_library, reach
 

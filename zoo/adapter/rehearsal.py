@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.surroundings import Surroundings
 from zoo.adapter.tape import Tape
-from zoo.adapter.watch import HOOKS, Opaque, Watch, is_constant
+from zoo.adapter.watch import Opaque, Watch, is_constant
+from zoo.chain import HOOKS
 from zoo.measure.sharded import gathered, is_shard, is_spread, sharded_parts
 
 # here other processes would wait for this one, or it for them

@@ -46,7 +46,6 @@ COMPOSED = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # of torch's own books only the children and tensors say what a forward does
 UNSEEN = (BOOKKEEPING | {"__dict__", "__class__", "forward"}) - {
     "_modules", "_parameters", "_buffers",
@@ -92,11 +91,6 @@ def is_composed(module: nn.Module) -> bool:
         for base in type(module).__mro__
         if base is not nn.Module
     )
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Says whether calling a module does more than its forward."""
-    return any(getattr(module, name) for name in HOOKS)
 
 
 def is_constant(leaf: Any) -> bool:

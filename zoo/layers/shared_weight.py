@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as modules
 
+from zoo.chain import is_hooked
 from zoo.layers.modes import is_eager, is_once_differentiated
 
 # hooks of all modules; others of torch's registries only say more about these
@@ -38,7 +39,6 @@ GLOBAL_HOOKS = (
     modules._global_backward_pre_hooks,
     modules._global_backward_hooks,
 )
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class SharedWeight:
@@ -215,7 +215,7 @@ def _can_share(weight: Tensor) -> bool:
 
 def _is_plain(module: nn.Module) -> bool:
     """Says whether calling a module does no more than its class's forward."""
-    hooked = any(getattr(module, name) for name in HOOKS)
+    hooked = is_hooked(module)
     return not (hooked or "forward" in vars(module) or _is_watched())
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from zoo.chain import Outline, State, Step
+from zoo.chain import HOOKS, Outline, State, Step
 from zoo.engine.scratch import on_scratch
 from zoo.errors import PlanError, ZooError
 from zoo.measure.devices import Device, device_named
@@ -29,7 +29,6 @@ from zoo.measure.step import Given, Kind, Kinds, StepRun, Strided, kind_of, renu
 from zoo.measure.trial import Trial, run_trial
 from zoo.planner.costs import StepCosts
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLAIN = int | float | str | bool | None | torch.dtype
 BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 
