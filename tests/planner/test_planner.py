@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.planner.chains import chains, flat_plans
@@ -59,6 +59,17 @@ def test_least_memory_is_the_least_of_all_plans_without_nesting(costs: StepCosts
     assert simulate(plan, costs).peak == min(
         simulate(other, costs).peak for other in flat_plans(len(costs))
     )
+
+
+@settings(deadline=None, max_examples=150)
+@given(chains())
+def test_of_equal_peaks_the_least_arithmetic_is_run_again(costs: StepCosts) -> None:
+    states = zip(costs.live, costs.live[2:], strict=False)
+    assume(not any(state & after_next for state, after_next in states))
+    others = [simulate(other, costs) for other in flat_plans(len(costs))]
+    result = simulate(least_memory(costs), costs)
+    least = min((other.peak, other.recomputed_flops) for other in others)
+    assert (result.peak, result.recomputed_flops) == least
 
 
 @settings(deadline=None, max_examples=50)

@@ -8,54 +8,83 @@ states between them. A label is dropped when another could hold what it holds fo
     segment [i, j)   holds live(i); its turn needs  need(i, j)  beside what is held
     kept step i      holds saved(i); its turn needs its forward, and later its backward
 
-The least peak for which a path reaches the end is found by bisection, to a thousandth. Afterwards
-segments whose backward leaves room are kept instead, the most arithmetic first: that costs no peak.
+The least peak for which a path reaches the end is found by bisection, to a thousandth. A second
+search within that peak looks for the path that runs least arithmetic again; it goes on from at most
+`MOST` labels of a state, so one that runs less may be missed where storages live through several
+states. Segments whose backward leaves room are kept instead, the most arithmetic first: that costs
+no peak.
 
 Source: the dynamic programs of Feng and Huang 2018 (arXiv:1808.00079) and Kusumoto et al. 2019
 (arXiv:1905.11722), here over tuple states with shared storage.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Optional
 
 from zoo.plan import Item, Plan, indices
 from zoo.planner.costs import StepCosts
 from zoo.planner.simulate import simulate
 
+Storages = frozenset[int]
+
+# labels of a state that the second search goes on from; twice as many find hardly more
+MOST = 8
+
 
 class Segment(NamedTuple):
-    """A segment up to step `stop` - 1: the bytes that its turn needs, the storages it shares."""
+    """A segment up to step `stop` - 1: the bytes that its turn needs, the storages it shares.
+
+    `flops` are what it runs again.
+    """
 
     stop: int
     need: int
-    shared: frozenset[int]
+    shared: Storages
+    flops: int
 
 
 class Label(NamedTuple):
-    """A path to a state: bytes held, which of the state's storages are held, the last item."""
+    """A path to a state: bytes held, which of the state's storages are held, the last item.
+
+    `flops` are what its segments run again.
+    """
 
     held: int
-    storages: frozenset[int]
+    flops: int
+    storages: Storages
     start: int
     kept: bool
     before: Optional["Label"]
 
 
+Labels = list[Label]
+# of a state's labels, those that a kept step is to follow and those that a segment is
+Narrow = Callable[[Labels, int, StepCosts], tuple[Labels, Labels]]
+
+
 def least_memory(costs: StepCosts) -> Plan:
-    """Returns the plan of least peak in which no step runs more than twice. No timing is used."""
+    """Returns a plan of least peak in which no step runs more than twice: of those, a cheap one.
+
+    What is cheap is counted in operations, not timed.
+    """
     ceiling = min(simulate(plan, costs).peak for plan in _uniform(len(costs)))
     segments = [list(_segments_from(costs, start, ceiling)) for start in range(len(costs))]
     low, high = 0, ceiling
-    best = _path(costs, segments, high)
+    best = _path(costs, segments, high, _by_bytes)
     while high - low > high // 1000:
         middle = (low + high) // 2
-        path = _path(costs, segments, middle)
+        path = _path(costs, segments, middle, _by_bytes)
         if path is None:
             low = middle + 1
         else:
             best, high = path, middle
     assert best is not None, "one of the uniform plans reaches the ceiling"
-    return _keep_what_is_free(_items(best, len(costs)), costs)
+    plan = _keep_what_is_free(_items(best, len(costs)), costs)
+    cheaper = _path(costs, segments, simulate(plan, costs).peak, _by_arithmetic)
+    if cheaper is None:
+        return plan
+    other = _keep_what_is_free(_items(cheaper, len(costs)), costs)
+    return min(plan, other, key=lambda plan: simulate(plan, costs).recomputed_flops)
 
 
 def _uniform(steps: int) -> Iterator[Plan]:
@@ -74,6 +103,7 @@ def _segments_from(costs: StepCosts, start: int, ceiling: int) -> Iterator[Segme
     through = 0  # largest need of the second run, the last step run in full
     behind = 0  # largest need of the backwards
     shared = base
+    again = 0  # arithmetic of the second run
     for step in range(start, len(costs)):
         live = costs.live[step]
         handed = costs.bytes_of(live - base if shared else live)
@@ -89,46 +119,71 @@ def _segments_from(costs: StepCosts, start: int, ceiling: int) -> Iterator[Segme
         need = max(stopped + costs.gradients[step + 1], handed + costs.forward[step], behind)
         # a storage that left the state does not come back
         shared = shared and base & costs.live[step + 1]
-        yield Segment(step + 1, need, shared)
+        yield Segment(step + 1, need, shared, again + costs.flops_until_saved[step])
+        again += costs.flops[step]
 
 
-def _path(costs: StepCosts, segments: list[list[Segment]], peak: int) -> Label | None:
+def _path(
+    costs: StepCosts, segments: list[list[Segment]], peak: int, narrow: Narrow
+) -> Label | None:
     """Finds a path to the end within a peak, None when there is none."""
-    labels: list[list[Label]] = [[] for _ in range(len(costs) + 1)]
-    labels[0] = [Label(0, frozenset(), 0, False, None)]
+    labels: list[Labels] = [[] for _ in range(len(costs) + 1)]
+    labels[0] = [Label(0, 0, frozenset(), 0, False, None)]
     for start in range(len(costs)):
         live, saved = costs.live[start], costs.saved[start]
-        cheapest: tuple[int, Label] | None = None
-        for label in labels[start]:
+        kept, cut = narrow(labels[start], start, costs)
+        for label in kept:
             whole = label.held + costs.bytes_of(live - label.storages)
-            if cheapest is None or whole < cheapest[0]:
-                cheapest = (whole, label)
             held = label.held + costs.bytes_of(saved - label.storages)
             turn = held + costs.gradients[start + 1] + costs.backward[start]
             if max(whole + costs.forward[start], turn) <= peak:
                 storages = (label.storages | saved) & costs.live[start + 1]
-                _offer(labels[start + 1], Label(held, storages, start, True, label), costs)
-        if cheapest is not None:
-            whole, label = cheapest
-            for stop, need, shared in segments[start]:
+                labels[start + 1].append(Label(held, label.flops, storages, start, True, label))
+        for label in cut:
+            whole = label.held + costs.bytes_of(live - label.storages)
+            for stop, need, shared, flops in segments[start]:
                 if whole + need <= peak:
-                    _offer(labels[stop], Label(whole, shared, start, False, label), costs)
-    return min(labels[-1], key=lambda label: label.held, default=None)
+                    again = label.flops + flops
+                    labels[stop].append(Label(whole, again, shared, start, False, label))
+    return min(labels[-1], key=lambda label: (label.flops, label.held), default=None)
 
 
-def _offer(labels: list[Label], offer: Label, costs: StepCosts) -> None:
-    """Adds a label unless another could hold what it holds for no more bytes."""
-    for label in labels:
-        if label.held <= offer.held:
-            missing = offer.storages - label.storages
-            if not missing or label.held + costs.bytes_of(missing) <= offer.held:
-                return
-    labels[:] = [
-        label
-        for label in labels
-        if offer.held + costs.bytes_of(label.storages - offer.storages) > label.held
-    ]
-    labels.append(offer)
+def _by_bytes(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
+    """Keeps a step after all labels that may hold least; begins a segment after that which does."""
+    best: Labels = []
+    for label in sorted(labels, key=lambda label: label.held):
+        if all(
+            other.held + costs.bytes_of(label.storages - other.storages) > label.held
+            for other in best
+        ):
+            best.append(label)
+    return best, _front(best, costs.live[start], costs)[:1]
+
+
+def _by_arithmetic(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
+    """Goes on after few labels, from those that then hold least to those that run least again."""
+    return (
+        _spread(_front(labels, costs.saved[start], costs)),
+        _spread(_front(labels, costs.live[start], costs)),
+    )
+
+
+def _front(labels: Labels, also: Storages, costs: StepCosts) -> Labels:
+    """Returns the labels of which none holds less, with some storages also, and runs less again."""
+    held = [label.held + costs.bytes_of(also - label.storages) for label in labels]
+    best: Labels = []
+    for number in sorted(
+        range(len(labels)), key=lambda number: (held[number], labels[number].flops)
+    ):
+        if not best or labels[number].flops < best[-1].flops:
+            best.append(labels[number])
+    return best
+
+
+def _spread(labels: Labels) -> Labels:
+    if len(labels) <= MOST:
+        return labels
+    return [labels[place * (len(labels) - 1) // (MOST - 1)] for place in range(MOST)]
 
 
 def _items(label: Label, stop: int) -> list[Item]:
