@@ -32,8 +32,9 @@ def plan(
     takes them: `(tokens, targets)` for GPT-2, `(tokens, None, targets)` for an LSTM, `{"input_ids":
     tokens, "labels": tokens}` for transformers, whose loss is then the output of that name. Else
     the loss is outside of the model, and `loss` may be given so that its bytes count: a function of
-    the model's outputs that knows its targets, `lambda scores: cross_entropy(scores, targets)`;
-    targets that are meta tensors count as zeros.
+    what the model returns that knows its targets, `lambda scores: cross_entropy(scores, targets)`;
+    targets that are meta tensors count as zeros. Here as wherever zoo takes a loss it is called as
+    in `loss(model(x))`: a tuple, dict or dataclass that the model returns is its one argument.
 
     `memory_budget` is the peak of the whole step: bytes, "8GiB", "8GB", "device" for what is free
     there, or a fraction of what keeping everything takes, `0.5`. Instead, `max_overhead=0.2` asks

@@ -59,9 +59,9 @@ def anatomy(
         inputs: what it is called with: a tensor, a tuple or a dict of keyword arguments, real or on
             the meta device.
         optimizer: is called with the list of parameters; None takes no step.
-        loss: turns what the model returns into a scalar; by default a scalar is its own loss, and
-            an output named `loss` too, and of anything else the means of all floating tensors are
-            added.
+        loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a scalar is
+            its own loss, and an output named `loss` too, and of anything else the means of all
+            floating tensors are added.
         checkpoint: what `zoo.create` takes, in place of the model's own.
         device: "meta" runs nothing real: fake tensors stand for those of the model's device, the
             CPU's where the model is on the meta device. Meta inputs or parameters say so, too.

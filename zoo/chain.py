@@ -89,6 +89,14 @@ class Chain(nn.Module):
             return fold(found.steps, inputs)
         return self.runner(self, found, inputs)
 
+    def returned(self, *state: Any) -> Any:
+        """Returns what a forward makes of the state that its last step leaves: the state itself.
+
+        A subclass whose forward returns it in another form says so here, and is planned for with a
+        loss of what it returns.
+        """
+        return state if len(state) > 1 else state[0]
+
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None for plain training and before a first forward decides one."""

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from zoo.chain import Chain, Outline, Runner, State
 from zoo.errors import ArgumentError, ZooError
 
-Loss = Callable[..., Tensor]
+# of what a model returns, whole, as in loss(model(inputs))
+Loss = Callable[[Any], Tensor]
 # what a user writes for what a model is called with
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -103,19 +104,14 @@ def place_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def with_loss(found: Outline, loss: Loss | None) -> Outline:
-    """Adds the loss as a last step, a block of its own."""
+def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
+    """Adds the loss, a function of the last state, as a last step, a block of its own."""
     if loss is None:
         return found
     last = found.blocks[-1] + 1 if found.blocks else 0
     return replace(
         found, steps=(*found.steps, functools.partial(loss)), blocks=(*found.blocks, last)
     )
-
-
-def applied(loss: Loss, outputs: Any) -> Tensor:
-    """Returns the loss of what a model returned; it takes the parts of a tuple one by one."""
-    return loss(*outputs) if isinstance(outputs, tuple) else loss(outputs)
 
 
 def explained(loss: Loss, place: torch.device) -> Loss:
@@ -125,23 +121,22 @@ def explained(loss: Loss, place: torch.device) -> Loss:
     what the model returns, or returns no tensor of one element.
     """
 
-    def explained_loss(*outputs: Any) -> Tensor:
+    def explained_loss(outputs: Any) -> Tensor:
         try:
             with _Placed(place):
-                found = loss(*outputs)
+                found = loss(outputs)
         except (ZooError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise ArgumentError(
-                f"loss={_name(loss)} fails on what the model returns, {_shapes(outputs)} "
+                f"loss={_name(loss)} fails on what the model returns, {_shape(outputs)} "
                 f"({type(error).__name__}: {str(error).strip(' .')}). It is called with that alone "
                 "and knows its targets, as lambda scores: cross_entropy(scores, targets) does; "
                 "where several sizes are looked at, it makes targets of the size of the outputs"
             ) from error
         if not isinstance(found, Tensor) or found.numel() != 1:
-            got = _shapes([found]) if isinstance(found, Tensor) else type(found).__name__
             raise ArgumentError(
-                f"loss={_name(loss)} returned {got}; return a tensor of one element"
+                f"loss={_name(loss)} returned {_shape(found)}; return a tensor of one element"
             )
         return found
 
@@ -174,12 +169,12 @@ def _name(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
 
-def _shapes(values: Sequence[Any]) -> str:
-    named = (
-        f"a tensor of shape {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
-        for v in values
-    )
-    return ", ".join(named)
+def _shape(value: Any) -> str:
+    """Says what a value is: 'a tensor of shape (8, 5)', 'tuple (a tensor of shape (), dict)'."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    parts = f" ({', '.join(map(_shape, value))})" if isinstance(value, tuple | list) else ""
+    return f"{type(value).__name__}{parts}"
 
 
 def title_of(model: nn.Module, inputs: State) -> str:

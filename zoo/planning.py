@@ -13,7 +13,7 @@ from fake tensors, seconds from one real run of each kind of step (`measure.prof
 import copy
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.chain import Outline, State, step_names
-from zoo.entry import Loss, place_of, title_of, with_loss
+from zoo.entry import place_of, title_of, with_loss
 from zoo.errors import ArgumentError, BudgetError
 from zoo.measure.devices import device_named
 from zoo.measure.memory import resident_bytes
@@ -62,7 +62,7 @@ class Prospect:
         state: State,
         *,
         optimizer: MakeOptimizer | OptimizerBytes | None = torch.optim.AdamW,
-        loss: Loss | None = None,
+        loss: Callable[..., Tensor] | None = None,
         device: str | None = None,
     ) -> None:
         if any(map(is_spread, model.parameters())):

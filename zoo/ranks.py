@@ -27,7 +27,7 @@ from torch import distributed, nn
 from zoo.adapter.blocks import block_paths
 from zoo.ahead import look_ahead
 from zoo.chain import is_hooked
-from zoo.entry import Inputs, Invocation, Loss, applied, place_of
+from zoo.entry import Inputs, Invocation, Loss, place_of
 from zoo.errors import ArgumentError, BudgetError
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.measure.timeline import Timeline
@@ -157,7 +157,7 @@ def plan_rank(
     name, spread = _spreading(strategy)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"planning needs a torch.nn.Module; got {type(model).__name__}")
-    step = TrainingStep(model, Invocation.of(inputs), optimizer, _of_outputs(loss), spread)
+    step = TrainingStep(model, Invocation.of(inputs), optimizer, loss or mean_of, spread)
     streams = read_streams()
     try:
         with _group(_checked(world_size)):
@@ -262,13 +262,6 @@ def _checked(world_size: Any) -> int:
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ArgumentError(f"world_size={world_size!r} is no number from 1")
     return world_size
-
-
-def _of_outputs(loss: Loss | None) -> Loss:
-    """Returns a loss as a function of what the model returns."""
-    if loss is None:
-        return mean_of
-    return functools.partial(applied, loss)
 
 
 def _spreading(strategy: Any) -> tuple[str, Callable[[nn.Module], object] | None]:

@@ -20,7 +20,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from zoo.adapter.front import checkpoint as put_in_force
 from zoo.adapter.front import uncheckpoint
 from zoo.checkpointing import Checkpoint, runner_for
 from zoo.engine.sample import without_samples
-from zoo.entry import Invocation
+from zoo.entry import Invocation, Loss
 from zoo.errors import ArgumentError
 from zoo.measure.memory import tensors_in
 from zoo.measure.optimizer import MakeOptimizer
@@ -51,8 +51,6 @@ from zoo.verification.records import (
 )
 from zoo.verification.report import Difference, Place, Report
 from zoo.verification.watch import Watch
-
-Loss = Callable[[Any], Tensor]
 
 
 def verify(
@@ -76,8 +74,8 @@ def verify(
             them are compared.
         checkpoint: what `zoo.create` takes.
         steps: steps of training.
-        loss: turns what the model returns into a scalar; by default a sum over every element of
-            every floating output, each with a weight of its own.
+        loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a sum over
+            every element of every floating output, each with a weight of its own.
         optimizer: is called with the list of parameters; SGD with momentum by default.
 
     Raises:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from tests.adapter.models import Net, Reader, UNet
 from tests.training import Residuals, images
 from zoo.entry import Invocation
 from zoo.errors import ArgumentError
+from zoo.measure.memory import tensors_in
 from zoo.measure.rehearsal import rehearse
 
 
@@ -64,6 +65,71 @@ def test_a_loss_outside_gets_what_the_model_returns() -> None:
 
     with_loss = zoo.frontier(model, inputs, loss=loss, optimizer=None)
     assert with_loss.baseline.peak > zoo.frontier(model, inputs, optimizer=None).baseline.peak
+
+
+class Pair(NamedTuple):
+    loss: Tensor
+    logits: Tensor
+
+
+class Returns(nn.Module):
+    """Returns two tensors in a form of its own."""
+
+    def __init__(self, form: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.form, self.fc = form, nn.Linear(4, 256)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.fc(x)
+        return self.form(y, y.exp())
+
+
+def words() -> nn.Module:
+    """Returns a chain that returns scores and, in a tuple, its state."""
+    return zoo.lstm(vocabulary=9, embedding=4, hidden=4, layers=1)
+
+
+FORMS: dict[str, Callable[[], nn.Module]] = {
+    "tuple": lambda: Returns(lambda a, b: (a, b)),
+    "nested": lambda: Returns(lambda a, b: [a, (b,)]),
+    "named tuple": lambda: Returns(Pair),
+    "dict": lambda: Returns(lambda a, b: {"a": a, "b": b}),
+    "dataclass": lambda: Returns(Output),
+    "chain": words,
+}
+TAKE_A_LOSS: dict[str, Callable[..., Any]] = {
+    "plan": functools.partial(zoo.plan, max_overhead=1.0),
+    "frontier": zoo.frontier,
+    "plan_rank": functools.partial(zoo.plan_rank, max_overhead=1.0, world_size=2, strategy="ddp"),
+    "max_batch_size": functools.partial(zoo.max_batch_size, memory_budget="60KiB", verify=True),
+    "anatomy": functools.partial(zoo.anatomy, checkpoint="sqrt"),
+    "anatomy on paper": functools.partial(zoo.anatomy, device="meta"),
+    "verify": functools.partial(zoo.verify, steps=1),
+}
+
+
+def form_of(outputs: Any) -> Any:
+    """Says of what kind outputs are and what is in them, fake tensors being tensors, too."""
+    if isinstance(outputs, tuple | list):
+        return type(outputs), *map(form_of, outputs)
+    if isinstance(outputs, dict):
+        return type(outputs), *outputs
+    return Tensor if isinstance(outputs, Tensor) else type(outputs)
+
+
+@pytest.mark.parametrize("name", TAKE_A_LOSS)
+def test_a_loss_is_called_with_what_the_model_returns_and_no_more(name: str) -> None:
+    for form, build in FORMS.items():
+        model = build()
+        inputs = (torch.zeros(3, 2, dtype=torch.long),) if form == "chain" else (torch.ones(2, 4),)
+        expected = form_of(model(*inputs))
+
+        def loss(*outputs: Any, expected: Any = expected) -> Tensor:
+            # planning puts back what a list got meanwhile, so it is looked at here
+            assert (*map(form_of, outputs),) == (expected,)
+            return sum(tensor.mean() for tensor in tensors_in(outputs))
+
+        TAKE_A_LOSS[name](model, inputs, loss=loss)
 
 
 @pytest.mark.parametrize("kind", [dict, Output])

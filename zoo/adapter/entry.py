@@ -9,7 +9,7 @@ Either way the model is afterwards what it was, and nothing of its size is alloc
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from zoo.adapter.tape import Value, restored
 from zoo.adapter.watch import Opaque
 from zoo.chain import Chain, Outline, Runner, State
 from zoo.checkpointing import PlannedRunner
-from zoo.entry import Invocation, Loss, applied, called, explained, own_loss, place_of
+from zoo.entry import Invocation, Loss, called, explained, own_loss, place_of
 from zoo.errors import ArgumentError
 from zoo.plan import Plan
 
@@ -80,22 +80,27 @@ class Entry:
 
     def loss(self, loss: Loss | None) -> Callable[..., Tensor] | None:
         """Returns a loss as a function of the last state; that which a model returns is its own."""
-        followed, model = self.followed, self.model
-        if loss is not None:
-            loss = explained(loss, place_of(model))
-        if followed is None:
-            return loss
+        if loss is None and not self._has_own_loss():
+            return None
+        of_outputs = own_loss if loss is None else explained(loss, place_of(self.model))
 
         def of_state(*state: Tensor) -> Tensor:
-            outputs = followed.steps.returned(model, state)
-            if loss is None:
-                return own_loss(outputs)  # type: ignore[no-any-return]
-            return applied(loss, outputs)
+            return of_outputs(self._returned(*state))  # type: ignore[no-any-return]
 
-        tape = followed.steps.tape
+        return of_state
+
+    def _returned(self, *state: Any) -> Any:
+        """Returns what the model returns, from the last state."""
+        if self.followed is None:
+            return cast(Chain, self.model).returned(*state)
+        return self.followed.steps.returned(self.model, state)
+
+    def _has_own_loss(self) -> bool:
+        if self.followed is None:
+            return False
+        tape = self.followed.steps.tape
         outputs = pytree.tree_unflatten(tape.output, tape.output_spec)
-        has_own = isinstance(own_loss(restored(outputs)), Value)
-        return of_state if loss is not None or has_own else None
+        return isinstance(own_loss(restored(outputs)), Value)
 
 
 def named_steps(model: nn.Module) -> tuple[str, ...] | None:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from zoo.entry import Invocation, own_loss
+from zoo.entry import Invocation, Loss, own_loss
 from zoo.measure.memory import measure_step, tensors_in
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.measure.step import ends_of, root_of
@@ -16,7 +16,7 @@ def rehearse(
     model: nn.Module,
     given: Invocation,
     make_optimizer: MakeOptimizer | None,
-    loss: Callable[..., Tensor] | None,
+    loss: Loss | None,
     *,
     first: Invocation | None = None,
     then: Callable[[], object] = lambda: None,
@@ -36,12 +36,8 @@ def rehearse(
         # a training loop holds what the model returned, and the loss, until the optimizer steps
         returned = given.on(model)
         outputs = returned if isinstance(returned, tuple) else (returned,)
-        if loss is not None:
-            ends: tuple[Any, ...] = (loss(*outputs),)
-        else:
-            own = own_loss(outputs[0])
-            ends = outputs if own is None else (own,)
-        _backward(ends)
+        own = loss(returned) if loss is not None else own_loss(outputs[0])
+        _backward(outputs if own is None else (own,))
         if make_optimizer is not None:
             optimizer.step()
 

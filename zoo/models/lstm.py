@@ -101,7 +101,11 @@ class WordLanguageModel(Chain):
     ) -> tuple[Tensor, Carried]:
         """Returns the scores (T, N, V), or with targets the mean loss (), and the state after."""
         given = () if state is None else (state,) if isinstance(state, Tensor) else tuple(state)
-        result, *after = super().forward(tokens, targets, *given)
+        return self.returned(*super().forward(tokens, targets, *given))
+
+    def returned(self, *state: Any) -> tuple[Tensor, Carried]:
+        """result, hidden, cell -> result, (hidden, cell)"""
+        result, *after = state
         return result, tuple(after) if len(after) > 1 else after[0]
 
     @staticmethod
