@@ -279,6 +279,18 @@ def test_a_budget_alone_means_auto_and_no_other_option() -> None:
         zoo.resnet18(checkpoint="sqrt", memory_budget="1GiB")
 
 
+def test_what_kernels_take_is_said_to_be_left_out_where_none_were_run() -> None:
+    model, x = Residuals(), images(8, 4, 32)
+    words = "\nwithout what kernels take inside of themselves\n"
+    here, paper = (zoo.plan(model, x, max_overhead=0.1, device=name) for name in (None, "cpu"))
+    assert (here.tried, paper.tried) == (True, False)
+    assert words in str(paper)
+    assert words not in str(here)
+    assert zoo.PlanReport.from_json(paper.to_json()) == paper
+    curves = (zoo.frontier(model, x, device=name) for name in (None, "cpu"))
+    assert [words.strip() in str(curve) for curve in curves] == [False, True]
+
+
 def test_the_loss_is_kept_and_its_bytes_count() -> None:
     model, x = Residuals(), images(8, 4, 32)
     with_loss = look_ahead(model, x, loss=scores)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from zoo.errors import PlanError
 from zoo.plan import Plan
-from zoo.plan_report import no_matplotlib
+from zoo.plan_report import ON_PAPER, no_matplotlib
 from zoo.report.markdown import markdown_table
 from zoo.units import format_bytes
 
@@ -57,12 +57,15 @@ class Frontier(Sequence[Point]):
             It holds for any other schedule of these steps, too, but one that moves states off the
             device or runs parts of a step. Time has a bound as well: 1, as nothing is run again.
         title: the model and its inputs.
+        tried: whether each kind of step was run, so that what its kernels allocate inside of
+            themselves counts; on paper it does not.
     """
 
     points: tuple[Point, ...]
     baseline: Point
     lower_bound: int
     title: str
+    tried: bool = True
 
     @overload
     def __getitem__(self, index: int) -> Point: ...
@@ -103,6 +106,7 @@ class Frontier(Sequence[Point]):
             f"{self.title}, one training step: {count}{left_out}\n\n"
             f"{markdown_table(columns, rows)}\n\n"
             f"no plan goes below {format_bytes(self.lower_bound)}"
+            f"{'' if self.tried else f'; {ON_PAPER}'}"
         )
 
     def _rows(self, points: Sequence[Point]) -> Iterator[tuple[str, ...]]:

@@ -18,6 +18,9 @@ from zoo.units import format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# what is not among bytes that are predicted on paper
+ON_PAPER = "without what kernels take inside of themselves"
+
 
 @dataclass(frozen=True)
 class FixedBytes:
@@ -156,6 +159,8 @@ class PlanReport:
         blocks: for each step, the number of its block.
         saved: for each step, bytes that it saves for its backward and no step before it does.
         title: the model and its inputs.
+        tried: whether each kind of step was run, so that what its kernels allocate inside of
+            themselves counts; on paper it does not.
     """
 
     plan: Plan
@@ -173,6 +178,7 @@ class PlanReport:
     blocks: tuple[int, ...]
     saved: tuple[int, ...]
     title: str
+    tried: bool = True
 
     def to_json(self) -> str:
         """Writes the report as JSON."""
@@ -219,6 +225,7 @@ class PlanReport:
                 ),
                 f"\nAt the peak, {self.at_peak.moment}:\n",
                 markdown_table(("what", "bytes", "share"), list(self._shares())),
+                *([] if self.tried else [f"\n{ON_PAPER}"]),
                 f"\n{self.plan}",
             )
         )

@@ -83,17 +83,19 @@ class Prospect:
         named = device_named(device) if device is not None else None
         self.profile = Profile(model, with_loss(found, loss), state)
         timed = named is None and self.place.type != "meta"
-        self._count(self.profile.costs(named, self.profile.trials() if timed else ()))
+        trials = self.profile.trials() if timed else ()
+        self._count(self.profile.costs(named, trials), bool(trials))
 
     def tried(self, trials: Sequence[Trial]) -> "Prospect":
         """Returns what this is with what each step took for real, the loss's among them."""
         found = copy.copy(self)
         for known in ("points", "least"):
             vars(found).pop(known, None)
-        found._count(self.profile.costs(trials=trials))
+        found._count(self.profile.costs(trials=trials), True)
         return found
 
-    def _count(self, costs: StepCosts) -> None:
+    def _count(self, costs: StepCosts, tried: bool) -> None:
+        self.has_tried = tried
         # a training loop's names for the outputs and the loss outlive the backward
         self.costs = replace(costs, returned=costs.live[self.steps] | costs.live[-1])
         self.whole = self.costs.with_parameter_gradients()
@@ -120,6 +122,7 @@ class Prospect:
             self.of_model(replace(self.baseline, name="baseline")),
             max(during, self.fixed.optimizer_peak),
             self.title,
+            self.has_tried,
         )
 
     def point(self, found: Plan) -> Point:
@@ -226,6 +229,7 @@ class Prospect:
             blocks=self.costs.blocks[: self.steps],
             saved=self.costs.newly_saved()[: self.steps],
             title=self.title,
+            tried=self.has_tried,
         )
 
     def of_model(self, point: Point) -> Point:
