@@ -258,6 +258,37 @@ def test_the_least_that_a_refusal_names_is_a_budget_that_is_granted() -> None:
     assert find(memory_budget=budget).size == 1
 
 
+def test_where_the_smallest_size_runs_out_of_memory_the_budget_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def starved(model: Any, inputs: Invocation, *_: Any, **__: Any) -> int:
+        sizes.append(len(inputs.args[0]))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(sys.modules["zoo.largest"], "rehearse", starved)
+    find = functools.partial(largest, Residuals(), images(2, 4, 16), optimizer=sgd)
+    with pytest.raises(BudgetError, match=r"ran out .* step of size 1, .*is 1\.00 MiB") as error:
+        find(memory_budget="1MiB")
+    assert sizes[-1] == 1, "it was really tried"
+    assert "Free memory on cpu" in str(error.value)
+    assert "Raise" not in str(error.value)
+
+
+def test_where_real_steps_take_more_the_refusal_names_the_user_s_budget_and_one_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        sys.modules["zoo.largest"], "rehearse", lambda *a, **o: rehearse(*a, **o) + 2**20
+    )
+    find = functools.partial(largest, Residuals(), images(2, 4, 16), optimizer=sgd)
+    with pytest.raises(BudgetError, match=r"as a real step showed; .*is 1\.00 MiB \(") as error:
+        find(memory_budget="1MiB")
+    budget = str(error.value).split("Raise the budget to '")[1].split("'")[0]
+    assert find(memory_budget=budget).measured_peak is not None
+
+
 def test_a_size_is_looked_at_once_and_the_optimizer_is_the_same_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

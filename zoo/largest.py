@@ -149,7 +149,8 @@ def largest(
 
     Raises:
         ArgumentError: no module, one that cannot be followed, or an argument of no such form.
-        BudgetError: no size keeps to the budget, with the least bytes that one needs.
+        BudgetError: no size keeps to the budget, with the least bytes that one needs; or memory
+            runs out in a real step of the smallest.
         InputError: the model does not take inputs like the sample.
     """
     _check(model, memory_budget, multiple_of)
@@ -187,6 +188,8 @@ def _answered(question: Question, memory_budget: int | str, verify: bool | None)
     trials = _Trials(budget, looks)
     while not trials.are_over():
         found = _found(looks, first, start, trials.target)
+        if found is None:
+            raise trials.refusal(first.place)
         if trials.fitted is not None and found.size <= trials.fitted.size:
             trials.low = trials.target
             trials.halve()
@@ -218,6 +221,9 @@ class _Trials:
         self.fitted: Largest | None = None
         self.low: int | None = None
         self.high: int | None = None
+        # of the last real step that did not keep to the budget
+        self.ran_out: Largest | None = None
+        self.beyond = 0
 
     def are_over(self) -> bool:
         """Says whether what had room is near enough to what had not."""
@@ -229,10 +235,13 @@ class _Trials:
         """Notes the peak of a real step; None where memory ran out."""
         if measured is not None and measured <= self.budget:
             self.fitted, self.low = replace(found, measured_peak=measured), self.target
-        elif measured is None or self.high is not None:
-            self.high = found.predicted_peak
         else:
-            self.target = found.predicted_peak - (measured - self.budget)
+            self.ran_out = found if measured is None else None
+            self.beyond = 0 if measured is None else measured - found.predicted_peak
+            if measured is None or self.high is not None:
+                self.high = found.predicted_peak
+            else:
+                self.target = self.budget - self.beyond
         self.halve()
 
     def halve(self) -> None:
@@ -240,17 +249,28 @@ class _Trials:
         if self.high is None:
             return
         if self.low is None:
-            self.low = self.looks.needed(1, UNBOUNDED) or 0
+            self.low = self.looks.needed(1, UNBOUNDED) or self.looks.smallest()[0]
         self.target = min((self.low + self.high) // 2, self.high - 1)
 
+    def refusal(self, place: torch.device) -> BudgetError:
+        """Says why no size is left to search for."""
+        if self.ran_out is None:
+            return _too_small(self.looks, self.budget, self.beyond)
+        return BudgetError(
+            f"memory ran out in a real training step of size {self.ran_out.size}, the smallest, "
+            f"which is predicted to take {exact_bytes(self.ran_out.predicted_peak)}; the budget is "
+            f"{exact_bytes(self.budget)}. Free memory on {place}, or pass verify=False to go by "
+            "what is predicted."
+        )
 
-def _found(looks: Looks, first: Prospect, start: int, budget: int) -> Largest:
-    """Searches by what is predicted."""
+
+def _found(looks: Looks, first: Prospect, start: int, budget: int) -> Largest | None:
+    """Searches by what is predicted; None where no size keeps to the budget."""
     needed = functools.partial(looks.needed, budget=budget)
     base = first.fixed.beside_activations - first.fixed.inputs
     count = largest_within(needed, budget, start, base)
     if not count:
-        raise _too_small(looks, budget)
+        return None
     _check_multiple(looks.question, needed, count)
     look, seconds = looks.within(count, budget), looks.seconds(count)
     return Largest(
@@ -275,12 +295,14 @@ def _check_multiple(question: Question, needed: Needed, count: int) -> None:
         )
 
 
-def _too_small(looks: Looks, budget: int) -> BudgetError:
+def _too_small(looks: Looks, budget: int, beyond: int) -> BudgetError:
+    """Says what the smallest size needs; `beyond` are bytes that only a real step showed."""
     least, count = looks.smallest()
-    least = looks.needed(count, UNBOUNDED) or least
+    least = (looks.needed(count, UNBOUNDED) or least) + beyond
+    shown = f", {format_bytes(beyond)} of it as a real step showed" if beyond else ""
     return BudgetError(
         f"a training step of size {count * looks.question.unit} needs at least "
-        f"{exact_bytes(least)}; the budget is {exact_bytes(budget)}. Raise the budget to "
+        f"{exact_bytes(least)}{shown}; the budget is {exact_bytes(budget)}. Raise the budget to "
         f"{at_least(least)!r}, choose checkpoint='auto', or an optimizer of less state."
     )
 
