@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 import zoo
 from tests.adapter.models import Net, Reader, UNet
 from tests.training import Residuals, images
+from zoo.adapter.entry import Entry, UnfollowedError
 from zoo.entry import Invocation
 from zoo.errors import ArgumentError
 from zoo.measure.memory import tensors_in
@@ -235,6 +237,34 @@ class Drops(Net):
 def test_what_only_fakes_refuse_is_not_blamed_on_the_inputs() -> None:
     with pytest.raises(ArgumentError, match=r"Drops cannot be planned for.*checkpoint=True and"):
         zoo.plan(Drops(), images(), memory_budget=0.9)
+
+
+class Recovers(Net):
+    """Gets over an error of its own before it reads a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            raise KeyError("cache")
+        except KeyError:
+            return super().forward(x) * x.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "kind", "may_take_others"),
+    [
+        (Net(), images(2, 3, 16), RuntimeError, True),
+        (Drops(), images(), DynamicOutputShapeException, False),
+        (Reader(), images(), type(None), False),
+        (Recovers(), images(), type(None), False),
+    ],
+)
+def test_what_a_forward_raised_is_known_apart_from_the_reason(
+    model: nn.Module, x: Tensor, kind: type, may_take_others: bool
+) -> None:
+    with pytest.raises(UnfollowedError) as refused:
+        Entry.of(model, Invocation.of(x))
+    assert isinstance(refused.value.opaque.raised, kind)
+    assert refused.value.raised is may_take_others
 
 
 def test_the_plan_of_any_model_can_be_seen() -> None:

@@ -29,7 +29,7 @@ AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 
 class UnfollowedError(ArgumentError):
-    """A model's forward cannot be put on a tape, for a `reason`.
+    """A model's forward cannot be put on a tape; `opaque` says why.
 
     `raised` says that it raised something of its own: it may take other inputs.
     """
@@ -41,7 +41,7 @@ class UnfollowedError(ArgumentError):
             "checkpoint=True and 'blocks' run its blocks again as a whole, without a plan."
             f"{way_out(model, opaque.reason)}"
         )
-        self.reason, self.raised = opaque.reason, raised_by(opaque) is not None
+        self.opaque, self.raised = opaque, raised_by(opaque) is not None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from zoo.adapter.rehearsal import Rehearsal
 from zoo.adapter.steps import Steps
 from zoo.adapter.switches import check_switches
 from zoo.adapter.tape import Tape
-from zoo.adapter.watch import RAISES, Opaque, ambient
+from zoo.adapter.watch import Opaque, ambient
 from zoo.chain import fold, is_hooked
 from zoo.checkpointing import PlannedRunner
 from zoo.engine.recompute import is_recomputing
@@ -187,7 +187,7 @@ def tape_of(rehearsal: Rehearsal) -> Tape:
 
 def _cause(first: Opaque | None, last: Opaque) -> Opaque:
     """Returns why a model cannot be followed: of a leaf that fails, why it became one."""
-    if first is None or not last.reason.startswith(RAISES):
+    if first is None or last.raised is None:
         return last
     return Opaque("", f"{first.reason} (in {first.path})")
 

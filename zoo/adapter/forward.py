@@ -23,7 +23,7 @@ from zoo.adapter.blocks import block_paths, matching_paths
 from zoo.adapter.following import Arguments, Followed, Following, refuse_global_hooks
 from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.switches import check_switches
-from zoo.adapter.watch import RAISES, Opaque
+from zoo.adapter.watch import Opaque, line_of
 from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
 from zoo.engine.recompute import _is_transformed, recompute
 from zoo.errors import ArgumentError
@@ -221,15 +221,14 @@ def way_out(module: nn.Module, reason: str) -> str:
     return ""
 
 
-def raised_by(opaque: Opaque) -> BaseException | None:
+def raised_by(opaque: Opaque) -> Exception | None:
     """Returns what a forward raised where it was not followed; None where it raised nothing.
 
     None, too, for what it raised only because the tensors that it was watched on have no numbers.
     """
-    found: BaseException | None = opaque
-    while isinstance(found, Opaque):
-        # why it was raised, and not what was said to be its cause, which may be itself
-        found = found.__context__
+    # of a leaf that fails, the reason is why it became one
+    last = opaque.__cause__ if opaque.raised is None else opaque
+    found = last.raised if isinstance(last, Opaque) else None
     return None if found is None or _is_of_fakes(found) else found
 
 
@@ -240,9 +239,9 @@ def _is_of_fakes(error: BaseException) -> bool:
 
 def not_taken(module: nn.Module, opaque: Opaque) -> str | None:
     """Returns a sentence on inputs that a forward raises on; None where they are not to blame."""
-    if not opaque.reason.startswith(RAISES) or raised_by(opaque) is None:
+    if opaque.raised is None or _is_of_fakes(opaque.raised):
         return None
-    return f"{type(module).__name__} does not take these inputs: {opaque.reason[len(RAISES) :]}"
+    return f"{type(module).__name__} does not take these inputs: {line_of(opaque.raised)}"
 
 
 def _segment() -> Segment:

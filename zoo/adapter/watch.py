@@ -69,15 +69,18 @@ CONSTANTS = (
     PLAIN | torch.layout | torch.memory_format | torch.Size | complex | range | enum.Enum
 )  # fmt: skip
 
-RAISES = "on fake tensors raises "
-
 
 class Opaque(Exception):
-    """Says that a module's own code cannot be put on a tape."""
+    """Says that a module's own code cannot be put on a tape; `raised` is what it raised, if so."""
 
-    def __init__(self, path: str, reason: str) -> None:
+    def __init__(self, path: str, reason: str, raised: Exception | None = None) -> None:
         super().__init__(reason)
-        self.path, self.reason = path, reason
+        self.path, self.reason, self.raised = path, reason, raised
+
+    @classmethod
+    def of(cls, path: str, raised: Exception) -> "Opaque":
+        """Says that a module's own code raised on fake tensors."""
+        return cls(path, f"on fake tensors raises {line_of(raised)}", raised)
 
 
 def is_composed(module: nn.Module) -> bool:
@@ -254,7 +257,7 @@ class Watch(TorchFunctionMode):
         except (Opaque, ZooError):
             raise
         except Exception as error:
-            raise Opaque(path, f"{RAISES}{_line(error)}") from error
+            raise Opaque.of(path, error) from error
         finally:
             self.stack.pop()
         if path not in self.tape.inlined:
@@ -344,7 +347,8 @@ class Watch(TorchFunctionMode):
         )
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """Returns an error's type and the first line of its text."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:160] if text else ''}"
 

@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from zoo.adapter.entry import Entry, UnfollowedError
 from zoo.adapter.rehearsal import Rehearsal
-from zoo.adapter.watch import RAISES
 from zoo.chain import Chain, Outline, step_names
 from zoo.entry import Inputs, Invocation, called, place_of
 from zoo.measure.memory import tensors_in
@@ -57,7 +56,7 @@ class Parts:
         try:
             return cls(_followed(model, given))
         except UnfollowedError as error:
-            return cls(_children(model, given, error.reason), str(error))
+            return cls(_children(model, given, error.opaque.raised), str(error))
 
 
 def _steps(found: Outline, names: Sequence[str], value: Any) -> list[Part]:
@@ -81,8 +80,11 @@ def _followed(model: nn.Module, given: Invocation) -> list[Part]:
     )
 
 
-def _children(model: nn.Module, given: Invocation, reason: str) -> list[Part]:
-    """Returns the children in the order of their first calls, then those that were not called."""
+def _children(model: nn.Module, given: Invocation, raised: Exception | None) -> list[Part]:
+    """Returns the children in the order of their first calls, then those that were not called.
+
+    `raised` is what it raised on fake tensors, if that is why it has no steps.
+    """
     handed: dict[str, Shapes] = {}
     children = dict(model.named_children())
     handles = [
@@ -93,7 +95,7 @@ def _children(model: nn.Module, given: Invocation, reason: str) -> list[Part]:
             given.on(model)
     except Exception:
         # else it reads a number, which is not there on the meta device
-        if reason.startswith(RAISES):
+        if raised is not None:
             raise
     finally:
         for handle in handles:
