@@ -45,10 +45,14 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Outline:
-    """The fine steps of a chain in order, and for each the number of the block it belongs to."""
+    """The fine steps of a chain in order, and for each the number of the block it belongs to.
+
+    `whole` are those that call a module of several parts: a block that is compiled, or has hooks.
+    """
 
     steps: tuple[Step, ...]
     blocks: tuple[int, ...]
+    whole: frozenset[int] = frozenset()
 
 
 class Chain(nn.Module):
@@ -127,7 +131,8 @@ def outline(steps: Steps) -> Outline:
         fine = list(_fine(entry))
         flat += fine
         blocks += [block] * len(fine)
-    return Outline(tuple(flat), tuple(blocks))
+    whole = frozenset(place for place, step in enumerate(flat) if has_parts(step))
+    return Outline(tuple(flat), tuple(blocks), whole)
 
 
 def spread(*stages: nn.Module) -> Iterator[nn.Module]:
@@ -205,6 +210,12 @@ def _fine(entry: Any) -> Iterator[Step]:
     else:
         for part in inner:
             yield from _fine(part)
+
+
+def has_parts(step: Step) -> bool:
+    """Says whether a step is a module that holds others, and no chain with a plan of its own."""
+    has_plan = isinstance(step, Chain) and step.runner is not None
+    return isinstance(step, nn.Module) and bool(step._modules) and not has_plan
 
 
 def is_hooked(module: nn.Module) -> bool:

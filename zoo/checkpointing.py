@@ -156,6 +156,8 @@ def _decide_by(checkpoint: Any) -> Decide:
         return functools.partial(_given, Plan(checkpoint))
     if isinstance(checkpoint, str):
         schemes.check_name(checkpoint)
+        if checkpoint == schemes.BLOCKS:
+            return _each_block
         if checkpoint in schemes.FROM_BLOCKS:
             return functools.partial(_from_blocks, schemes.FROM_BLOCKS[checkpoint])
         return functools.partial(_from_costs, schemes.FROM_COSTS[checkpoint])
@@ -208,6 +210,10 @@ def _planned(
 
 def _given(plan: Plan, chain: Chain, outline: Outline, inputs: State) -> Plan:
     return plan
+
+
+def _each_block(chain: Chain, outline: Outline, inputs: State) -> Plan:
+    return schemes.each_block(outline.blocks, outline.whole)
 
 
 def _from_blocks(

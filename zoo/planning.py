@@ -112,6 +112,7 @@ class Prospect:
     def frontier(self) -> Frontier:
         """Returns the best plans and the classic schemes."""
         classic = {name: scheme(self.costs.blocks) for name, scheme in schemes.FROM_BLOCKS.items()}
+        classic[schemes.BLOCKS] = schemes.each_block(self.costs.blocks, self.outline.whole)
         classic |= {name: scheme(self.costs) for name, scheme in schemes.FROM_COSTS.items()}
         others = (
             self._point(_kept_from(found, self.steps), name) for name, found in classic.items()

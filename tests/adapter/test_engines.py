@@ -122,6 +122,28 @@ def test_compiled_blocks_are_called_as_a_whole() -> None:
     assert_same(train(model, batch), train(plain, batch))
 
 
+def compiled(block: nn.Module) -> None:
+    block.compile(backend="eager")
+
+
+def hooked(block: nn.Module) -> None:
+    block.register_forward_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("make_whole", [compiled, hooked])
+def test_a_block_that_is_called_as_a_whole_is_a_segment_of_its_own(make_whole: Any) -> None:
+    model, plain = zoo.checkpoint(Net(), "blocks"), Net()
+    for module in (*model.blocks, *plain.blocks):
+        module.norm.momentum = 0.1
+        make_whole(module)
+    plain.load_state_dict(model.state_dict())
+    assert_same(train(model, batch), train(plain, batch))
+    assert sum(isinstance(item, tuple) for item in zoo.plan_of(model)) >= len(model.blocks)
+    alone = {item[0] for item in zoo.plan_of(model) if isinstance(item, tuple) and len(item) == 1}
+    names = zoo.chain_of(model, images()).names
+    assert {"blocks.0", "blocks.1", "blocks.2", "blocks.3"} <= {names[step] for step in alone}
+
+
 @pytest.fixture
 def process_group(tmp_path: object) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -100,6 +100,7 @@ def test_segments_are_of_equal_numbers_of_blocks(total: int, count: int) -> None
 
 def test_blocks_make_one_segment_each() -> None:
     assert schemes.each_block(uniform(5).blocks) == ((0, 1), (2, 3), 4)
+    assert schemes.each_block([0, 1, 2, 2], whole={1, 2}) == (0, (1,), (2, 3))
 
 
 def test_sqrt_makes_as_many_segments_as_the_root_of_the_blocks() -> None:

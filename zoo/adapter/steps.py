@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from zoo.adapter.tape import Attribute, Call, Tape, Value, mapped, restored, tensors_of
-from zoo.chain import Outline, Step, Titled
+from zoo.chain import Outline, Step, Titled, has_parts
 from zoo.errors import RecomputeError
 
 
@@ -95,6 +95,7 @@ class Steps:
         known: dict[Any, Part] = {}
         steps: list[Step] = []
         found: list[str] = []
+        whole: list[int] = []
         self.names: list[str] = []
         live = _live(tape)
         ends = cuts(tape)
@@ -107,7 +108,9 @@ class Steps:
             steps.append(step)
             self.names.append(step.title)
             found.append(next(filter(None, blocks[start:stop]), ""))
-        self.outline = Outline(tuple(steps), tuple(_numbered(found)))
+            if any(call.module is not None and has_parts(modules[call.module]) for call in calls):
+                whole.append(len(steps) - 1)
+        self.outline = Outline(tuple(steps), tuple(_numbered(found)), frozenset(whole))
         self.live_in, self.live_out = live[0], live[len(tape.calls)]
 
     def _handle(self, modules: Mapping[str, nn.Module], handle: Any) -> nn.Module:

@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from zoo.engine.buffers import BufferState
+from zoo.engine.compiled import uncompiled
 from zoo.engine.leaves import no_new_hooks
 from zoo.engine.norms import has_lazy_buffers, is_norm, moves_statistics, scratch_statistics_of
 from zoo.engine.notes import note, thaw, unchanged, version_of
@@ -103,9 +104,9 @@ class State:
         try:
             lost = self._lost()
             self._restore(scratch)
-            norms = [state.module for state in self.modules if is_norm(state.module)]
+            modules = [state.module for state in self.modules]
             self.repeats = bool(scratch.repeated)
-            with _watched(norms, lost, scratch.storages), no_new_hooks(self._tensors()):
+            with _watched(modules, lost, scratch.storages), no_new_hooks(self._tensors()):
                 yield scratch.storages
         finally:
             for action in reversed(scratch.undo):
@@ -331,7 +332,7 @@ def _watched(
     A function may get at modules in ways that reading it does not show, so a forward pre-hook for
     all modules watches. Only modules on this thread are touched.
     """
-    replaced: dict[nn.Module, dict[str, Any]] = {module: {} for module in reached}
+    replaced: dict[nn.Module, dict[str, Any]] = {m: {} for m in reached if is_norm(m)}
     thread = threading.get_ident()
 
     def replace(module: nn.Module, inputs: Any) -> None:
@@ -347,7 +348,9 @@ def _watched(
             replaced[module] = dict(module._buffers)
             module._buffers.update(_noted(scratch_statistics_of(module._buffers), storages))
 
-    handle = register_module_forward_pre_hook(replace)
+    # the compiler would also take a hook that is called next to a block that it compiled
+    is_compiled = any(module._compiled_call_impl is not None for module in reached)
+    handle = register_module_forward_pre_hook(uncompiled(replace) if is_compiled else replace)
     try:
         yield
     finally:

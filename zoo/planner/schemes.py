@@ -5,7 +5,7 @@ They look at which step belongs to which block, or at where the arithmetic is, n
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from zoo.errors import ArgumentError, nearest
 from zoo.plan import Item, Plan
@@ -37,9 +37,12 @@ def sqrt(blocks: Sequence[int]) -> Plan:
     return segments(blocks, max(1, round(math.sqrt(len(set(blocks))))))
 
 
-def each_block(blocks: Sequence[int]) -> Plan:
-    """Makes each block of several steps a segment: what timm and torchvision users get."""
-    return Plan([_segment(group) for group in _grouped(blocks)])
+def each_block(blocks: Sequence[int], whole: Container[int] = ()) -> Plan:
+    """Makes each block of several steps a segment: what timm and torchvision users get.
+
+    A block of a single step is one where that step is among those that call a `whole` module.
+    """
+    return Plan([group if group[0] in whole else _segment(group) for group in _grouped(blocks)])
 
 
 def cheap(costs: StepCosts) -> Plan:
@@ -72,9 +75,11 @@ def one_by_one(costs: StepCosts, steps: int) -> list[Plan]:
     return plans
 
 
-FROM_BLOCKS: dict[str, Callable[[Sequence[int]], Plan]] = {"sqrt": sqrt, "blocks": each_block}
+# which takes the steps that are whole, too
+BLOCKS = "blocks"
+FROM_BLOCKS: dict[str, Callable[[Sequence[int]], Plan]] = {"sqrt": sqrt}
 FROM_COSTS: dict[str, Callable[[StepCosts], Plan]] = {"cheap": cheap}
-NAMES = (*FROM_BLOCKS, *FROM_COSTS)
+NAMES = (*FROM_BLOCKS, BLOCKS, *FROM_COSTS)
 
 
 def check_name(name: str) -> None:

@@ -4,6 +4,7 @@ Watching costs as much memory as the baseline's activations, so it is no part of
 pair that was found to differ trains once more, up to the step of training in question.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -47,7 +48,7 @@ class Watch:
         ]
         if self.runner is None:
             return fold(steps, inputs)
-        outline = Outline(tuple(steps), outline.blocks)
+        outline = dataclasses.replace(outline, steps=tuple(steps))
         return self.runner(chain, outline, inputs)  # type: ignore[arg-type]
 
     def place(self, other: "Watch") -> Place | None:
