@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +20,7 @@ from zoo.measure.lives import Life, Record, settle
 from zoo.measure.memory import measure_step, trace
 from zoo.measure.places import block_of
 from zoo.measure.timeline import Allocation, Mark, Timeline
+from zoo.measure.tracker import Recorder
 
 KIB = 1024
 
@@ -392,3 +394,19 @@ def test_a_timeline_is_written_and_drawn(tmp_path):
 )  # fmt: skip
 def test_a_block_is_named_by_the_path(path, block):
     assert block_of(path) == block
+
+
+def test_to_ask_a_fake_tensor_where_it_is_is_no_operation(monkeypatch):
+    begin, operations = Recorder._begin_operation, []
+
+    def counted(recorder, frame):
+        operations.append(frame)
+        return begin(recorder, frame)
+
+    monkeypatch.setattr(Recorder, "_begin_operation", counted)
+    with FakeTensorMode(), zoo.track(nn.Linear(1, 1)):
+        x = torch.ones(3)
+        assert len(operations) == 1
+        # what torch's own code in C++ asks, at least once for each tensor of a backward
+        assert torch.ops.prim.device.default(x) == torch.device("cpu")
+        assert len(operations) == 1

@@ -32,6 +32,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -48,6 +49,7 @@ from zoo.measure.timeline import Timeline
 _UNSHAPED = torch.empty(0, device="meta")
 _FSDP = "torch.distributed.fsdp."
 _LIFT = torch.ops.aten.lift_fresh.default
+_DEVICE = torch.ops.prim.device.default
 
 
 class Tracker(ContextDecorator):
@@ -167,6 +169,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and notes the storages that are new in its result."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most of what is asked of fake tensors, and no operation
         kwargs = kwargs or {}
         given = list(_tensors((*args, *kwargs.values())))
         if any(map(is_traceable_wrapper_subclass, given)):
