@@ -7,6 +7,10 @@ A model is a chain of steps, a plan says which are kept and which run again, the
 by a plan and changes nothing else. See README.md.
 """
 
+# before torch, which takes a second to import
+from zoo.cli import starting as _starting  # noqa: F401
+
+# isort: split
 from zoo.adapter.entry import plan_of
 from zoo.adapter.front import chain_of, checkpoint, uncheckpoint
 from zoo.ahead import frontier, plan

@@ -1,5 +1,6 @@
 """The command line as a whole: help, mistakes, Ctrl-C, exit codes."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -155,6 +156,16 @@ def test_every_command_has_a_mistake_here():
     assert {arguments[0] for arguments, _ in MISTAKES} >= set(COMMANDS)
 
 
+@contextlib.contextmanager
+def heard():
+    """Ctrl-C raises; a shell has its background jobs ignore it."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_ends_a_command_with_130_and_no_traceback(command, monkeypatch, name):
     def interrupted(arguments):
@@ -162,12 +173,8 @@ def test_ctrl_c_ends_a_command_with_130_and_no_traceback(command, monkeypatch, n
 
     module = importlib.import_module(f"zoo.cli.commands.{name.replace('-', '_')}")
     monkeypatch.setattr(module, "main", interrupted)
-    # a shell has its background jobs ignore it
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with heard():
         told = command(name)
-    finally:
-        signal.signal(signal.SIGINT, earlier)
     assert (told.code, told.out, told.err) == (130, "", f"zoo {name}: interrupted\n")
 
 
@@ -204,6 +211,42 @@ def test_python_runs_the_command():
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"zoo verify: there is no model 'resnet19'\. .*resnet18.*\n", done.stderr)
+
+
+# stands in the place of torch: Ctrl-C comes while a library that catches everything is imported
+INTERRUPTED = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except BaseException:
+    print("caught", flush=True)
+    raise SystemExit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        (["-m", "zoo", "list"], (130, "", "zoo: interrupted\n")),
+        (["{}/zoo", "list"], (130, "", "zoo: interrupted\n")),
+        (["{}/program.py", "zoo"], (0, "caught\n", "")),
+    ],
+)
+def test_ctrl_c_during_the_imports_ends_the_command_and_no_other_program(tmp_path, start, said):
+    (tmp_path / "torch.py").write_text(INTERRUPTED)
+    (tmp_path / "zoo").write_text("from zoo.cli.main import run")
+    (tmp_path / "program.py").write_text("import zoo")
+    root = Path(__file__).parents[2]
+    with heard():
+        done = subprocess.run(
+            [sys.executable, *(part.format(tmp_path) for part in start)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, root)))},
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stdout, done.stderr) == said
 
 
 def test_a_reader_who_has_read_enough_gets_no_traceback():

@@ -3,7 +3,7 @@
     0      done; where the command asks something, yes
     1      no: not exact, no plan keeps to the budget, a cell failed
     2      a wrong command, option, model or input, told in one sentence
-    130    interrupted by Ctrl-C
+    130    interrupted by Ctrl-C, also while torch is imported (`starting`)
 
 A command is imported when it is asked for, so that one that needs a library of an extra does not
 keep the others from running without.
@@ -19,6 +19,7 @@ import torch
 
 from zoo.cli.importing import in_a_line
 from zoo.cli.parser import Answer
+from zoo.cli.starting import raise_on_interrupt
 from zoo.errors import ArgumentError, BudgetError, RecomputeError, ZooError, nearest
 from zoo.version import __version__
 
@@ -48,6 +49,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def exit_code(program: str, command: Callable[[], Answer]) -> int:
     """Runs a command, prints its answer or what went wrong, and returns the exit code."""
     try:
+        raise_on_interrupt()
         answer = command()
         _print(answer.text)
     except SystemExit as end:  # argparse has printed the help
