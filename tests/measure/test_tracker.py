@@ -155,13 +155,26 @@ def test_what_a_second_run_makes_is_recomputed_whoever_runs_it(again):
     assert max(timeline.curves()["saved activations"]) <= (2 * 16 + 2) * KIB
 
 
-def test_a_backward_that_is_differentiated_is_no_second_run():
+@pytest.mark.parametrize("keep", [None, False])
+@pytest.mark.parametrize("again", [zoo.recompute, lambda function: function()])
+def test_a_backward_that_is_differentiated_is_no_second_run(again, keep):
     model = Squares(count=2)
     with zoo.track(model) as timeline:
-        total = model().sum()
-        (gradient,) = torch.autograd.grad(total, model.parameters(), create_graph=True)
-        gradient.sum().backward()
-    assert not max(timeline.curves()["recomputed"])
+        total = again(model).sum()
+        (gradient,) = torch.autograd.grad(
+            total, model.parameters(), create_graph=True, retain_graph=keep
+        )
+    phases = {a.phase for a in timeline.allocations if a.dtype} - {"before", "other"}
+    own = {"recompute"} if again is zoo.recompute else set()
+    assert phases == {"forward", "backward"} | own
+    assert gradient.requires_grad
+
+
+def test_a_second_run_is_one_though_its_graph_is_retained():
+    model = Squares(count=2)
+    with zoo.track(model) as timeline:
+        checkpoint(model, use_reentrant=False).sum().backward(retain_graph=True)
+    assert max(timeline.curves()["recomputed"])
 
 
 def test_the_phases_follow_each_other():

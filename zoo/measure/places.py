@@ -18,6 +18,7 @@ from zoo.chain import fold, step_name
 
 _CALL = nn.Module._wrapped_call_impl.__code__
 _FOLD = fold.__code__
+_BACKWARDS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ZOO = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # these files run models, they are none
@@ -79,6 +80,13 @@ class Places:
         if step and module:
             self.homes.setdefault(module, block)
         return Place(block, step, module, line)
+
+
+def is_differentiated(frame: FrameType | None) -> bool:
+    """Says whether the backward that a frame is in makes a graph of itself: `create_graph`."""
+    while frame is not None and frame.f_code not in _BACKWARDS:
+        frame = frame.f_back
+    return frame is not None and bool(_local(frame, "create_graph"))
 
 
 def block_of(path: str) -> str:

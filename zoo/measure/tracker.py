@@ -14,7 +14,7 @@ they were is settled at the end:
     temporaries             all others
 
 A second run shows by itself: gradients are on inside of a backward. Only a backward that is to be
-differentiated has them on, too; there the engine is asked.
+differentiated has them on, too, which stands where it was called; there the engine is asked.
 
 Sees no memory that kernels take inside of themselves; with `allocator=True` torch's profiler sees
 it (CPU), and the timeline then has every allocation, those without a tensor as "unseen". Under
@@ -23,6 +23,7 @@ it (CPU), and the timeline then has every allocation, those without a tensor as 
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack
@@ -42,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from zoo.errors import ArgumentError
 from zoo.measure.lives import BEFORE, Life, Record, settle
 from zoo.measure.memory import AllocatorEvents, storages_of, tensors_in
-from zoo.measure.places import NOWHERE, Place, Places
+from zoo.measure.places import NOWHERE, Place, Places, is_differentiated
 from zoo.measure.sharded import sharded_parts
 from zoo.measure.timeline import Timeline
 
@@ -126,6 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made_by: dict[int, Place] = {}
         self.phase, self.place = "", NOWHERE
         self.task = -1
+        self.thread = threading.get_ident()
         self.stepping = 0
         self.is_forward = True
 
@@ -252,7 +254,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         task = torch._C._current_graph_task_id()
         if self.task != task and -1 in (self.task, task):
             self._change_task(task)
-        if task != -1 and not self._is_second_run():
+        if task != -1 and not self._is_second_run(frame):
             place = self._place_of_node()
             self._set_phase("backward", place)
             return place
@@ -274,10 +276,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for end in list(self.alive.values()):
             end.life.saved |= end.life.phase in ("forward", "other")
 
-    def _is_second_run(self) -> bool:
+    def _is_second_run(self, frame: FrameType) -> bool:
         if not torch.is_grad_enabled():
             return False
-        return not torch._C._autograd._get_current_graph_task_keep_graph() or self.recomputing()
+        # the backward of a GPU is on a thread of its own, whose stack does not say who began it
+        own = threading.get_ident() == self.thread
+        caller = frame if own else sys._current_frames().get(self.thread)
+        return self.recomputing() or not is_differentiated(caller)
 
     def _place_of_node(self) -> Place:
         node: Any = torch._C._current_autograd_node()
