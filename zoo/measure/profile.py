@@ -11,26 +11,23 @@ was: buffers, hooks, attributes, variables, random streams; see `engine.scratch`
 """
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from zoo.chain import HOOKS, Outline, State, Step
-from zoo.engine.scratch import on_scratch
+from zoo.chain import Outline, State, Step
 from zoo.errors import PlanError, ZooError
+from zoo.measure.alike import Names, identity
 from zoo.measure.devices import Device, device_named
 from zoo.measure.sharded import gathered
 from zoo.measure.step import Given, Kind, Kinds, StepRun, Strided, kind_of, renumber, run_step
 from zoo.measure.trial import Trial, run_trial
+from zoo.measure.untouched import scratch, untouched, without_autocast_cache
 from zoo.planner.costs import StepCosts
-
-PLAIN = int | float | str | bool | None | torch.dtype
-BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 
 
 def profile(
@@ -80,14 +77,14 @@ class Profile:
     def _follow(self) -> None:
         chain = self.chain
         with (
-            _untouched(chain, self.outline, self.inputs),
-            _without_autocast_cache(),
+            untouched(chain, self.outline, self.inputs),
+            without_autocast_cache(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             gathered(chain, mode),
         ):
             for module in chain.modules():
                 module._buffers = {
-                    name: _scratch(mode, value) for name, value in module._buffers.items()
+                    name: scratch(mode, value) for name, value in module._buffers.items()
                 }
             fakes = [value for value in chain.buffers() if isinstance(value, FakeTensor)]
             self._found.follow(self.outline, [*map(mode.from_tensor, chain.parameters()), *fakes])
@@ -113,8 +110,8 @@ class Profile:
         """Runs each kind of step for real, or by what is given, and returns a trial per step."""
         with (
             _measuring(self.chain),
-            _untouched(self.chain, self.outline, self.inputs),
-            _without_autocast_cache(),
+            untouched(self.chain, self.outline, self.inputs),
+            without_autocast_cache(),
         ):
             for module in self.chain.modules():
                 module._buffers = {
@@ -157,7 +154,7 @@ class _Profile:
         self.keys: list[Hashable] = []
         self.known: dict[Hashable, StepRun] = {}
         self.samples: dict[Hashable, Sample] = {}
-        self.shapes: dict[int, Hashable] = {}
+        self.alike = Names()
         given = [value for value in inputs if value is not None]
         self.device = given[0].device if given else torch.device("cpu")
 
@@ -220,7 +217,7 @@ class _Profile:
         Those that different steps share are there from the first of these that the backward comes
         to: before it begins, since what it adds is counted without them.
         """
-        last = {_identity(step): number for number, step in enumerate(outline.steps)}
+        last = {identity(step): number for number, step in enumerate(outline.steps)}
         own = [0] * len(runs)
         for number in last.values():
             own[number] = runs[number].parameter_gradients
@@ -237,7 +234,7 @@ class _Profile:
         storages: dict[int, int] = {}
         kinds = tuple(kind and renumber(kind, tensors, storages) for kind in self.state)
         sizes = tuple(self.sizes[number] for number in storages)
-        key = (self._step_key(step), kinds, sizes)
+        key = (self.alike.of_step(step), kinds, sizes)
         run = self._run(key, (step, kinds, sizes, ()))
         self.keys.append(key)
         numbers = [*storages, *range(len(self.sizes), len(self.sizes) + len(run.new_sizes))]
@@ -315,41 +312,6 @@ class _Profile:
         self.tensors = len(names)
         return tuple(kinds)
 
-    def _step_key(self, step: Any) -> Hashable:
-        """Names what a step does: steps of equal modules and equal methods do the same."""
-        if isinstance(step, functools.partial):
-            bound = (*step.args, *step.keywords.values())
-            if all(isinstance(value, PLAIN | nn.Module) for value in bound):
-                return (self._step_key(step.func), tuple(step.keywords), *map(self._bound, bound))
-        owner = step if isinstance(step, nn.Module) else getattr(step, "__self__", None)
-        if isinstance(owner, nn.Module):
-            return (getattr(step, "__func__", None), self._shape(owner))
-        return id(step)
-
-    def _bound(self, value: Any) -> Hashable:
-        return self._shape(value) if isinstance(value, nn.Module) else (type(value), value)
-
-    def _shape(self, module: nn.Module) -> Hashable:
-        """Describes a module: its type, settings, parameters and what is inside."""
-        if id(module) not in self.shapes:
-            self.shapes[id(module)] = (
-                type(module),
-                tuple((k, _setting(v)) for k, v in vars(module).items() if k not in BOOKKEEPING),
-                tuple(
-                    (k, v if v is None else (v.shape, v.dtype, v.device, v.requires_grad))
-                    for k, v in (*module._parameters.items(), *module._buffers.items())
-                ),
-                tuple((k, v and self._shape(v)) for k, v in module._modules.items()),
-            )
-        return self.shapes[id(module)]
-
-
-def _setting(value: Any) -> Hashable:
-    """Names an attribute of a module: what cannot be compared by value is only like itself."""
-    if isinstance(value, tuple):
-        return tuple(map(_setting, value))
-    return value if isinstance(value, PLAIN) else id(value)
-
 
 class _Seconds(NamedTuple):
     """Seconds of a step: of its forward, of that until its last tensor is saved, behind it."""
@@ -388,61 +350,9 @@ def _like(device: torch.device) -> str:
     return "cpu" if device.type in ("cpu", "meta") else "a100"
 
 
-def _identity(step: Any) -> Hashable:
-    """Names what a step is bound to: two of one name use the same parameters."""
-    if isinstance(step, functools.partial):
-        bound = (*step.args, *step.keywords.values())
-        return _identity(step.func), tuple(v if isinstance(v, PLAIN) else id(v) for v in bound)
-    owner = getattr(step, "__self__", None)
-    # a function written in C has an owner, its library, and no function
-    return (id(owner), getattr(step, "__func__", step)) if owner is not None else id(step)
-
-
 def _own(kind: Kind) -> Given:
     return Given(("own", kind.tensor), kind.bytes)
 
 
 def _bytes(held: Mapping[int, Given]) -> int:
     return sum({given.storage: given.bytes for given in held.values()}.values())
-
-
-def _scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:
-    """Stands in for a buffer; a counter stays a number, since some layers compute with it."""
-    if buffer is None:
-        return None
-    if buffer.ndim == 0 and buffer.device.type in ("cpu", "meta"):
-        with unset_fake_temporarily():
-            return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.clone()
-    return mode.from_tensor(buffer)
-
-
-@contextlib.contextmanager
-def _untouched(chain: nn.Module, outline: Outline, inputs: State) -> Iterator[None]:
-    """Lets the steps run without hooks; afterwards all that they reach is as it was."""
-    before = {module: dict(vars(module)) for module in chain.modules()}
-    hooks = {p: p._backward_hooks for p in chain.parameters() if p._backward_hooks}
-    try:
-        for module in before:
-            for name in HOOKS:
-                setattr(module, name, {})
-        for parameter in hooks:
-            parameter._backward_hooks = None
-        with on_scratch(outline.steps, inputs):
-            yield
-    finally:
-        for parameter, own in hooks.items():
-            parameter._backward_hooks = own
-        for module, attributes in before.items():
-            vars(module).clear()
-            vars(module).update(attributes)
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Keeps fake casts of real weights out of autocast's cache."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

@@ -1,0 +1,54 @@
+"""Runs the steps of a chain so that nothing of it shows afterwards: see also `engine.scratch`."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from zoo.chain import HOOKS, Outline, State
+from zoo.engine.scratch import on_scratch
+
+
+@contextlib.contextmanager
+def untouched(chain: nn.Module, outline: Outline, inputs: State) -> Iterator[None]:
+    """Lets the steps run without hooks; afterwards all that they reach is as it was."""
+    before = {module: dict(vars(module)) for module in chain.modules()}
+    hooks = {p: p._backward_hooks for p in chain.parameters() if p._backward_hooks}
+    try:
+        for module in before:
+            for name in HOOKS:
+                setattr(module, name, {})
+        for parameter in hooks:
+            parameter._backward_hooks = None
+        with on_scratch(outline.steps, inputs):
+            yield
+    finally:
+        for parameter, own in hooks.items():
+            parameter._backward_hooks = own
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+@contextlib.contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Keeps fake casts of real weights out of autocast's cache."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:
+    """Stands in for a buffer; a counter stays a number, since some layers compute with it."""
+    if buffer is None:
+        return None
+    if buffer.ndim == 0 and buffer.device.type in ("cpu", "meta"):
+        with unset_fake_temporarily():
+            return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.clone()
+    return mode.from_tensor(buffer)
