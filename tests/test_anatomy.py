@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zoo
+from tests.adapter.models import Net
 from tests.training import Residuals, assert_same, everything, images
 from zoo.errors import ArgumentError
 from zoo.measure.memory import trace
@@ -60,6 +61,21 @@ def test_the_planned_step_takes_less_and_both_are_shown():
     assert "baseline: Residuals on cpu: peak" in text
     assert "saved activations" in text
     assert json.loads(found.to_json())["plan"] == json.loads(json.dumps(found.plan))
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_plan_makes_each_tensor_in_the_line_of_the_model_that_says_so(device):
+    found = zoo.anatomy(Net(), images(8, size=16), checkpoint="sqrt", device=device)
+    written, planned = map(made, (found.baseline, found.planned))
+    assert {file.rpartition("/")[2] for _, file, _ in written} == {"models.py"}
+    assert {path for path, _, _ in written} >= {"stem", "blocks.0", "blocks.3.norm", "fc"}
+    assert planned == written
+
+
+def made(timeline):
+    """Of what was made in a forward, first or again: the module and the line."""
+    parts = [a for a in timeline.allocations if a.phase in ("forward", "recompute") and a.line]
+    return {(a.module, *a.line.split(":")) for a in parts}
 
 
 def test_a_plan_of_the_models_own_is_the_plan():

@@ -12,7 +12,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Union
+from typing import Any, NamedTuple, Protocol, Union
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,21 @@ Steps = Sequence[Union[Step, "Steps"]]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+class Source(NamedTuple):
+    """Where a call was written: the id of the module whose code that is, and "file:line"."""
+
+    module: int
+    line: str
+
+
 class Titled(functools.partial[Any]):
-    """A step that has a name of its own."""
+    """A step that has a name of its own.
+
+    One that repeats calls has the `sources` of these; its function counts them in `place`.
+    """
 
     title: str = ""
+    sources: tuple[Source, ...] = ()
 
 
 class Runner(Protocol):

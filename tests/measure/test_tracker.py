@@ -239,6 +239,18 @@ def test_steps_of_a_second_run_are_named_as_in_the_first():
     assert steps("sqrt") == steps(False)
 
 
+def test_what_runs_again_was_made_where_the_model_was_called_not_its_backward():
+    model = zoo.checkpoint(nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), "sqrt")
+    model(torch.ones(4, 8))  # decides
+    with zoo.track(model) as timeline:
+        total = model(torch.ones(4, 8)).sum()
+        total.backward()
+    made = [a for a in timeline.allocations if a.phase in ("forward", "recompute") and a.module]
+    assert {a.phase for a in made} == {"forward", "recompute"}
+    (line,) = {a.line for a in made}
+    assert line.startswith("tests/measure/test_tracker.py:")
+
+
 class Stop(BaseException):
     """Ends a step somewhere."""
 

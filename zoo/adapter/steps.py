@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from zoo.adapter.tape import Attribute, Call, Tape, Value, mapped, restored, tensors_of
-from zoo.chain import Outline, Step, Titled, has_parts
+from zoo.chain import Outline, Source, Step, Titled, has_parts
 from zoo.errors import RecomputeError
 
 
@@ -71,7 +71,8 @@ class Part:
         known: dict[int, Any] = dict(enumerate(given[self.modules :]))
         del given
         fill = functools.partial(_fill, known, modules)
-        for call, last, unused in zip(self.calls, self.last, self.unused, strict=True):
+        for place, (last, unused) in enumerate(zip(self.last, self.unused, strict=True)):
+            call = self.calls[place]
             args, kwargs = mapped(call.args, fill), mapped(call.kwargs, fill)
             for number in last:
                 del known[number]
@@ -105,6 +106,7 @@ class Steps:
             part = known.setdefault(key, part)
             step = Titled(part, *(self._handle(modules, h) for h in handles))
             step.title = " ".join(dict.fromkeys(map(_title, calls)))
+            step.sources = tuple(Source(id(modules[_path(call)]), call.line) for call in calls)
             steps.append(step)
             self.names.append(step.title)
             found.append(next(filter(None, blocks[start:stop]), ""))
@@ -237,6 +239,11 @@ def _title(call: Call) -> str:
     if call.module is not None:
         return call.module
     return ".".join((*call.within[-1:], _verb(call)))
+
+
+def _path(call: Call) -> str:
+    """Returns the path of the module that is called, or whose code calls a function."""
+    return call.module if call.module is not None else "".join(call.within[-1:])
 
 
 def _numbered(names: Sequence[str]) -> Iterator[int]:

@@ -37,6 +37,7 @@ class Call:
         grad: whether gradients were on.
         origins: for each result the number of the value that first had its storage.
         writes: such numbers of the storages that the call wrote in place.
+        line: "file:line" of the code that made the call, "" where it is none of the model's.
     """
 
     function: Callable[..., Any] | None
@@ -48,6 +49,7 @@ class Call:
     grad: bool
     origins: tuple[int, ...] = ()
     writes: frozenset[int] = frozenset()
+    line: str = field(default="", compare=False)
 
     def reads(self) -> Iterator[int]:
         """Yields the numbers of the values among the arguments."""

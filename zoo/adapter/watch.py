@@ -34,6 +34,7 @@ from zoo.adapter.tape import Attribute, Call, Tape, Value, flattened, leaves_of,
 from zoo.engine.notes import PLAIN, version_of
 from zoo.engine.snapshot import BOOKKEEPING, Snapshot
 from zoo.errors import ZooError
+from zoo.measure.places import model_line
 
 # torch's own that are written in Python over other modules, and worth to be cut
 COMPOSED = (
@@ -343,6 +344,7 @@ class Watch(TorchFunctionMode):
                 grad=torch.is_grad_enabled(),
                 origins=tuple(self.origins[number] for number in results),
                 writes=writes,
+                line=model_line(sys._getframe(), Watch.run.__code__),
             )
         )
 

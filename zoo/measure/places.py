@@ -5,16 +5,17 @@ second run stops early, and would be one more thing that the model has while it 
 nothing is attached: the calls that are under way stand on Python's stack.
 """
 
+import contextlib
 import functools
 import os
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from zoo.chain import fold, step_name
+from zoo.chain import Source, Titled, fold, step_name
 
 _CALL = nn.Module._wrapped_call_impl.__code__
 _FOLD = fold.__code__
@@ -23,8 +24,11 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ZOO = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # these files run models, they are none
 _RUNNERS = tuple(
-    _ZOO + name for name in ("adapter", "engine", "measure", "chain.py", "checkpointing.py")
+    _ZOO + name
+    for name in ("adapter", "engine", "measure", "chain.py", "checkpointing.py", "entry.py")
 )
+# zoo's own training loop, in which nobody would look for a tensor
+_LOOP = _ZOO + "tracking.py"
 
 
 class Place(NamedTuple):
@@ -37,6 +41,7 @@ class Place(NamedTuple):
 
 
 NOWHERE = Place()
+_UNWRITTEN = Source(0, "")
 
 
 class Places:
@@ -46,14 +51,15 @@ class Places:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.homes: dict[str, str] = {}
+        self.lines: dict[tuple[str, str], str] = {}
         self.inside = False
 
     def here(self, frame: FrameType | None) -> Place:
         """Describes the place of a frame, and sets `inside` where it lies in the model."""
-        module = line = None
+        module = line = below = None
         step = ""
         self.inside = False
-        while frame is not None:
+        while frame is not None and (line is None or not (step or module == "")):
             code = frame.f_code
             if code is _CALL:
                 path = self.paths.get(id(_local(frame, "self")))
@@ -61,25 +67,47 @@ class Places:
                     self.inside = True
                     module = path if module is None and not step else module
             elif code is _FOLD:
-                step = step or step_name(_local(frame, "step"), self.paths)
+                running = _local(frame, "step")
+                source = _source(running, below)
+                if module is None and not step:
+                    module = self.paths.get(source.module)
+                step = step or step_name(running, self.paths)
                 self.inside = True
-            elif line is None and not _is_hidden(code.co_filename):
-                line = f"{_shown(code.co_filename)}:{frame.f_lineno}"
-            if line is not None and (step or module == ""):
-                break
-            frame = frame.f_back
-        return self._place(step, module or "", line or "")
+                line = line or source.line or None
+            elif line is None:
+                line = self._line(frame, step, module or "")
+            below, frame = frame, frame.f_back
+        return self._place(step, module or "", line)
 
     def of_module(self, path: str, known: Place = NOWHERE) -> Place:
         """Describes the place of a module that is not running; `known` says more than its path."""
         block = self.homes.get(path) or block_of(path)
         return Place(block, known.step, path, known.line)
 
-    def _place(self, step: str, module: str, line: str) -> Place:
+    def _line(self, frame: FrameType, step: str, module: str) -> str | None:
+        if frame.f_code in _BACKWARDS:
+            # there the loss is, and not what runs again
+            return self.lines.get((step, module), "")
+        return _line_at(frame)
+
+    def _place(self, step: str, module: str, line: str | None) -> Place:
+        if line is None:
+            # a backward on a thread of its own, whose stack begins there
+            line = self.lines.get((step, module), "")
+        elif step or module:
+            self.lines.setdefault((step, module), line)
         block = block_of(step or module)
         if step and module:
             self.homes.setdefault(module, block)
         return Place(block, step, module, line)
+
+
+def model_line(frame: FrameType | None, end: CodeType) -> str:
+    """Returns "file:line" of the model's code that a frame is called from; "" where `end` comes."""
+    line = None
+    while frame is not None and frame.f_code is not end and line is None:
+        line, frame = _line_at(frame), frame.f_back
+    return line or ""
 
 
 def is_differentiated(frame: FrameType | None) -> bool:
@@ -107,9 +135,25 @@ def _local(frame: FrameType, name: str) -> Any:
     return value
 
 
+def _line_at(frame: FrameType) -> str | None:
+    """Returns "file:line" of a frame, None for a runner's, "" for that of the loop around them."""
+    filename = frame.f_code.co_filename
+    if filename == _LOOP:
+        return ""
+    return None if _is_hidden(filename) else f"{_shown(filename)}:{frame.f_lineno}"
+
+
+def _source(step: Any, frame: FrameType | None) -> Source:
+    """Returns where the call was written that a step repeats now, in a frame of its function."""
+    if frame is None or not isinstance(step, Titled) or not step.sources:
+        return _UNWRITTEN
+    source: Source = step.sources[_local(frame, "place")]
+    return source
+
+
 @functools.cache
 def _is_hidden(filename: str) -> bool:
-    return filename.startswith((_TORCH, *_RUNNERS, "<"))
+    return filename.startswith((_TORCH, *_RUNNERS, contextlib.__file__, "<"))
 
 
 @functools.cache
