@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from zoo.measure.memory import trace
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
 MIB = 1024**2
+PHASES = {"before", "forward", "recompute", "backward", "optimizer", "other"}
 
 
 def texts(*shape):
@@ -76,6 +78,20 @@ def made(timeline):
     """Of what was made in a forward, first or again: the module and the line."""
     parts = [a for a in timeline.allocations if a.phase in ("forward", "recompute") and a.line]
     return {(a.module, *a.line.split(":")) for a in parts}
+
+
+@pytest.mark.parametrize("build", [Net, Residuals])
+def test_both_tables_and_both_columns_name_a_block_alike(build):
+    found = zoo.anatomy(build(), images(8, size=16), checkpoint="sqrt", device="meta")
+    _, blocks, *largest = (rows(part) for part in found.table(holders=30).split("\n\n")[1:])
+    assert {row[4] for part in largest for row in part} <= {row[0] for row in blocks}
+    one, other = (part.blocks().keys() - PHASES for part in (found.baseline, found.planned))
+    assert one == other
+    assert len(one) > 5
+
+
+def rows(part):
+    return [re.split("  +", line) for line in part.splitlines() if "  " in line][1:]
 
 
 def test_a_plan_of_the_models_own_is_the_plan():

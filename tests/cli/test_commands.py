@@ -201,6 +201,7 @@ def test_anatomy_says_what_zoo_anatomy_says(command, numbers):
         assert found[name]["categories"] == timeline.by("category")
         assert found[name]["peak"] == timeline.peak == sum(found[name]["categories"].values())
         assert found[name]["activation_peak"] == timeline.activation_peak
+        assert found[name]["blocks"].keys() <= timeline.blocks().keys()
         assert [one["bytes"] for one in found[name]["holders"]] == [
             one.bytes for one in timeline.holders()
         ]

@@ -66,7 +66,7 @@ class Record:
     def around(self, moment: int) -> tuple[str, Place]:
         """Returns the phase and place at a moment."""
         index = bisect.bisect(self.trail, moment, key=lambda entry: entry[0])
-        return self.trail[index - 1][1:] if index else ("", NOWHERE)
+        return self.trail[index - 1][1:] if index else ("other", NOWHERE)
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class Places:
     def here(self, frame: FrameType | None) -> Place:
         """Describes the place of a frame, and sets `inside` where it lies in the model."""
         module = line = below = None
-        step = ""
+        step, is_cut = "", False
         self.inside = False
         while frame is not None and (line is None or not (step or module == "")):
             code = frame.f_code
@@ -69,20 +69,25 @@ class Places:
             elif code is _FOLD:
                 running = _local(frame, "step")
                 source = _source(running, below)
-                if module is None and not step:
-                    module = self.paths.get(source.module)
-                step = step or step_name(running, self.paths)
                 self.inside = True
+                if not step:
+                    step, is_cut = step_name(running, self.paths), source is not _UNWRITTEN
+                    module = self.paths.get(source.module) if module is None else module
                 line = line or source.line or None
             elif line is None:
                 line = self._line(frame, step, module or "")
             below, frame = frame, frame.f_back
-        return self._place(step, module or "", line)
+        # steps that were cut out of a model are in the blocks of its modules, as without a plan
+        home = module if is_cut and module is not None else step or module
+        return self._place(step, module or "", line, "" if home is None else self._block(home))
 
     def of_module(self, path: str, known: Place = NOWHERE) -> Place:
         """Describes the place of a module that is not running; `known` says more than its path."""
-        block = self.homes.get(path) or block_of(path)
+        block = self.homes.get(path) or self._block(path)
         return Place(block, known.step, path, known.line)
+
+    def _block(self, path: str) -> str:
+        return block_of(path) or type(self.model).__name__
 
     def _line(self, frame: FrameType, step: str, module: str) -> str | None:
         if frame.f_code in _BACKWARDS:
@@ -90,13 +95,12 @@ class Places:
             return self.lines.get((step, module), "")
         return _line_at(frame)
 
-    def _place(self, step: str, module: str, line: str | None) -> Place:
+    def _place(self, step: str, module: str, line: str | None, block: str) -> Place:
         if line is None:
             # a backward on a thread of its own, whose stack begins there
             line = self.lines.get((step, module), "")
         elif step or module:
             self.lines.setdefault((step, module), line)
-        block = block_of(step or module)
         if step and module:
             self.homes.setdefault(module, block)
         return Place(block, step, module, line)

@@ -50,7 +50,8 @@ class Allocation:
         end: the point at which it is gone; None where it is there at the end.
         category: one of `CATEGORIES`.
         phase: what the program was doing when it was made; "before" the step for what was there.
-        block: the block of the model that made it, or that a parameter belongs to; "" for none.
+        block: the block of the model that made it, or that a parameter belongs to: the path of its
+            module, a step of a chain's own, the model's class for code in no block; "" for none.
         step: the step of the chain, module: the path of the module, likewise.
         line: "file:line" of the program, outside torch; in the backward that of the forward.
         shape, dtype: those of the first tensor that was seen in it.
@@ -73,6 +74,11 @@ class Allocation:
     def is_there(self, point: int) -> bool:
         """Says whether it is allocated at a point."""
         return self.start <= point and (self.end is None or point < self.end)
+
+    @property
+    def home(self) -> str:
+        """The block, or what the program was doing outside of the model."""
+        return self.block or self.phase
 
     @property
     def place(self) -> str:
@@ -169,10 +175,10 @@ class Timeline:
 
     def blocks(self, *, resident: bool = False) -> dict[str, int]:
         """Returns the bytes of activations, or of all else, of each block at the peak."""
-        found = dict.fromkeys((a.block or a.phase for a in self.allocations), 0)
+        found = dict.fromkeys((a.home for a in self.allocations), 0)
         for a in self.at():
             if (a.category in RESIDENT) is resident:
-                found[a.block or a.phase] += a.bytes
+                found[a.home] += a.bytes
         return found
 
     def table(self, holders: int = 10) -> str:
@@ -281,10 +287,11 @@ class Timeline:
         return [("block, at the peak", "parameters and other residents", "activations"), *rows]
 
     def _by_tensor(self, count: int) -> Rows:
-        rows: Rows = [("largest at the peak", "", "shape", "made in", "", "")]
+        rows: Rows = [("largest at the peak", "", "shape", "made in", "block", "", "")]
         for a in self.holders(count):
             kind = f"{a.shape} {a.dtype}" if a.dtype else ""
-            rows.append((format_bytes(a.bytes), a.category, kind, a.phase, a.place, a.line))
+            place = a.place if a.place != a.home else ""
+            rows.append((format_bytes(a.bytes), a.category, kind, a.phase, a.home, place, a.line))
         return rows
 
 

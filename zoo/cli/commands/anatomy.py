@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -74,7 +75,7 @@ def _at_peak(timeline: Timeline, holders: int) -> dict[str, Any]:
         "activation_peak": timeline.activation_peak,
         "unseen": timeline.unseen,
         "categories": timeline.by("category"),
-        "blocks": timeline.by("block"),
+        "blocks": Counter(timeline.blocks(resident=True)) + Counter(timeline.blocks()),
         "holders": [asdict(holder) for holder in timeline.holders(holders)],
     }
 
