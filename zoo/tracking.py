@@ -55,7 +55,10 @@ def track(
             first step, and then likewise.
         inputs: tensors in any nesting that are there before, also where the block never reads them.
         allocator: on the CPU, also record the allocator's own events with torch's profiler, so that
-            the timeline has what tensors do not show. Not inside of another profiler.
+            the timeline has what tensors do not show. Not inside of another profiler. torch may
+            say on stderr that a "memory block of unknown size was allocated before": it was freed
+            in the block, and the timeline has it all the same. `TORCH_CPP_LOG_LEVEL=ERROR`, set
+            before torch is imported, stops that and all else that torch's C++ warns of on stderr.
 
     Raises:
         ArgumentError: no module, or allocator=True for a model that is not on the CPU.

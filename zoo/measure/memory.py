@@ -212,6 +212,10 @@ class AllocatorEvents:
 
     The clock is that of `time.time_ns`. `events` is empty until the block ends.
 
+    torch logs the first and then every thousandth free of a block that it did not see begin, a
+    "memory block of unknown size". C++ writes that line to stderr, and it is no Python warning; the
+    level of all such lines, TORCH_CPP_LOG_LEVEL, is read once, when torch is imported.
+
     Raises:
         ArgumentError: at the beginning of a block inside of another or of a profiler.
     """
