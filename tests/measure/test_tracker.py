@@ -435,3 +435,14 @@ def test_to_ask_a_fake_tensor_where_it_is_is_no_operation(monkeypatch):
         # what torch's own code in C++ asks, at least once for each tensor of a backward
         assert torch.ops.prim.device.default(x) == torch.device("cpu")
         assert len(operations) == 1
+
+
+def test_the_step_that_decides_a_plan_takes_no_more_than_the_next() -> None:
+    model = zoo.checkpoint(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()),) * 8))
+    inputs, peaks = torch.rand(512, 64), []
+    for _ in range(2):
+        with zoo.track(model) as timeline:
+            model(inputs).sum().backward()
+        model.zero_grad()
+        peaks.append(timeline.peak)
+    assert peaks[0] == peaks[1], "the fake tensors of planning count as memory"
