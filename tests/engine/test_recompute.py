@@ -51,6 +51,18 @@ def test_nested_calls_are_exact() -> None:
     assert_same(train(model, lambda: [images()], forward=lambda x: recompute(twice, x)), expected)
 
 
+def test_arguments_that_are_one_tensor_are_one_in_the_second_run() -> None:
+    def trained(call: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        # projects once where query, key and value are one tensor, thrice where they are not
+        attention = nn.MultiheadAttention(8, 2, dropout=0.1)
+        x = torch.rand(5, 2, 8).requires_grad_()
+        call(attention, x, x, x)[0].sum().backward()
+        return everything(attention) | {"gradient of x": x.grad}
+
+    assert_same(trained(recompute), trained(lambda function, *args: function(*args)))
+
+
 def test_keywords_lists_and_other_values_reach_the_function() -> None:
     def function(parts: list[Tensor], *, scale: dict[str, Tensor], power: int) -> dict[str, Any]:
         return {"y": (parts[0] * parts[1] * scale["s"]).exp() ** power, "n": power, "none": None}

@@ -487,7 +487,9 @@ class _Inputs:
     __slots__ = ("flags", "values", "versions", "written")
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        self.values = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
+        # one tensor given twice stays one: attention asks whether `query is key`
+        cut = {id(value): value.detach() for value in inputs if isinstance(value, Tensor)}
+        self.values = [cut.get(id(value), value) for value in inputs]
         self.flags = [isinstance(value, Tensor) and value.requires_grad for value in inputs]
         self.versions = [_version(value) for value in inputs]
         self.written: list[int] = []
@@ -518,7 +520,11 @@ class _Inputs:
                     f"after the forward (version {version}, now {_version(value)}), so the second "
                     "run cannot repeat the first. Change a copy instead."
                 )
-        return [self._again(number) for number in range(len(self.values))]
+        made: dict[int, Any] = {}
+        for number, value in enumerate(self.values):
+            if id(value) not in made:
+                made[id(value)] = self._again(number)
+        return [made[id(value)] for value in self.values]
 
     def _again(self, number: int) -> Any:
         value = self.values[number]
