@@ -94,6 +94,12 @@ def test_a_plan_of_steps_that_were_found_is_exact() -> None:
     check(Net(), pictures, zoo.Plan([0, tuple(range(1, 9)), tuple(range(9, steps))]))
 
 
+def test_inputs_that_another_model_made_warn_of_nothing() -> None:
+    # as in a GAN's step of the generator; torch warns of the `.grad` of what is no leaf
+    made = images() * torch.ones((), requires_grad=True)
+    first(zoo.checkpoint(Net()))(made).sum().backward()
+
+
 def test_less_memory_is_taken() -> None:
     def peak(model: nn.Module) -> int:
         inputs = torch.rand(4, 4, 32, 32)

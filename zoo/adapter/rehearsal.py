@@ -106,7 +106,7 @@ class Rehearsal:
             known: dict[int, Tensor] = {}
             for leaf in self.leaves:
                 if isinstance(leaf, Tensor) and id(leaf) not in known:
-                    fake = _fake(mode, leaf.detach())
+                    fake = _fake(mode, leaf)
                     known[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
             values = [known[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
             yield values, list(known.values())
@@ -198,7 +198,10 @@ def _scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:
 def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """Returns a fake tensor of the same kind, also of one that is fake already."""
     if not isinstance(tensor, FakeTensor):
-        return mode.from_tensor(tensor, static_shapes=True)
+        with unset_fake_temporarily():
+            # else torch warns of the `.grad` of what is no leaf: what a generator made
+            plain = tensor.detach()
+        return mode.from_tensor(plain, static_shapes=True)
     with mode:
         return torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
