@@ -55,6 +55,38 @@ def test_what_a_first_call_settles_is_named_and_may_be_set_before() -> None:
     assert zoo.plan(model, images(), max_overhead=1.0).plan
 
 
+class Capturing(Net):
+    """Needs what a hook on a block sees, as Segformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def capture(self) -> None:
+        self.blocks[0].register_forward_hook(lambda *call: self.seen.append(call[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.seen.pop().mean()
+
+
+class Starting(Capturing):
+    """Puts up the hook itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.blocks[0]._forward_hooks:
+            self.capture()
+        return super().forward(x)
+
+
+def test_hooks_that_a_forward_needs_are_named_and_inputs_not_blamed() -> None:
+    with pytest.raises(zoo.ArgumentError, match="its code registers hooks on modules"):
+        zoo.plan(Starting(), images(), max_overhead=1.0)
+    model = Capturing()
+    model.capture()
+    with pytest.raises(zoo.ArgumentError, match=r"cannot be planned for.* without the hooks"):
+        zoo.plan(model, images(), max_overhead=1.0)
+
+
 def test_a_budget_needs_a_tape() -> None:
     model = Reader()
     with pytest.raises(zoo.ArgumentError, match="cannot be followed"):

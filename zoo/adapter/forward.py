@@ -24,6 +24,7 @@ from zoo.adapter.following import Arguments, Followed, Following, refuse_global_
 from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.switches import check_switches
 from zoo.adapter.watch import Opaque, line_of
+from zoo.chain import is_hooked
 from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
 from zoo.engine.recompute import _is_transformed, recompute
 from zoo.errors import ArgumentError
@@ -216,6 +217,8 @@ def way_out(module: nn.Module, reason: str) -> str:
     """Returns a sentence, with a space before it, on what to do where a forward is not followed."""
     if reason.startswith("changes "):
         return " Set that before, or call the model once without checkpointing."
+    if reason.startswith(RAISES) and any(map(is_hooked, module.modules())):
+        return " It was watched without the hooks that are on its modules."
     if getattr(getattr(module, "config", None), "use_cache", False) is True:
         return " A cache is for generation: set model.config.use_cache = False."
     return ""
@@ -238,8 +241,12 @@ def _is_of_fakes(error: BaseException) -> bool:
 
 
 def not_taken(module: nn.Module, opaque: Opaque) -> str | None:
-    """Returns a sentence on inputs that a forward raises on; None where they are not to blame."""
-    if opaque.raised is None or _is_of_fakes(opaque.raised):
+    """Returns a sentence on inputs that a forward raises on; None where they are not to blame.
+
+    Nor are they where the forward may need the hooks of its modules, which a watch takes off.
+    """
+    hooked = any(map(is_hooked, module.modules()))
+    if hooked or opaque.raised is None or _is_of_fakes(opaque.raised):
         return None
     return f"{type(module).__name__} does not take these inputs: {line_of(opaque.raised)}"
 

@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.surroundings import Surroundings
 from zoo.adapter.tape import Tape
 from zoo.adapter.watch import Opaque, Watch, is_constant
-from zoo.chain import HOOKS
+from zoo.chain import HOOKS, is_hooked
 from zoo.measure.sharded import gathered, is_shard, is_spread, sharded_parts
 
 # here other processes would wait for this one, or it for them
@@ -68,6 +69,9 @@ class Rehearsal:
             with _Work() as log:
                 tape = watch.run(self.forward, args, kwargs)
             self.work = log.work
+            if any(map(is_hooked, self.model.modules())):
+                # none were there; a replay would not put them up
+                raise Opaque("", "registers hooks on modules")
         if changed:
             raise Opaque("", f"changes {changed[0]}")
         return tape
@@ -168,7 +172,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)
     try:
         for module in before:
-            vars(module).update({name: {} for name in HOOKS})
+            vars(module).update({name: OrderedDict() for name in HOOKS})
             if isinstance(vars(module).get(NAME), Instead):
                 # a plan for a part is no part of what the whole does
                 vars(module)[NAME] = vars(module)[NAME].original
