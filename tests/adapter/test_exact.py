@@ -73,6 +73,29 @@ def test_a_forward_that_cannot_be_followed_is_exact_by_blocks(option: Any) -> No
     assert len(model.forward.segments) == 4
 
 
+class Rows(nn.Module):
+    """Its blocks are Sequentials in a list, and it keeps what they returned on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.3))
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.means = []
+        for row in self.rows:
+            x = x + row(x)
+            self.means.append(x.mean())
+        return x * sum(self.means)
+
+
+def test_sequentials_in_a_row_are_blocks_where_there_are_no_others() -> None:
+    check(Rows(), pictures, True)
+    assert zoo.chain_of(Rows(), images()).segments == ("rows.0", "rows.1", "rows.2")
+
+
 @pytest.mark.parametrize("rate", [0.5, 1.0, 1e-9])
 def test_a_branch_that_a_draw_decides_is_exact_by_blocks(rate: float) -> None:
     found = zoo.chain_of(Skipper(rate), images())

@@ -6,7 +6,8 @@
 
 A block is a module with children and a forward of its own, of a class that occurs at least twice,
 and that holds no row of such modules itself: a stage gives way to what it repeats. A model without
-any falls into its children. What is called between two blocks belongs to the first of them.
+any falls into its children; where it cannot be followed, into the Sequentials that stand in a row.
+What is called between two blocks belongs to the first of them.
 """
 
 import fnmatch
@@ -25,6 +26,11 @@ def block_paths(model: nn.Module) -> tuple[str, ...]:
     """Returns the paths of the blocks of a model, none inside another."""
     counts = Counter(type(module) for module in model.modules() if _is_unit(module))
     return tuple(_found(model, "", counts))
+
+
+def row_paths(model: nn.Module) -> tuple[str, ...]:
+    """Returns the paths of Sequentials that stand in a row of such, none inside another."""
+    return tuple(_in_rows(model, ""))
 
 
 def parts_of(model: nn.Module) -> tuple[str, ...]:
@@ -96,6 +102,17 @@ def _found(module: nn.Module, path: str, counts: Counter[type]) -> Iterator[str]
             yield inner
         else:
             yield from _found(child, inner, counts)
+
+
+def _in_rows(module: nn.Module, path: str) -> Iterator[str]:
+    alike = [isinstance(child, nn.Sequential) for child in module.children()]
+    is_row = isinstance(module, ROWS) and sum(alike) > 1
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        if is_row and isinstance(child, nn.Sequential):
+            yield inner
+        else:
+            yield from _in_rows(child, inner)
 
 
 def _is_unit(module: nn.Module) -> bool:

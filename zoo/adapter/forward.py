@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from zoo.adapter.blocks import block_paths, matching_paths
+from zoo.adapter.blocks import block_paths, matching_paths, row_paths
 from zoo.adapter.following import Arguments, Followed, Following, refuse_global_hooks
 from zoo.adapter.instead import NAME, Instead
 from zoo.adapter.switches import check_switches
@@ -173,7 +173,7 @@ class Planned(Instead):
                 f"does not.{way_out(module, reason)}"
             )
         if self.option.steps is None:
-            paths = block_paths(module)
+            paths = block_paths(module) or row_paths(module)
         else:
             paths = matching_paths(module, self.option.steps)
         if not paths:
