@@ -201,6 +201,14 @@ def test_gradients_from_before_are_there_from_the_start():
     assert timeline.curves()["gradients"][-1] == 16 * KIB
 
 
+def test_gradients_that_go_right_after_the_backward_were_gradients():
+    model = Squares()
+    with zoo.track(model) as timeline:
+        model().sum().backward()
+        model.zero_grad()
+    assert max(timeline.curves()["gradients"]) == 16 * KIB
+
+
 def test_an_optimizer_that_was_not_named_is_met_in_its_step():
     training = Training(Squares())
     with zoo.track(training.model) as timeline:

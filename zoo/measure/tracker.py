@@ -278,6 +278,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if task == -1:
             self.look_around()
             return
+        # at its end, since the program may drop the gradients before the next operation
+        torch.autograd.Variable._execution_engine.queue_callback(self.look_around)
         for end in list(self.alive.values()):
             end.life.saved |= end.life.phase in ("forward", "other")
 
