@@ -423,6 +423,8 @@ def test_every_training_takes_every_step() -> None:
         ({"inputs": 1}, r"inputs are a tensor, a tuple.*got int"),
         ({"inputs": lambda step: None}, r"inputs are a tensor, a tuple.*got NoneType"),
         ({"model": with_meta_buffer()}, r"on the meta device, which has no bits"),
+        ({"inputs": images().to("meta")}, r"inputs are on the meta device"),
+        ({"optimizer": torch.optim.SGD([images()])}, r"makes an optimizer.*; got SGD"),
         ({"steps": 0}, r"steps of at least 1; got 0"),
         ({"steps": True}, r"steps of at least 1; got True"),
         ({"checkpoint": "sqr"}, r"is no scheme.*sqrt"),

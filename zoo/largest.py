@@ -172,8 +172,8 @@ def _check(model: Any, memory_budget: Any, multiple_of: Any) -> None:
         raise ArgumentError(f"a largest size needs a torch.nn.Module; got {type(model).__name__}")
     if isinstance(memory_budget, float):
         raise ArgumentError(
-            f"memory_budget={memory_budget} is a fraction of what keeping everything takes, which "
-            "grows with the size; give bytes, '8GiB' or 'device'"
+            f"memory_budget={memory_budget}, a float, is a fraction of what keeping everything "
+            "takes, which grows with the size; give an int of bytes, '8GiB' or 'device'"
         )
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
         raise ArgumentError(f"multiple_of={multiple_of!r} is no number from 1")

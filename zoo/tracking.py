@@ -25,7 +25,7 @@ from zoo.entry import Invocation, Loss, explained, own_loss
 from zoo.errors import ArgumentError
 from zoo.measure.fakes import FakeKernels
 from zoo.measure.memory import tensors_in
-from zoo.measure.optimizer import MakeOptimizer
+from zoo.measure.optimizer import MakeOptimizer, check_maker
 from zoo.measure.timeline import Timeline
 from zoo.measure.tracker import Tracker
 from zoo.plan import Plan
@@ -177,7 +177,10 @@ class TrainingStep:
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return self.optimizer(trained) if self.optimizer is not None and trained else None
+        if self.optimizer is None or not trained:
+            return None
+        check_maker(self.optimizer)
+        return self.optimizer(trained)
 
     def _put_in_force(self, model: nn.Module, plan: Plan | str | None) -> None:
         put_in_force(model, False if plan is None else plan, steps=named_steps(self.model))
@@ -193,6 +196,11 @@ class TrainingStep:
             # as in a training loop, these names outlive the backward
             outputs = inputs.on(model)
             loss = self._explained_loss(outputs)
+            if not loss.requires_grad:
+                raise ArgumentError(
+                    f"nothing in this {type(model).__name__} requires a gradient, so that it has "
+                    "no training step; unfreeze a parameter"
+                )
             loss.backward()  # type: ignore[no-untyped-call]
             if optimizer is not None:
                 optimizer.step()

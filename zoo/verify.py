@@ -36,7 +36,7 @@ from zoo.engine.sample import without_samples
 from zoo.entry import Invocation, Loss
 from zoo.errors import ArgumentError
 from zoo.measure.memory import tensors_in
-from zoo.measure.optimizer import MakeOptimizer
+from zoo.measure.optimizer import MakeOptimizer, check_maker
 from zoo.plan import Plan
 from zoo.plan_report import PlanReport
 from zoo.verification.records import (
@@ -83,6 +83,7 @@ def verify(
         RecomputeError: the engine itself refuses to train this model.
     """
     _check_arguments(model, steps)
+    check_maker(optimizer or _momentum)
     runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
     streams = read_streams()
     try:
@@ -139,7 +140,12 @@ def _check_arguments(model: Any, steps: Any) -> None:
 
 
 def _batch(inputs: Any, step: int) -> Invocation:
-    return Invocation.of(inputs(step) if callable(inputs) else inputs)
+    batch = Invocation.of(inputs(step) if callable(inputs) else inputs)
+    if any(tensor.is_meta for tensor in batch.tensors):
+        raise ArgumentError(
+            "these inputs are on the meta device, which has no bits to compare; pass real ones"
+        )
+    return batch
 
 
 def _checked(loss: Any) -> Tensor:

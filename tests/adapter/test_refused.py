@@ -122,6 +122,8 @@ def test_a_wrong_call_raises_what_it_raises_without() -> None:
 def test_what_is_no_module_is_refused(value: Any) -> None:
     with pytest.raises(zoo.ArgumentError, match=r"needs a torch\.nn\.Module"):
         zoo.checkpoint(value)
+    with pytest.raises(zoo.ArgumentError, match=r"in a torch\.nn\.Module"):
+        zoo.chain_of(value, images())
 
 
 def test_hooks_for_all_modules_are_refused() -> None:
@@ -139,3 +141,4 @@ def test_names_of_steps_must_be_there() -> None:
         zoo.chain_of(Net(), images(), steps=["block.*"])
     found = zoo.chain_of(Net(), images(), steps=["blocks.*"])
     assert len(set(found.blocks)) == 6
+    assert zoo.chain_of(Net(), images(), steps="blocks.*") == found

@@ -70,7 +70,7 @@ def checkpoint(
         return model
     if isinstance(checkpoint, list):
         checkpoint = tuple(checkpoint)
-    names = None if steps is None else tuple(steps)
+    names = _names(steps)
     planned = Planned(model, Option(checkpoint, memory_budget, max_overhead, names))
     planned.put()
     if inputs is not None:
@@ -133,8 +133,10 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
     if isinstance(model, Chain):
         outline, _ = called(model, Invocation.of(inputs))
         return Found(tuple(step_names(model, outline.steps)), outline.blocks)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"a chain is found in a torch.nn.Module; got {type(model).__name__}")
     check_switches(model)
-    names = None if steps is None else tuple(steps)
+    names = _names(steps)
     planned = Planned(model, Option("blocks", None, None, names))
     try:
         found = _follow(planned, inputs)
@@ -146,6 +148,11 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
         return Found((), (), segments, planned.reason)
     outline = found.steps.outline
     return Found(tuple(found.steps.names), outline.blocks)
+
+
+def _names(steps: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Returns names of modules; one that is given without a list is one name, not its letters."""
+    return (steps,) if isinstance(steps, str) else None if steps is None else tuple(steps)
 
 
 def _follow(planned: Planned, inputs: Any) -> Any:

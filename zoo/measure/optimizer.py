@@ -29,6 +29,15 @@ class OptimizerBytes:
     step: int = 0
 
 
+def check_maker(make: object) -> None:
+    """Raises ArgumentError unless `make` can be called: an optimizer itself cannot."""
+    if not callable(make):
+        raise ArgumentError(
+            "optimizer= makes an optimizer, such as torch.optim.AdamW or a function of the "
+            f"parameters; got {type(make).__name__ if hasattr(make, 'step') else repr(make)}"
+        )
+
+
 def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) -> OptimizerBytes:
     """Counts the bytes of the optimizer that `make` builds for these parameters; None is no state.
 
@@ -38,11 +47,7 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
     """
     if make is None:
         return OptimizerBytes()
-    if not callable(make):
-        raise ArgumentError(
-            f"optimizer= makes an optimizer, such as torch.optim.AdamW or a function of the "
-            f"parameters; got {make!r:.40}"
-        )
+    check_maker(make)
     with FakeTensorMode(allow_non_fake_inputs=True):
         # made anew: a fake of a parameter shares its version, which a graph may have noted
         fakes = [nn.Parameter(torch.empty_like(p)) for p in parameters if p.requires_grad]
