@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zoo
 from tests.adapter.models import Net, UNet
 from tests.training import assert_same, images, train
+from zoo.adapter import following
 
 LIMIT = 1.0
 SCALE = 1.0
@@ -85,6 +86,16 @@ def test_other_shapes_types_and_keywords_are_watched_anew() -> None:
     inputs = images(2, size=16), torch.ones(1)
     small, large = net(*inputs)["logits"], net(*inputs, scale=2.0)["logits"]
     torch.testing.assert_close(2 * small, large, rtol=0, atol=0)
+
+
+def test_of_too_many_kinds_the_one_that_was_used_longest_ago_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(following, "MOST_KINDS", 2)
+    model = zoo.checkpoint(Settings(), "cheap")
+    for count in (2, 3, 2, 5, 2):
+        model(torch.rand(count, 4, 6))
+    assert model.forward.following.times == 3
 
 
 def test_autocast_is_a_kind_of_its_own() -> None:

@@ -29,11 +29,12 @@ from zoo.checkpointing import PlannedRunner
 from zoo.engine.recompute import is_recomputing
 from zoo.errors import ArgumentError
 
-MOST_KINDS = 16
+# batches of text may have as many lengths; each takes some 20 KB a step of the chain
+MOST_KINDS = 64
 # what may turn out to be a leaf one after another
 MOST_TRIES = 200
 # so many watches are worth a word
-OFTEN = 32
+OFTEN = 96
 _log = logging.getLogger("zoo")
 
 
@@ -107,8 +108,10 @@ class Following:
             Opaque: the model's own code cannot be put on a tape.
             ArgumentError: a checkpointing switch of its own is on, or hooks for all modules are.
         """
-        for found in self.known:
+        for place, found in enumerate(self.known):
             if found.kind == given.kind and found.guard.holds():
+                # the one that was used longest ago is the first to go
+                self.known = [*self.known[:place], *self.known[place + 1 :], found]
                 self.latest = found
                 return found
         found = self._watched(model, forward, given, args, kwargs)
@@ -131,7 +134,7 @@ class Following:
         if self.times == OFTEN:
             _log.warning(
                 "%s was watched %d times: its inputs, or what its forward looks at, change all the "
-                "time, and each time costs more than a forward",
+                "time, and each time costs more than a forward. Pad inputs to fewer sizes",
                 kind,
                 self.times,
             )
