@@ -226,6 +226,14 @@ def test_the_variables_of_a_function_and_of_classes_that_it_names() -> None:
     assert {name for _, name in reach([function]).variables} == {"scale", "stream", "later"}
 
 
+def test_an_attribute_is_no_global_of_its_name() -> None:
+    def attribute(x: Any) -> Any:
+        return x.stream
+
+    assert not reach((attribute,)).variables
+    assert not reach((attribute,)).generators
+
+
 @pytest.mark.parametrize("none", [True, False])
 def test_empty_places_in_a_module(none: bool) -> None:
     """register_module and register_parameter take None."""

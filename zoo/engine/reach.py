@@ -37,6 +37,16 @@ CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 LIBRARIES = ("torch", "numpy", "einops", "builtins", "collections", "functools", "itertools")
 # what watches a second run must not be put back by it
 OURS = ("zoo.engine.", "zoo.verification.", "zoo.verify")
+OF_GLOBALS = frozenset(
+    (
+        "LOAD_GLOBAL",
+        "STORE_GLOBAL",
+        "DELETE_GLOBAL",
+        "LOAD_NAME",
+        "LOAD_FROM_DICT_OR_GLOBALS",  # from Python 3.12 on
+        "IMPORT_NAME",
+    )
+)
 # a function that names one of these, or has it as a string, may read what norms only write
 OF_NORMS = frozenset(
     (
@@ -282,7 +292,7 @@ class _Visit:
         variables = [Variable(*pair) for pair in zip(names, cells, strict=True)]
         variables += [
             Variable(name, function.__globals__)
-            for name in _globals(function.__code__)
+            for name in _looked_up(function.__code__)
             if name in function.__globals__
         ]
         variables += [Variable(name, vars(function)) for name in vars(function)]
@@ -348,6 +358,14 @@ def _globals(code: types.CodeType) -> frozenset[str]:
     """Returns the names that code looks up outside itself; attributes are among them."""
     inner = (_globals(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+@functools.cache
+def _looked_up(code: types.CodeType) -> frozenset[str]:
+    """Returns the names of globals in code: a `self.step` is not the `step` of a training loop."""
+    inner = (_looked_up(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in OF_GLOBALS)
+    return frozenset(own).union(*inner)
 
 
 @functools.cache
