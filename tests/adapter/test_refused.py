@@ -103,8 +103,9 @@ def test_a_model_without_blocks_that_cannot_be_followed_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x) * x.sum().item()
 
-    with pytest.raises(zoo.ArgumentError, match=r"no blocks that repeat.*steps="):
-        zoo.checkpoint(Lone())(torch.rand(2, 4))
+    for option in (True, "sqrt"):
+        with pytest.raises(zoo.ArgumentError, match=r"no blocks that repeat.*'blocks', steps="):
+            zoo.checkpoint(Lone(), option)(torch.rand(2, 4))
     model = zoo.checkpoint(Lone(), steps=["fc"])
     model(torch.rand(2, 4))
     assert [segment.module for segment in model.forward.segments] == [model.fc]

@@ -166,21 +166,22 @@ class Planned(Instead):
         module, kind, reason = self.module, type(self.module).__name__, opaque.reason
         wrong = not_taken(module, opaque)
         said = f"the forward of {kind} cannot be followed: its code {reason}"
-        if not self.option.is_by_blocks():
+        if self.option.steps is None:
+            paths = block_paths(module) or row_paths(module)
+        else:
+            paths = matching_paths(module, self.option.steps)
+        if paths and not self.option.is_by_blocks():
             raise ArgumentError(
                 wrong
                 or f"{said}. checkpoint={self.option.checkpoint!r} needs that; checkpoint='blocks' "
                 f"does not.{way_out(module, reason)}"
             )
-        if self.option.steps is None:
-            paths = block_paths(module) or row_paths(module)
-        else:
-            paths = matching_paths(module, self.option.steps)
         if not paths:
             raise ArgumentError(
                 wrong
                 or f"{said}, and it has no blocks that repeat. Name modules to run again by "
-                f"steps=[...], or call its parts through zoo.recompute.{way_out(module, reason)}"
+                "checkpoint='blocks', steps=[...], or call its parts through zoo.recompute."
+                f"{way_out(module, reason)}"
             )
         self.reason = reason
         self.segments = [Segment(module.get_submodule(path)) for path in paths]
