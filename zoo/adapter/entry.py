@@ -39,7 +39,7 @@ class UnfollowedError(ArgumentError):
             not_taken(model, opaque)
             or f"{type(model).__name__} cannot be planned for: its code {opaque.reason}. "
             "checkpoint=True and 'blocks' run its blocks again as a whole, without a plan."
-            f"{way_out(model, opaque.reason)}"
+            f"{way_out(model, opaque)}"
         )
         self.opaque, self.raised = opaque, raised_by(opaque) is not None
 

@@ -174,14 +174,14 @@ class Planned(Instead):
             raise ArgumentError(
                 wrong
                 or f"{said}. checkpoint={self.option.checkpoint!r} needs that; checkpoint='blocks' "
-                f"does not.{way_out(module, reason)}"
+                f"does not.{way_out(module, opaque)}"
             )
         if not paths:
             raise ArgumentError(
                 wrong
                 or f"{said}, and it has no blocks that repeat. Name modules to run again by "
                 "checkpoint='blocks', steps=[...], or call its parts through zoo.recompute."
-                f"{way_out(module, reason)}"
+                f"{way_out(module, opaque)}"
             )
         self.reason = reason
         self.segments = [Segment(module.get_submodule(path)) for path in paths]
@@ -214,11 +214,11 @@ def _call(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: 
     return forward(*args, **kwargs)
 
 
-def way_out(module: nn.Module, reason: str) -> str:
+def way_out(module: nn.Module, opaque: Opaque) -> str:
     """Returns a sentence, with a space before it, on what to do where a forward is not followed."""
-    if reason.startswith("changes "):
+    if opaque.reason.startswith("changes "):
         return " Set that before, or call the model once without checkpointing."
-    if reason.startswith(RAISES) and any(map(is_hooked, module.modules())):
+    if opaque.raised is not None and any(map(is_hooked, module.modules())):
         return " It was watched without the hooks that are on its modules."
     if getattr(getattr(module, "config", None), "use_cache", False) is True:
         return " A cache is for generation: set model.config.use_cache = False."
