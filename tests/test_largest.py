@@ -339,6 +339,7 @@ def test_a_slow_step_is_only_run_if_asked_for(
         ({"checkpoint": True, "max_overhead": 0.1}, "go with checkpoint='auto'; got True"),
         ({"model": len}, r"needs a torch\.nn\.Module; got builtin"),
         ({"device": "abacus"}, "device='abacus' is not in the table"),
+        ({"device": "cuda:0"}, "move model and inputs to it"),
     ],
 )
 def test_what_is_no_such_argument_is_refused(options: dict[str, Any], message: str) -> None:

@@ -165,5 +165,5 @@ def test_what_cannot_be_taken_twice_is_refused() -> None:
 def test_steps_that_fail_are_named_with_the_way_out() -> None:
     model = Moving("item")
     model.item = lambda x: x * x.mean().item()  # type: ignore[assignment]
-    with pytest.raises(PlanError, match=r"steps of Moving could not be measured.*Pass checkpoint="):
+    with pytest.raises(PlanError, match=r"steps of Moving could not be measured.*pass checkpoint="):
         zoo.plan(model, torch.rand(3, 4), max_overhead=0.5)

@@ -51,6 +51,8 @@ DEVICES: dict[str, Device] = {
     "cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, 5e-6),
 }
 
+_MOVE = " For the device that is here, move model and inputs to it and leave device= out"
+
 
 def device_named(name: str) -> Device:
     """Returns a device of the table.
@@ -59,6 +61,7 @@ def device_named(name: str) -> Device:
         ArgumentError: it is not in the table.
     """
     if name not in DEVICES:
-        hint = nearest(str(name), DEVICES)
+        is_here = str(name).partition(":")[0] in ("cuda", "mps", "xpu")
+        hint = _MOVE if is_here else nearest(str(name), DEVICES)
         raise ArgumentError(f"device={name!r} is not in the table: {', '.join(DEVICES)}.{hint}")
     return DEVICES[name]

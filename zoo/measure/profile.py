@@ -71,7 +71,7 @@ class Profile:
         self.chain, self.outline, self.inputs = chain, outline, inputs
         trained = {id(p): p.nbytes for p in chain.parameters() if p.requires_grad}
         self._found = _Profile(inputs, sum(trained.values()))
-        with _measuring(chain):
+        with _measuring(chain, "on fake tensors"):
             self._follow()
 
     def _follow(self) -> None:
@@ -109,7 +109,7 @@ class Profile:
     def trials(self, run: RunTrial = _for_real) -> tuple[Trial, ...]:
         """Runs each kind of step for real, or by what is given, and returns a trial per step."""
         with (
-            _measuring(self.chain),
+            _measuring(self.chain, "by running each kind alone"),
             untouched(self.chain, self.outline, self.inputs),
             without_autocast_cache(),
         ):
@@ -122,7 +122,7 @@ class Profile:
 
 
 @contextlib.contextmanager
-def _measuring(chain: nn.Module) -> Iterator[None]:
+def _measuring(chain: nn.Module, how: str) -> Iterator[None]:
     """Raises what goes wrong as an error of the plan's."""
     try:
         yield
@@ -130,9 +130,9 @@ def _measuring(chain: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         raise PlanError(
-            f"the steps of {type(chain).__name__} could not be measured on fake tensors "
-            f"({type(error).__name__}: {error}). Pass checkpoint= a number of segments or a "
-            "Plan, which need no measuring."
+            f"the steps of {type(chain).__name__} could not be measured {how} "
+            f"({type(error).__name__}: {error}). Where the model takes these inputs, pass "
+            "checkpoint= a number of segments or a Plan, which need no measuring"
         ) from error
 
 
