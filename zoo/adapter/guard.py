@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as registries
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.module_tracker import ModuleTracker
 
 from zoo.adapter.instead import NAME
 from zoo.adapter.surroundings import is_registry
@@ -69,8 +71,20 @@ class Guard:
 
 
 def has_global_hooks() -> bool:
-    """Says whether hooks for all modules are registered, as some profilers do."""
-    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+    """Says whether hooks for all modules are registered, as some profilers do.
+
+    Not those of torch's own counter of operations: they note names, and its sum needs none.
+    """
+    if not _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    every = (
+        registries._global_forward_pre_hooks,
+        registries._global_forward_hooks,
+        registries._global_backward_pre_hooks,
+        registries._global_backward_hooks,
+    )
+    hooks = (hook for registry in every for hook in registry.values())
+    return any(not isinstance(getattr(hook, "__self__", None), ModuleTracker) for hook in hooks)
 
 
 def _looked(module: nn.Module, name: str) -> tuple[Any, Any]:

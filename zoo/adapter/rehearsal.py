@@ -26,6 +26,7 @@ from zoo.adapter.surroundings import Surroundings
 from zoo.adapter.tape import Tape
 from zoo.adapter.watch import Opaque, Watch, is_constant
 from zoo.chain import HOOKS, is_hooked
+from zoo.engine.unseen import unseen
 from zoo.measure.sharded import gathered, is_shard, is_spread, sharded_parts
 
 # here other processes would wait for this one, or it for them
@@ -99,6 +100,7 @@ class Rehearsal:
         fakes = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
         with (
             _one_at_a_time,
+            unseen(),
             _untouched(self.model),
             _unlogged(),
             fakes as mode,

@@ -67,5 +67,13 @@ def _face(module: nn.Module, args: Any) -> Any:
 
 def is_ours(hook: Hook) -> bool:
     """Says whether a hook is of torch or of this engine: it keeps books of every run."""
-    origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return origin.partition(".")[0] == "torch" or origin.startswith("zoo.engine.")
+    return _origin(hook).partition(".")[0] == "torch" or is_of_engine(hook)
+
+
+def is_of_engine(hook: Hook) -> bool:
+    """Says whether a hook is of this engine."""
+    return _origin(hook).startswith("zoo.engine.")
+
+
+def _origin(hook: Hook) -> str:
+    return getattr(hook, "__module__", None) or type(hook).__module__

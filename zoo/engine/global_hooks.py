@@ -6,6 +6,8 @@ the hook acts; a second run, which fires only those that did; or neither.
 
     register_module_forward_hook(log)      fires in the first run
     register_module_forward_hook(scale)    returns another output: fires in both
+
+torch's own keep books of every run and fire in both, too; in the work of planning none fires.
 """
 
 import contextlib
@@ -15,7 +17,7 @@ from typing import Any
 
 from torch.nn.modules import module as registries
 
-from zoo.engine.acting import Acting, Hook, is_ours
+from zoo.engine.acting import Acting, Hook, is_of_engine, is_ours
 from zoo.errors import RecomputeError
 
 
@@ -56,6 +58,16 @@ class GlobalHooks:
             yield
 
 
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Lets none fire on this thread, not even torch's own."""
+    if not (registries._global_forward_pre_hooks or registries._global_forward_hooks):
+        yield
+        return
+    with _through_gates(_SILENCE):
+        yield
+
+
 class _First:
     """A first run, maybe in another run."""
 
@@ -77,7 +89,15 @@ class _Second:
         return hook(*args) if number in self.acting else None
 
 
-_Run = _First | _Second
+class _Silence:
+    """Work that is no run of the model."""
+
+    def fire(self, number: int, hook: Hook, args: Any) -> Any:
+        return None
+
+
+_Run = _First | _Second | _Silence
+_SILENCE = _Silence()
 
 
 def _passed_to(run: _Run, number: int, hook: Hook) -> Hook:
@@ -95,9 +115,10 @@ class _Gate:
         self.number, self.__wrapped__ = number, hook
 
     def __call__(self, *args: Any) -> Any:
-        if _thread.run is None:
-            return self.__wrapped__(*args)
-        return _thread.run.fire(self.number, self.__wrapped__, args)
+        hook, run = self.__wrapped__, _thread.run
+        if run is None or (is_ours(hook) and run is not _SILENCE):
+            return hook(*args)
+        return run.fire(self.number, hook, args)
 
 
 _thread = _Thread()
@@ -110,6 +131,12 @@ def _gated(run: _Run) -> Iterator[None]:
     if not global_hooks():
         yield
         return
+    with _through_gates(run):
+        yield
+
+
+@contextlib.contextmanager
+def _through_gates(run: _Run) -> Iterator[None]:
     earlier = _thread.run
     _enter(1)
     _thread.run = run
@@ -132,7 +159,7 @@ def _enter(change: int) -> None:
             for number, hook in list(registry.items()):
                 if not _running:
                     registry[number] = _behind(hook)
-                elif not isinstance(hook, _Gate) and not is_ours(hook):
+                elif not isinstance(hook, _Gate) and not is_of_engine(hook):
                     registry[number] = _Gate(number, hook)
 
 

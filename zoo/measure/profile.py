@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from zoo.chain import Outline, State, Step
+from zoo.engine.unseen import unseen
 from zoo.errors import PlanError, ZooError
 from zoo.measure.alike import Names, identity
 from zoo.measure.devices import Device, device_named
@@ -71,7 +72,7 @@ class Profile:
         self.chain, self.outline, self.inputs = chain, outline, inputs
         trained = {id(p): p.nbytes for p in chain.parameters() if p.requires_grad}
         self._found = _Profile(inputs, sum(trained.values()))
-        with _measuring(chain, "on fake tensors"):
+        with _measuring(chain, "on fake tensors"), unseen():
             self._follow()
 
     def _follow(self) -> None:
@@ -110,6 +111,7 @@ class Profile:
         """Runs each kind of step for real, or by what is given, and returns a trial per step."""
         with (
             _measuring(self.chain, "by running each kind alone"),
+            unseen(),
             untouched(self.chain, self.outline, self.inputs),
             without_autocast_cache(),
         ):

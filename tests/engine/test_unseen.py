@@ -1,0 +1,62 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
+
+import zoo
+from zoo.errors import PlanError
+
+
+def chain() -> nn.Module:
+    return zoo.resnet18(checkpoint=True)
+
+
+def other() -> nn.Module:
+    def block(channels: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+    return zoo.checkpoint(nn.Sequential(block(3), block(8), block(8), nn.Flatten()))
+
+
+def step(model: nn.Module) -> None:
+    loss: Tensor = model(torch.rand(2, 3, 16, 16)).square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize("build", [chain, other])
+def test_a_step_that_decides_a_plan_counts_the_operations_of_any(
+    build: Callable[[], nn.Module],
+) -> None:
+    model, counts = build(), []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as flops:
+            step(model)
+        counts.append(flops.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("build", [chain, other])
+def test_a_plan_is_decided_while_anomalies_are_looked_for(build: Callable[[], nn.Module]) -> None:
+    grads = []
+    for look in (False, True):
+        torch.manual_seed(0)
+        model = build()
+        with torch.autograd.set_detect_anomaly(look):
+            step(model)
+            assert torch.is_anomaly_enabled() is look
+        grads.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_what_watches_is_back_when_planning_fails() -> None:
+    model = zoo.checkpoint(zoo.resnet18(), checkpoint=True)
+    model.fc.forward = lambda x: x * x.mean().item()  # type: ignore[method-assign, assignment]
+    with FlopCounterMode(display=False), torch.autograd.set_detect_anomaly(True):
+        modes = _get_current_dispatch_mode_stack()
+        with pytest.raises(PlanError, match="could not be measured"):
+            step(model)
+        assert _get_current_dispatch_mode_stack() == modes
+        assert torch.is_anomaly_enabled()
