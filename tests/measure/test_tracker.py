@@ -446,11 +446,22 @@ def test_to_ask_a_fake_tensor_where_it_is_is_no_operation(monkeypatch):
 
 
 def test_the_step_that_decides_a_plan_takes_no_more_than_the_next() -> None:
-    model = zoo.checkpoint(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()),) * 8))
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)]
+    other, model = (zoo.checkpoint(nn.Sequential(*blocks)) for _ in range(2))
     inputs, peaks = torch.rand(512, 64), []
+    other(inputs)  # what a process looks up once, in tensors of a few bytes
     for _ in range(2):
         with zoo.track(model) as timeline:
             model(inputs).sum().backward()
         model.zero_grad()
         peaks.append(timeline.peak)
     assert peaks[0] == peaks[1], "the fake tensors of planning count as memory"
+
+
+@pytest.mark.parametrize("model", [nn.Linear(64, 64), nn.Tanh()])
+def test_a_programs_own_fake_tensors_count_whatever_the_model_is_made_of(model: nn.Module) -> None:
+    with zoo.track(model) as timeline, FakeTensorMode(allow_non_fake_inputs=True):
+        outputs = model(torch.rand(512, 64, requires_grad=True))
+        outputs.sum().backward()
+    model.zero_grad()
+    assert [a.bytes for a in timeline.allocations if a.shape == outputs.shape] == [512 * 64 * 4] * 3

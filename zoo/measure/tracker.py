@@ -22,7 +22,6 @@ it (CPU), and the timeline then has every allocation, those without a tensor as 
 """
 
 import contextlib
-import itertools
 import sys
 import threading
 import weakref
@@ -34,7 +33,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -132,9 +130,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.thread = threading.get_ident()
         self.stepping = 0
         self.is_forward = True
-        parameters = itertools.chain.from_iterable(map(storages_of, model.parameters()))
-        # else fake tensors are those with which a plan is made
-        self.on_paper = active_fake_mode() is not None or any(map(_is_on_paper, parameters))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -234,7 +229,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 life.category, life.name = category, name
 
     def _add(self, storage: Any, tensor: Tensor, place: Place, *, resident: bool = False) -> None:
-        if not storage.nbytes() or (_is_on_paper(storage) and not self.on_paper):
+        if not storage.nbytes():
             return
         life = Life(
             storage.nbytes(),
@@ -335,9 +330,5 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _address(storage: Any) -> int:
-    return 0 if _is_on_paper(storage) else int(storage.data_ptr())
-
-
-def _is_on_paper(storage: Any) -> bool:
     # that of a fake tensor, too, is on the meta device
-    return bool(storage.device.type == "meta")
+    return 0 if storage.device.type == "meta" else int(storage.data_ptr())
