@@ -5,6 +5,7 @@ import collections
 import functools
 import gc
 import random
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -232,6 +233,19 @@ def test_an_attribute_is_no_global_of_its_name() -> None:
 
     assert not reach((attribute,)).variables
     assert not reach((attribute,)).generators
+
+
+def test_an_attribute_of_its_own_module_is_a_global() -> None:
+    def imported() -> Any:
+        import tests.engine.test_reach as own  # noqa: PLC0415, PLW0406
+
+        return own.stream
+
+    def looked_up() -> Any:
+        return sys.modules[__name__].stream
+
+    assert reach((imported,)).generators
+    assert reach((looked_up,)).generators
 
 
 @pytest.mark.parametrize("none", [True, False])

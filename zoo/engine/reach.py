@@ -44,9 +44,10 @@ OF_GLOBALS = frozenset(
         "DELETE_GLOBAL",
         "LOAD_NAME",
         "LOAD_FROM_DICT_OR_GLOBALS",  # from Python 3.12 on
-        "IMPORT_NAME",
     )
 )
+# code that names one of these gets at modules, maybe its own, whose attributes are its globals
+OF_MODULES = frozenset(("modules", "import_module"))
 # a function that names one of these, or has it as a string, may read what norms only write
 OF_NORMS = frozenset(
     (
@@ -364,8 +365,10 @@ def _globals(code: types.CodeType) -> frozenset[str]:
 def _looked_up(code: types.CodeType) -> frozenset[str]:
     """Returns the names of globals in code: a `self.step` is not the `step` of a training loop."""
     inner = (_looked_up(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    own = (step.argval for step in dis.get_instructions(code) if step.opname in OF_GLOBALS)
-    return frozenset(own).union(*inner)
+    steps = list(dis.get_instructions(code))
+    if not OF_MODULES.isdisjoint(code.co_names) or any(s.opname == "IMPORT_NAME" for s in steps):
+        return _globals(code)
+    return frozenset(s.argval for s in steps if s.opname in OF_GLOBALS).union(*inner)
 
 
 @functools.cache
