@@ -8,7 +8,7 @@ by a plan and changes nothing else. See README.md.
 """
 
 # before torch, which takes a second to import
-from zoo.cli import starting as _starting  # noqa: F401
+from zoo.cli import starting as _starting
 
 # isort: split
 from zoo.adapter.entry import plan_of
@@ -74,6 +74,9 @@ from zoo.ranks import RankReport, plan_rank
 from zoo.tracking import track
 from zoo.verify import verify
 from zoo.version import __version__
+
+# a program of somebody else's may have the command's name, too
+_starting.raise_on_interrupt()
 
 __all__ = [
     "Anatomy",

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import zoo
 from zoo.cli.main import COMMANDS, run
 from zoo.cli.parser import Parser
+from zoo.cli.starting import end_on_interrupt
 from zoo.errors import BudgetError, RecomputeError
 
 RESIDUALS = ("tests.training:Residuals", "--input", "4,4,8,8")
@@ -222,6 +224,16 @@ except BaseException:
     print("caught", flush=True)
     raise SystemExit(0)
 """
+
+
+def test_a_program_of_the_commands_name_does_about_ctrl_c_what_it_did(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bin/zoo"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "bin/zoo"])
+    with heard():
+        end_on_interrupt()
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        importlib.reload(zoo)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ import torch
 
 from zoo.cli.importing import in_a_line
 from zoo.cli.parser import Answer
-from zoo.cli.starting import raise_on_interrupt
 from zoo.errors import ArgumentError, BudgetError, RecomputeError, ZooError, nearest
 from zoo.version import __version__
 
@@ -49,7 +48,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def exit_code(program: str, command: Callable[[], Answer]) -> int:
     """Runs a command, prints its answer or what went wrong, and returns the exit code."""
     try:
-        raise_on_interrupt()
         answer = command()
         _print(answer.text)
     except SystemExit as end:  # argparse has printed the help

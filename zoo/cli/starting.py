@@ -1,11 +1,12 @@
-"""Ctrl-C while the command is still being imported, which torch makes a second or two.
+"""Ctrl-C while the package is imported for the command, which torch makes a second or two.
 
 Python imports the package before the command's first line, by `python -m zoo` as by the `zoo`
 script, and an interrupt there would be a traceback through torch's files. So the package begins
 with this file. It is a handler of the signal that ends the process and no `except`: libraries catch
 whatever is raised while they look for optional parts of themselves.
 
-A program that imports zoo keeps what it does about Ctrl-C.
+A program that imports zoo keeps what it does about Ctrl-C; one that is called `zoo`, too, from when
+the package is there.
 """
 
 import contextlib
