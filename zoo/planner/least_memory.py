@@ -9,9 +9,9 @@ states between them. A label is dropped when another could hold what it holds fo
     kept step i      holds saved(i); its turn needs its forward, and later its backward
 
 The least peak for which a path reaches the end is found by bisection, to a thousandth. A second
-search within that peak looks for the path that runs least arithmetic again; it goes on from at most
-`MOST` labels of a state, so one that runs less may be missed where storages live through several
-states. Segments whose backward leaves room are kept instead, the most arithmetic first: that costs
+search within that peak looks for the path that runs least arithmetic again. It goes on from at most
+`MOST` labels of a state, those that hold or run again the least, so a path may be missed that runs
+less. Segments whose backward leaves room are kept instead, the most arithmetic first: that costs
 no peak.
 
 Source: the dynamic programs of Feng and Huang 2018 (arXiv:1808.00079) and Kusumoto et al. 2019
