@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, Union
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as registries
 
 from zoo.errors import WeightsError, nearest
 from zoo.plan import Plan
@@ -25,6 +26,13 @@ Step = Callable[..., Any]
 Steps = Sequence[Union[Step, "Steps"]]
 # where a module keeps the hooks of its calls
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# those of all modules; others of torch's registries only say more about these
+GLOBAL_HOOKS = (
+    registries._global_forward_pre_hooks,
+    registries._global_forward_hooks,
+    registries._global_backward_pre_hooks,
+    registries._global_backward_hooks,
+)
 
 
 class Source(NamedTuple):
@@ -232,6 +240,12 @@ def has_parts(step: Step) -> bool:
 def is_hooked(module: nn.Module) -> bool:
     """Says whether calling a module does more than its forward."""
     return any(getattr(module, name) for name in HOOKS)
+
+
+def hooks_for_all() -> Iterator[Callable[..., Any]]:
+    """Yields the hooks that are registered for all modules."""
+    for registry in GLOBAL_HOOKS:
+        yield from registry.values()
 
 
 def step_name(step: Step, paths: Mapping[int, str]) -> str:

@@ -9,11 +9,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from zoo.errors import PlanError
 from zoo.plan import Plan
 from zoo.plan_report import ON_PAPER, no_matplotlib
+from zoo.planner.thinned import thinned
 from zoo.report.markdown import markdown_table
 from zoo.units import format_bytes
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OPTIMAL = "optimal"
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -169,15 +169,6 @@ class Frontier(Sequence[Point]):
             lower_bound=self.lower_bound,
         )
         draw_frontier(picture, target)
-
-
-def thinned(items: Sequence[Item], count: int) -> list[Item]:
-    """Chooses as many items, evenly, the first and the last among them."""
-    if len(items) <= count:
-        return list(items)
-    if count == 1:
-        return [items[0]]
-    return [items[place * (len(items) - 1) // (count - 1)] for place in range(count)]
 
 
 def _point(values: dict[str, Any]) -> Point:

@@ -30,11 +30,12 @@ from zoo.measure.profile import Profile
 from zoo.measure.sharded import is_spread
 from zoo.measure.trial import Trial
 from zoo.plan import Item, Plan
-from zoo.plan_frontier import Frontier, Point, thinned
+from zoo.plan_frontier import Frontier, Point
 from zoo.plan_report import FixedBytes, PeakBytes, PlanReport
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts
 from zoo.planner.simulate import least_possible, simulate
+from zoo.planner.thinned import thinned
 from zoo.units import at_least, exact_bytes, parse_bytes
 
 # states of random streams, which a second run swaps: 5 KiB each

@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as registries
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.module_tracker import ModuleTracker
 
 from zoo.adapter.instead import NAME
 from zoo.adapter.surroundings import is_registry
 from zoo.adapter.tape import Tape
-from zoo.chain import is_hooked
+from zoo.chain import hooks_for_all, is_hooked
 from zoo.engine.notes import Noted, note, unchanged
 from zoo.engine.reach import Variable, _is_library, reach
 
@@ -75,16 +73,9 @@ def has_global_hooks() -> bool:
 
     Not those of torch's own counter of operations: they note names, and its sum needs none.
     """
-    if not _has_any_global_hook():  # type: ignore[no-untyped-call]
-        return False
-    every = (
-        registries._global_forward_pre_hooks,
-        registries._global_forward_hooks,
-        registries._global_backward_pre_hooks,
-        registries._global_backward_hooks,
+    return any(
+        not isinstance(getattr(hook, "__self__", None), ModuleTracker) for hook in hooks_for_all()
     )
-    hooks = (hook for registry in every for hook in registry.values())
-    return any(not isinstance(getattr(hook, "__self__", None), ModuleTracker) for hook in hooks)
 
 
 def _looked(module: nn.Module, name: str) -> tuple[Any, Any]:

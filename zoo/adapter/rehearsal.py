@@ -6,6 +6,7 @@ same in the same order.
 """
 
 import contextlib
+import functools
 import logging
 import random
 import sys
@@ -28,6 +29,7 @@ from zoo.adapter.watch import Opaque, Watch, is_constant
 from zoo.chain import HOOKS, is_hooked
 from zoo.engine.unseen import unseen
 from zoo.measure.sharded import gathered, is_shard, is_spread, sharded_parts
+from zoo.measure.untouched import scratch, without_autocast_cache
 
 # here other processes would wait for this one, or it for them
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -102,13 +104,14 @@ class Rehearsal:
             _one_at_a_time,
             unseen(),
             _untouched(self.model),
+            without_autocast_cache(),
             _unlogged(),
             fakes as mode,
             gathered(self.model, mode),
         ):
             for module in self.model.modules():
                 for name, buffer in module._buffers.items():
-                    module._buffers[name] = _scratch(mode, buffer)
+                    module._buffers[name] = scratch(buffer, functools.partial(_fake, mode))
             known: dict[int, Tensor] = {}
             for leaf in self.leaves:
                 if isinstance(leaf, Tensor) and id(leaf) not in known:
@@ -169,9 +172,6 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     streams = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     others = numpy.random.get_state() if numpy is not None else None
-    cache = torch.is_autocast_cache_enabled()
-    # no fake casts of weights in autocast's cache
-    torch.set_autocast_cache_enabled(False)
     try:
         for module in before:
             vars(module).update({name: OrderedDict() for name in HOOKS})
@@ -180,7 +180,6 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 vars(module)[NAME] = vars(module)[NAME].original
         yield
     finally:
-        torch.set_autocast_cache_enabled(cache)
         for module, attributes in before.items():
             vars(module).clear()
             vars(module).update(attributes)
@@ -189,16 +188,6 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         random.setstate(streams)
         if numpy is not None:
             numpy.random.set_state(others)
-
-
-def _scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:
-    """Stands in for a buffer; a counter stays a number, since some layers compute with it."""
-    if buffer is None:
-        return None
-    if buffer.ndim == 0 and buffer.device.type in ("cpu", "meta"):
-        with unset_fake_temporarily():
-            return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.clone()
-    return _fake(mode, buffer)
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:

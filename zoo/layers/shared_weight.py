@@ -27,18 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import module as modules
 
-from zoo.chain import is_hooked
+from zoo.chain import hooks_for_all, is_hooked
 from zoo.layers.modes import is_eager, is_once_differentiated
-
-# hooks of all modules; others of torch's registries only say more about these
-GLOBAL_HOOKS = (
-    modules._global_forward_pre_hooks,
-    modules._global_forward_hooks,
-    modules._global_backward_pre_hooks,
-    modules._global_backward_hooks,
-)
 
 
 class SharedWeight:
@@ -221,8 +212,9 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _is_watched() -> bool:
     """Says whether someone watches all modules, other than the engine in a second run."""
-    hooks = (hook for registry in GLOBAL_HOOKS for hook in registry.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("zoo.") for hook in hooks)
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("zoo.") for hook in hooks_for_all()
+    )
 
 
 def _looks_up(embedding: nn.Embedding) -> bool:

@@ -85,7 +85,8 @@ class Profile:
         ):
             for module in chain.modules():
                 module._buffers = {
-                    name: scratch(mode, value) for name, value in module._buffers.items()
+                    name: scratch(value, mode.from_tensor)
+                    for name, value in module._buffers.items()
                 }
             fakes = [value for value in chain.buffers() if isinstance(value, FakeTensor)]
             self._found.follow(self.outline, [*map(mode.from_tensor, chain.parameters()), *fakes])

@@ -1,12 +1,12 @@
 """Runs the steps of a chain so that nothing of it shows afterwards: see also `engine.scratch`."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zoo.chain import HOOKS, Outline, State
 from zoo.engine.scratch import on_scratch
@@ -44,11 +44,14 @@ def without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
-def scratch(mode: FakeTensorMode, buffer: Tensor | None) -> Any:
-    """Stands in for a buffer; a counter stays a number, since some layers compute with it."""
+def scratch(buffer: Tensor | None, fake: Callable[[Tensor], Any]) -> Any:
+    """Stands in for a buffer by what `fake` makes of it.
+
+    A counter stays a number, since some layers compute with it.
+    """
     if buffer is None:
         return None
     if buffer.ndim == 0 and buffer.device.type in ("cpu", "meta"):
         with unset_fake_temporarily():
             return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.clone()
-    return mode.from_tensor(buffer)
+    return fake(buffer)

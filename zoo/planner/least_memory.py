@@ -24,6 +24,7 @@ from typing import NamedTuple, Optional
 from zoo.plan import Item, Plan, indices
 from zoo.planner.costs import StepCosts
 from zoo.planner.simulate import simulate
+from zoo.planner.thinned import thinned
 
 Storages = frozenset[int]
 
@@ -163,8 +164,8 @@ def _by_bytes(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Lab
 def _by_arithmetic(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
     """Goes on after few labels, from those that then hold least to those that run least again."""
     return (
-        _spread(_front(labels, costs.saved[start], costs)),
-        _spread(_front(labels, costs.live[start], costs)),
+        thinned(_front(labels, costs.saved[start], costs), MOST),
+        thinned(_front(labels, costs.live[start], costs), MOST),
     )
 
 
@@ -178,12 +179,6 @@ def _front(labels: Labels, also: Storages, costs: StepCosts) -> Labels:
         if not best or labels[number].flops < best[-1].flops:
             best.append(labels[number])
     return best
-
-
-def _spread(labels: Labels) -> Labels:
-    if len(labels) <= MOST:
-        return labels
-    return [labels[place * (len(labels) - 1) // (MOST - 1)] for place in range(MOST)]
 
 
 def _items(label: Label, stop: int) -> list[Item]:
