@@ -5,7 +5,11 @@ code which catches `ValueError` or `RuntimeError` goes on working.
 """
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+LONGEST = 200
+"""The most characters of a value that an error repeats."""
 
 
 class ZooError(Exception):
@@ -52,3 +56,39 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Returns ' Did you mean a, b?' for the names closest to `name`, or '' when none is close."""
     close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.5)
     return f" Did you mean {', '.join(close)}?" if close else ""
+
+
+def shortened(value: object) -> str:
+    """Returns a value's repr for an error: of a long or deep one about 200 characters.
+
+    The whole repr is never made: that of a few nested lists which repeat each other would be
+    longer than any memory.
+    """
+    return shortened_text(_BRIEF.repr(value))
+
+
+def shortened_text(text: str) -> str:
+    """Returns a text for an error, without the middle of a long one."""
+    if len(text) <= LONGEST:
+        return text
+    end = (LONGEST - 3) // 2
+    return f"{text[: LONGEST - 3 - end]}...{text[-end:]}"
+
+
+class _Brief(reprlib.Repr):
+    """Writes ten items of each container, to a depth of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 10
+        self.maxstring = self.maxother = self.maxlong = LONGEST
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Writes a whole number; Python itself refuses to write more than some 4,000 digits."""
+        if abs(x).bit_length() > 10 * LONGEST:
+            return f"a whole number of {x.bit_length()} bits"
+        return super().repr_int(x, level)
+
+
+_BRIEF = _Brief()
