@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from zoo.cli.parser import Answer, json_answer
-from zoo.harness.config import load
+from zoo.cli.parser import Answer, Answered, json_answer
+from zoo.harness.config import Config, load
 from zoo.harness.regression import Earlier
 from zoo.harness.run import results_of, run
 from zoo.report.heading import heading
@@ -34,7 +34,7 @@ def compare(arguments: Sequence[str], program: str) -> Answer:
     """
     as_json = "--json" in arguments
     console = console_for(as_json)
-    config = load([argument for argument in arguments if argument != "--json"], program)
+    config = _config([argument for argument in arguments if argument != "--json"], program)
     earlier = Earlier.of(config)
     try:
         comparisons = run(config, console)
@@ -49,6 +49,13 @@ def compare(arguments: Sequence[str], program: str) -> Answer:
         return answer
     console.print(f"results: {results}", soft_wrap=True)
     return replace(answer, text=f"report:  {answer.data['report']}")
+
+
+def _config(arguments: Sequence[str], program: str) -> Config:
+    try:
+        return load(arguments, program)
+    except SystemExit as end:  # jsonargparse has printed the help
+        raise Answered(end.code) from None
 
 
 def reported(

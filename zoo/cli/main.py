@@ -9,6 +9,7 @@ A command is imported when it is asked for, so that one that needs a library of 
 keep the others from running without.
 """
 
+import functools
 import gc
 import importlib
 import os
@@ -18,8 +19,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zoo.cli.importing import in_a_line
-from zoo.cli.parser import Answer
-from zoo.errors import ArgumentError, BudgetError, RecomputeError, ZooError, nearest
+from zoo.cli.meanwhile import print_to_stderr, prints_to_stderr
+from zoo.cli.parser import Answer, Answered
+from zoo.errors import ArgumentError, BudgetError, RecomputeError, ZooError, nearest, shortened
 from zoo.version import __version__
 
 COMMANDS = {
@@ -42,17 +44,25 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # what the program has imported stays: no collection need go through it again
         gc.freeze()
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
-    return exit_code(f"zoo {name}" if name in COMMANDS else "zoo", lambda: _answer(name, rest))
+    # a help that is asked for comes first, on stdout as ever
+    is_json = "--json" in rest and not {"-h", "--help"} & set(rest)
+    command = functools.partial(_answer, name, rest)
+    code = exit_code(
+        f"zoo {name}" if name in COMMANDS else "zoo",
+        functools.partial(_undisturbed, command) if is_json else command,
+    )
+    if arguments is None and is_json:
+        # what a model prints as the process ends is no JSON either
+        print_to_stderr()
+    return code
 
 
 def exit_code(program: str, command: Callable[[], Answer]) -> int:
     """Runs a command, prints its answer or what went wrong, and returns the exit code."""
     try:
-        answer = command()
+        answer = _answer_of(command)
         _print(answer.text)
-    except SystemExit as end:  # argparse has printed the help
-        return int(end.code or 0)
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
         if os.environ.get("ZOO_TRACEBACK"):
             raise
         sentence, code = _verdict(error)
@@ -73,6 +83,26 @@ def usage() -> str:
         "exit code: 0 done; 1 no (not exact, beyond the budget); 2 wrong option, model or input; "
         "130 interrupted"
     )
+
+
+def _answer_of(command: Callable[[], Answer]) -> Answer:
+    """Runs a command whose model must not end it: `sys.exit(0)` in a forward would say yes."""
+    try:
+        return command()
+    except Answered as end:
+        return Answer("", int(end.code or 0))
+    except SystemExit as end:
+        argument = "" if end.code is None else shortened(end.code)
+        raise ArgumentError(
+            f"the model, or something that it imports, called sys.exit({argument}), so there is no "
+            "answer; ZOO_TRACEBACK=1 shows where"
+        ) from end
+
+
+def _undisturbed(command: Callable[[], Answer]) -> Answer:
+    """Runs a command whose answer is to be all that stdout gets."""
+    with prints_to_stderr():
+        return command()
 
 
 def _answer(name: str, arguments: Sequence[str]) -> Answer:
@@ -108,6 +138,10 @@ def _print(text: str) -> None:
     """Prints an answer; whoever reads it may have read enough, as `head` does."""
     try:
         print(text, end="\n" if text else "", flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         # or Python complains when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise ArgumentError(
+                f"stdout cannot be written: {error.strerror}; send it where there is room"
+            ) from error

@@ -7,6 +7,7 @@ option is an `ArgumentError` of one sentence, like any other wrong input.
 import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -24,6 +25,10 @@ class Answer:
     text: str
     code: int = 0
     data: Any = None
+
+
+class Answered(SystemExit):
+    """Ends a command whose parser has printed what was asked for, its help."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,6 +61,11 @@ class Parser(argparse.ArgumentParser):
             if option.startswith("--") and option not in ("--", *known):
                 self.error(f"there is no option {option}.{nearest(option, known)}")
         return self.parse_args(arguments)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Raises Answered, which no model raises: its `sys.exit` is no answer."""
+        self._print_message(message or "", sys.stderr)
+        raise Answered(status)
 
     def error(self, message: str) -> NoReturn:
         """Raises ArgumentError with what is wrong and where help is."""

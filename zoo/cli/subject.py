@@ -118,7 +118,9 @@ class Subject:
 def add_subject(parser: Parser) -> None:
     """Adds the options that say which model and on what."""
     parser.add_argument(
-        "model", help="a name of `zoo list`, or an import path: timm.create_model, package:Class"
+        "model",
+        help="a name of `zoo list`, or an import path, whose code is run: timm.create_model, "
+        "package:Class",
     )
     parser.add_argument(
         "--args",
