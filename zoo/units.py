@@ -3,7 +3,7 @@
 import math
 import re
 
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, shortened
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 DECIMAL = ("B", "kB", "MB", "GB", "TB")
@@ -48,9 +48,11 @@ def parse_bytes(value: object, what: str = "size") -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
     unit = (found[2].lower() or "b") if found else ""
     if isinstance(value, bool) or not isinstance(value, int | str) or unit not in UNITS:
-        raise ArgumentError(f"{what}={value!r} is no size; write bytes as an int, '8GiB' or '8GB'")
+        raise ArgumentError(
+            f"{what}={shortened(value)} is no size; write bytes as an int, '8GiB' or '8GB'"
+        )
     assert found is not None
     count = int(float(found[1]) * UNITS[unit]) if isinstance(value, str) else int(value)
     if count <= 0:
-        raise ArgumentError(f"{what}={value!r} must be above 0")
+        raise ArgumentError(f"{what}={shortened(value)} must be above 0")
     return count

@@ -1,11 +1,12 @@
 """A config says exactly what is compared; what it does not say rightly, it says in an error."""
 
 import configparser
+from itertools import pairwise
 
 import pytest
 
 from zoo.errors import ConfigError
-from zoo.harness.config import config_folder, load
+from zoo.harness.config import MODEL_KEYS, RUN_KEYS, config_folder, load
 
 SHIPPED = sorted(config_folder().glob("*.yaml"))
 
@@ -141,6 +142,12 @@ def test_a_vision_transformer_is_built_for_the_size_it_is_given():
         ("models: [{name: resnet18, arguments: [1]}]", "arguments takes a mapping; got"),
         ("models: [resnet18]\nmemory_limit: 8GiBs", "memory_limit='8GiBs' is no size; write bytes"),
         ("models: [resnet18]\ntolerance: -1", "tolerance is at least 0; got -1"),
+        ("models: [resnet18]\ntolerance: .nan", "tolerance takes a finite number; got nan"),
+        ("models: [resnet18]\ntolerance: .inf", "tolerance takes a finite number; got inf"),
+        ("models: [resnet18]\ntolerance: -.inf", "tolerance takes a finite number; got -inf"),
+        ("models: [{name: vnet, largest_ratio: .nan}]", "largest_ratio takes a finite number"),
+        ("models: [{name: vnet, largest_ratio: .inf}]", "largest_ratio takes a finite number"),
+        (f"models: [resnet18]\ntolerance: {10**400}", "tolerance takes a number; got 100+.*00$"),
         ("models: [resnet18]\nthreads: -1", "threads is at least 0; got -1"),
         ("models: [resnet18]\ndevice: cdua", "cpu or cuda; got 'cdua'. Did you mean cuda"),
         ("models: []", "lists no models"),
@@ -167,6 +174,9 @@ def test_what_is_wrong_is_said_with_the_nearest_right_one(write, text, message):
         (["--batch-size", "0"], "^--batch-size: .*at least 1; got 0"),
         (["--size", "[0]"], "^--size: .*at least 1"),
         (["--checkpoint", "sqtr"], "^--checkpoint: .*Did you mean sqrt"),
+        (["--tolerance", ".nan"], "^--tolerance: tolerance takes a"),
+        (["--tolerance", ".inf"], "^--tolerance: tolerance takes a"),
+        (["--largest-ratio", "nan"], "^--largest-ratio: largest_ratio takes a"),
         (["--memory-limit", "much"], "^--memory-limit: .*'much' is no size"),
         (["quik"], "no config 'quik'. Did you mean quick"),
         (["--model"], "expected at least one argument"),
@@ -175,3 +185,39 @@ def test_what_is_wrong_is_said_with_the_nearest_right_one(write, text, message):
 def test_the_command_line_is_as_strict(arguments, message):
     with pytest.raises(ConfigError, match=message):
         load(arguments)
+
+
+# a list of ten of a list of ten of ...: 500 bytes that stand for 10 ** 21 values
+BOMB = "[" + ", ".join(
+    f"&{name} [{', '.join([f'*{before}' if before else 'x'] * 10)}]"
+    for before, name in pairwise(["", *"abcdefghijklmnopqrstu"])
+) + "]"  # fmt: skip
+LONG = "a" * 100_000
+SHORT = r"(?s)\A.{1,999}\Z"
+# these take any text
+FREE = ("output", "compare")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("value", [BOMB, LONG, f"[{LONG}]", f"{{{LONG}: {LONG}}}"], ids=len)
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "- {}", "models: {}", "models: [{}]", "{}: 2", "models: [resnet18]\n{}: 2",
+     "models: [{{name: {}}}]", "models: [{{name: vnet, {}: 2}}]",
+     "models: [{{name: vnet, arguments: {{{}: 2}}}}]",
+     *(f"models: [{{{{name: vnet, {key.name}: {{}}}}}}]" for key in MODEL_KEYS),
+     *(f"models: [vnet]\n{key.name}: {{}}" for key in RUN_KEYS if key.name not in FREE)],
+)  # fmt: skip
+def test_no_value_makes_an_error_long_or_without_end(write, text, value):
+    with pytest.raises(ConfigError, match=SHORT):
+        load([write(text.format(value))])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("value", [BOMB, LONG], ids=len)
+@pytest.mark.parametrize(
+    "option", ["{}", "--{}", "--model={}", "--size={}", "--arguments={}", "--tolerance={}", "x {}"]
+)
+def test_no_argument_makes_an_error_long_or_without_end(option, value):
+    with pytest.raises(ConfigError, match=SHORT):
+        load(option.format(value).split(" ", 1))

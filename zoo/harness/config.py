@@ -9,6 +9,7 @@ silently ran with a default instead would still print a table.
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import jsonargparse
 import yaml
 
 from zoo.catalog import list_models, model_arguments
-from zoo.errors import ConfigError, nearest
+from zoo.errors import ConfigError, nearest, shortened, shortened_text
 from zoo.harness.naming import run_name
 from zoo.harness.recipes import recipe
 from zoo.harness.values import (
@@ -166,13 +167,14 @@ def find_config(name: str) -> Path:
         ConfigError: there is none.
     """
     path = Path(name)
-    if path.is_file():
-        return path
+    with contextlib.suppress(OSError):  # a name that no system allows is that of no file
+        if path.is_file():
+            return path
     shipped = {entry.stem: entry for entry in sorted(config_folder().glob("*.yaml"))}
     if path.stem in shipped and str(path.parent) in (".", "configs"):
         return shipped[path.stem]
     raise ConfigError(
-        f"there is no config {name!r}.{nearest(path.stem, shipped)} "
+        f"there is no config {shortened(name)}.{nearest(path.stem, shipped)} "
         f"Give the path of a YAML file or one of {', '.join(shipped)}"
     )
 
@@ -189,18 +191,19 @@ def _command_line(arguments: Sequence[str], program: str) -> dict[str, Any]:
     for argument in arguments:
         name = argument.partition("=")[0]
         if name.startswith("--") and name not in (*options, "--help"):
-            raise ConfigError(f"there is no option {name}.{nearest(name, options)} Try --help")
+            near = nearest(name, options)
+            raise ConfigError(f"there is no option {shortened_text(name)}.{near} Try --help")
     try:
         found = _parser(program).parse_args(list(arguments)).as_dict()
     except jsonargparse.ArgumentError as error:
-        raise ConfigError(" ".join(str(error).split())) from None
+        raise ConfigError(shortened_text(" ".join(str(error).split()))) from None
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _check_options(given: Mapping[str, Any]) -> None:
     """Raises ConfigError for a wrong value under the name of its option, not under the file's."""
     for name in given.get("model", ()):
-        _check_name(name, f"--model {name}")
+        _check_name(name, f"--model {shortened_text(name)}")
     for entry in (*MODEL_KEYS, *RUN_KEYS):
         where = _option(entry.name)
         found = typed(given, [entry], where)
@@ -233,7 +236,7 @@ def _model(
     entry: Mapping[str, Any], changes: Mapping[str, Any], on_cuda: bool, where: str
 ) -> ModelConfig:
     name = entry["name"]
-    where = f"{where}, {name}"
+    where = f"{where}, {shortened_text(name)}"
     _check_name(name, where)
     check_keys(entry, ["name", *_names(MODEL_KEYS)], where)
     values = _merge(recipe(name), entry, changes)
@@ -269,7 +272,9 @@ def _entries(entries: Any, where: str) -> list[dict[str, Any]]:
     found = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
     for entry in found:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise ConfigError(f"{where}: a model is a name or a mapping with one; got {entry!r}")
+            raise ConfigError(
+                f"{where}: a model is a name or a mapping with one; got {shortened(entry)}"
+            )
     return found
 
 
@@ -286,7 +291,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
             raise yaml.YAMLError(
-                f"line {node.start_mark.line + 1} ff. hold the key {twice!r} twice"
+                f"line {node.start_mark.line + 1} ff. hold the key {shortened(twice)} twice"
             )
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
