@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from zoo.chain import Chain
 from zoo.checkpointing import Checkpoint, attach
-from zoo.errors import ArgumentError, ModelNameError, nearest
+from zoo.errors import ArgumentError, ModelNameError, nearest, shortened
 from zoo.models import densenet, gpt2, preactivation_resnet, resnet, vit
 from zoo.models import lstm as language_model
 from zoo.models import vnet as volumetric
@@ -50,7 +50,7 @@ def create(
     """
     if not isinstance(name, str) or name not in _FACTORIES:
         raise ModelNameError(
-            f"there is no model {name!r}.{nearest(str(name), _FACTORIES)} "
+            f"there is no model {shortened(name)}.{nearest(str(name), _FACTORIES)} "
             "zoo.list_models() lists all names."
         )
     return _FACTORIES[name](
@@ -74,7 +74,7 @@ def model_arguments(name: str) -> dict[str, inspect.Parameter]:
         ModelNameError: no such model.
     """
     if name not in _FACTORIES:
-        raise ModelNameError(f"there is no model {name!r}.{nearest(name, _FACTORIES)}")
+        raise ModelNameError(f"there is no model {shortened(name)}.{nearest(name, _FACTORIES)}")
     return _arguments(inspect.unwrap(_FACTORIES[name]))
 
 
@@ -93,8 +93,8 @@ def _factory(builder: Builder) -> Builder:
         for argument in arguments:
             if argument not in known:
                 raise ArgumentError(
-                    f"{builder.__name__} takes no argument {argument!r}.{nearest(argument, known)} "
-                    f"It takes {', '.join([*OPTIONS, *known])}."
+                    f"{builder.__name__} takes no argument {shortened(argument)}."
+                    f"{nearest(argument, known)} It takes {', '.join([*OPTIONS, *known])}."
                 )
         weights = published(builder.__name__) if pretrained else None
         chain = builder(**arguments)

@@ -67,12 +67,12 @@ def shortened(value: object) -> str:
     return shortened_text(_BRIEF.repr(value))
 
 
-def shortened_text(text: str) -> str:
+def shortened_text(text: str, longest: int = LONGEST) -> str:
     """Returns a text for an error, without the middle of a long one."""
-    if len(text) <= LONGEST:
+    if len(text) <= longest:
         return text
-    end = (LONGEST - 3) // 2
-    return f"{text[: LONGEST - 3 - end]}...{text[-end:]}"
+    end = (longest - 3) // 2
+    return f"{text[: longest - 3 - end]}...{text[-end:]}"
 
 
 class _Brief(reprlib.Repr):

@@ -1,10 +1,12 @@
 """`zoo compare` and `zoo report` say the same of the same results."""
 
 import json
+import os
 from dataclasses import asdict
 
 import pytest
 
+from zoo.errors import ConfigError
 from zoo.harness.cells import expand, timed_by
 from zoo.harness.config import load
 from zoo.harness.results import Results
@@ -12,6 +14,10 @@ from zoo.harness.stored import stored
 from zoo.report.rows import rows
 
 PLAN = "(0-37) 38"
+
+
+def even(value):
+    return {"median": value, "lower": value, "upper": value}
 
 
 def records(*arguments, loss="a", peak=400, whole=1000):
@@ -27,6 +33,7 @@ def records(*arguments, loss="a", peak=400, whole=1000):
                 "digests": [{"loss": loss if kind == "checkpointed" else "a"}],
                 "plan": PLAN if kind == "checkpointed" else None,
                 "step_seconds": {"baseline": [1.0, 1.0], "checkpointed": [1.5, 1.5]},
+                "spread": {"baseline": even(1.0), "checkpointed": even(1.5), "ratio": even(1.5)},
             })  # fmt: skip
     return found
 
@@ -55,6 +62,25 @@ def test_the_report_of_results_has_their_rows(command, results, tmp_path):
     assert found["report"] == str(tmp_path / "mine" / "report.html")
     assert "| resnet18" in page
     assert "| vnet" in page
+
+
+def test_the_report_says_which_lines_it_passes_over(command, results, tmp_path):
+    found = [*records("--model", "resnet18"), *records("--model", "vnet")]
+    path = results([*found[:4], found[4] | {"status": "nonsense"}, found[5]])
+    told = command("report", str(path))
+    assert told.code == 0
+    assert "line 5, is passed over: status takes done, failed or does not fit" in told.out
+    assert "| resnet18" in (tmp_path / "mine" / "report.md").read_text()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full is Linux's")
+def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
+    file = Results(tmp_path / "mine.jsonl")
+    file.path.symlink_to("/dev/full")
+    with pytest.raises(
+        ConfigError, match=r"mine.jsonl' cannot be written to: No space left.*room"
+    ):
+        file.append({})
 
 
 def test_a_folder_of_results_gives_a_report_each(command, results, tmp_path):

@@ -154,6 +154,34 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(command, arguments, message):
     assert re.fullmatch(rf"zoo.*: .*{message}.*\n", told.err), told.err
 
 
+LONG = "a" * 100_000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[LONG], [f"--{LONG}"], ["list", LONG], ["list", f"--{LONG}"], ["list", "a", LONG],
+     ["info", LONG], ["info", f"{LONG}.x"], ["info", f"torch.{LONG}"], ["info", f"{LONG}."],
+     *(["info", path, "--input", "2"] for path in (f"{LONG}.x", f"torch.{LONG}", f"{LONG}.")),
+     ["info", "resnet18", "--args", LONG], ["info", "resnet18", "--args", f"{LONG}=1"],
+     ["info", "torch.nn.ReLU", "--input", LONG], ["info", "resnet18", "--input", f"2:{LONG}"],
+     ["info", "torch.nn.ReLU", "--args", f"{LONG}=1", "--input", "2"],
+     ["plan", *RESIDUALS, "--memory-budget", LONG], ["plan", *RESIDUALS, "--max-overhead", LONG],
+     ["plan", *RESIDUALS, "--max-overhead=1", "--device", LONG],
+     ["plan", *RESIDUALS, "--max-overhead=1", "--optimizer", LONG],
+     ["plan", *RESIDUALS, "--max-overhead=1", "--save", LONG],
+     ["plan", *RESIDUALS, "--max-overhead=1", "--plot", LONG],
+     ["anatomy", *RESIDUALS, "--device", LONG], ["anatomy", *RESIDUALS, "--checkpoint", LONG],
+     ["verify", *RESIDUALS, "--device", LONG], ["verify", *RESIDUALS, "--steps", LONG],
+     ["compare", LONG], ["compare", "--model", LONG], ["compare", "--compare", LONG],
+     ["compare", "--output", LONG], ["report", LONG]],
+    ids=lambda arguments: " ".join(arguments)[:60],
+)  # fmt: skip
+def test_a_mistake_of_any_length_is_a_short_sentence(command, arguments):
+    told = command(*arguments)
+    assert (told.code, told.out, told.err.count("\n")) == (2, "", 1)
+    assert len(told.err) < 1_200
+
+
 def test_every_command_has_a_mistake_here():
     assert {arguments[0] for arguments, _ in MISTAKES} >= set(COMMANDS)
 

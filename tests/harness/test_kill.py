@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from tests.harness.test_record import records as recorded
 from zoo.harness import run as module
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.processes import outcome
@@ -38,8 +39,9 @@ def measured(folder, cell):
     spread = {name: {"median": 1.0, "lower": 1.0, "upper": 1.0} for name in ("baseline", "ratio")}
     return {
         "environment": {},
-        "memory": {"activation_peak": 1},
-        "step_seconds": {"baseline": [1.0]},
+        "memory": {"peak": 1, "activation_peak": 1},
+        "digests": [{"loss": "a"}],
+        "step_seconds": {"baseline": [1.0], "checkpointed": [1.0]},
         "spread": spread | {"checkpointed": spread["baseline"]},
     }
 
@@ -109,12 +111,12 @@ def test_a_kill_at_any_line_loses_only_the_cell_in_flight(tmp_path):
 
 
 def test_a_kill_while_a_line_is_written_loses_only_that_line(tmp_path):
-    config = Config("mine", (), output=str(tmp_path))
+    config, (record, *_) = Config("mine", (), output=str(tmp_path)), recorded()
     for length in range(0, 60, 7):
         results = results_of(replace(config, name=str(length)))
-        results.append({"key": "a"})
+        results.append(record | {"key": "a"})
         torn = json.dumps({"key": "b", "value": "é" * 20}, ensure_ascii=False).encode()[:length]
         with results.path.open("ab") as file:
             file.write(torn)
-        results.append({"key": "c"})
+        results.append(record | {"key": "c"})
         assert list(results.read()) == ["a", "c"]

@@ -14,6 +14,7 @@ from zoo.harness.regression import Earlier, judge, read_earlier, subject
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {"drop_rate": 0.1, "classes": 10})
 CONFIG = Config("mine", (MODEL,), threads=1)
+EVEN = {"median": 1.0, "lower": 1.0, "upper": 1.0}
 WHERE = {"torch": "2.14.1", "threads": 1}
 
 
@@ -25,6 +26,9 @@ def records(config=CONFIG, peak=1000, **changes):
             "kind": kind,
             "cell": json.loads(json.dumps(asdict(cell), sort_keys=True)),
             "status": "done",
+            "seconds": 1.0,
+            "step_seconds": {"baseline": [1.0], "checkpointed": [1.0]},
+            "spread": dict.fromkeys(("baseline", "checkpointed", "ratio"), EVEN),
             "environment": WHERE,
             **({} if kind == "timing" else {"memory": {"peak": peak, "activation_peak": 10}}),
             "digests": [{"loss": "a"}],

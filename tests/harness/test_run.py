@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from tests.harness.test_record import records as recorded
 from zoo.errors import ConfigError
 from zoo.harness import run as module
 from zoo.harness.cells import KINDS
@@ -18,7 +19,7 @@ from zoo.harness.results import Results
 from zoo.harness.run import results_of, run
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {})
-MEMORY = {"memory": {"peak": 3, "activation_peak": 2}, "digests": []}
+MEMORY = {"memory": {"peak": 3, "activation_peak": 2}, "digests": [{"loss": "a"}]}
 SECONDS = {
     "step_seconds": {"baseline": [1.0], "checkpointed": [1.2]},
     "spread": {
@@ -149,11 +150,11 @@ def test_an_interruption_keeps_what_is_there_and_the_next_run_goes_on(config, re
 
 
 def test_a_line_that_broke_off_costs_only_itself(tmp_path):
-    results = Results(tmp_path / "mine.jsonl")
-    results.append({"key": "a", "value": 1})
+    results, (record, *_) = Results(tmp_path / "mine.jsonl"), recorded()
+    results.append(record | {"key": "a", "value": 1})
     with results.path.open("a") as file:
         file.write('{"key": "b", "val')
-    results.append({"key": "c", "value": 3})
+    results.append(record | {"key": "c", "value": 3})
     assert {key: record["value"] for key, record in results.read().items()} == {"a": 1, "c": 3}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from zoo.cli.parser import Answer, Answered, json_answer
+from zoo.errors import ArgumentError, shortened
 from zoo.harness.config import Config, load
 from zoo.harness.regression import Earlier
 from zoo.harness.run import results_of, run
@@ -69,8 +70,14 @@ def reported(
     found = rows(comparisons)
     above = heading(comparisons, name, command)
     show(found, above.title, console)
-    write_report(found, above, folder)
-    page = write_page(comparisons, above, folder / "report.html")
+    try:
+        write_report(found, above, folder)
+        page = write_page(comparisons, above, folder / "report.html")
+    except OSError as error:
+        raise ArgumentError(
+            f"{shortened(str(folder))} cannot be written: {error.strerror}; the results are kept, "
+            "and zoo report writes it again, --output FOLDER elsewhere"
+        ) from error
     data = {"name": name, "report": str(page), "rows": [row_data(row) for row in found]}
     return json_answer(data, code=int(any(row.faults for row in found)))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zoo.cli.parser import Parser
 from zoo.cli.values import picture
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, shortened
 
 
 def add_plot(parser: Parser, drawn: str) -> None:
@@ -26,7 +26,7 @@ def write(path: str | None, save: Callable[[str], None]) -> None:
     try:
         save(path)
     except OSError as error:
-        raise ArgumentError(f"{path!r} cannot be written: {error.strerror}") from error
+        raise ArgumentError(f"{shortened(path)} cannot be written: {error.strerror}") from error
 
 
 def write_text(path: str | None, text: Callable[[], str]) -> None:

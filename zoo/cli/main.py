@@ -113,7 +113,8 @@ def _answer(name: str, arguments: Sequence[str]) -> Answer:
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         raise ArgumentError(
-            f"there is no {kind} {name!r}.{nearest(name, COMMANDS)} zoo --help lists what there is"
+            f"there is no {kind} {shortened(name)}.{nearest(name, COMMANDS)} "
+            "zoo --help lists what there is"
         )
     command = importlib.import_module(f"zoo.cli.commands.{name.replace('-', '_')}")
     found: Answer = command.main(arguments)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from zoo.errors import ArgumentError, nearest
+from zoo.errors import LONGEST, ArgumentError, nearest, shortened_text
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Parser(argparse.ArgumentParser):
         for argument in arguments:
             option = argument.partition("=")[0]
             if option.startswith("--") and option not in ("--", *known):
-                self.error(f"there is no option {option}.{nearest(option, known)}")
+                near = nearest(option, known)
+                self.error(f"there is no option {shortened_text(option)}.{near}")
         return self.parse_args(arguments)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
@@ -69,7 +70,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises ArgumentError with what is wrong and where help is."""
-        sentence = message.removeprefix("argument ").rstrip()
+        # as argparse words it, with whatever was given
+        sentence = shortened_text(message.removeprefix("argument ").rstrip(), 4 * LONGEST)
         end = "" if sentence.endswith(("?", ".")) else ";"
         raise ArgumentError(f"{sentence}{end} {self.prog} --help lists what there is")
 

@@ -14,7 +14,7 @@ from torch import nn
 from zoo.cli.parser import Parser
 from zoo.cli.subject import Subject
 from zoo.cli.values import one_of
-from zoo.errors import ArgumentError, nearest
+from zoo.errors import ArgumentError, nearest, shortened_text
 from zoo.measure.devices import DEVICES
 from zoo.measure.optimizer import MakeOptimizer
 
@@ -62,8 +62,8 @@ def placed(found: Subject, options: argparse.Namespace) -> tuple[nn.Module, str 
     if device not in DEVICES:
         known = [*HERE, *DEVICES]
         raise ArgumentError(
-            f"--device {device} is neither one of torch's ({', '.join(HERE)}) nor in the table: "
-            f"{', '.join(DEVICES)}.{nearest(device, known)}"
+            f"--device {shortened_text(device)} is neither one of torch's ({', '.join(HERE)}) "
+            f"nor in the table: {', '.join(DEVICES)}.{nearest(device, known)}"
         )
     return found.on_paper(), device
 

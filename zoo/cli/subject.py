@@ -22,7 +22,7 @@ from zoo.cli.importing import imported, in_a_line, working_folder_first
 from zoo.cli.parser import Parser
 from zoo.cli.values import Spec, positive, spec
 from zoo.entry import Inputs
-from zoo.errors import ArgumentError, ModelNameError, ZooError, nearest
+from zoo.errors import ArgumentError, ModelNameError, ZooError, nearest, shortened, shortened_text
 from zoo.harness.recipes import recipe
 
 Specs = tuple[Spec | None, ...]
@@ -94,8 +94,10 @@ class Subject:
         try:
             return self.built().to(device)
         except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            raise ArgumentError(f"--device {device} cannot be used here: {reason}") from error
+            reason = shortened_text(str(error).splitlines()[0])
+            raise ArgumentError(
+                f"--device {shortened_text(device)} cannot be used here: {reason}"
+            ) from error
 
     def meta_inputs(self) -> Inputs:
         """Returns inputs that take no memory."""
@@ -163,12 +165,15 @@ def subject(options: argparse.Namespace, batch_size: int | None = None) -> Subje
     if "." not in name and ":" not in name:
         if name not in list_models():
             raise ModelNameError(
-                f"there is no model {name!r}.{nearest(name, list_models())} `zoo list` shows all; "
-                "of another package, give the import path: timm.create_model --args resnet50"
+                f"there is no model {shortened(name)}.{nearest(name, list_models())} "
+                "`zoo list` shows all; of another package, give the import path: "
+                "timm.create_model --args resnet50"
             )
         return _of_catalog(options, positional, named, batch_size)
     if options.size or options.batch_size or not options.input:
-        raise ArgumentError(f"{name} is not of the catalog; say its inputs by --input 32,3,224,224")
+        raise ArgumentError(
+            f"{shortened_text(name)} is not of the catalog; say its inputs by --input 32,3,224,224"
+        )
     found = imported(name)
     if isinstance(found, nn.Module) and not options.args:
         return Subject(name, lambda: found, tuple(options.input))
@@ -185,7 +190,9 @@ def _of_catalog(
 ) -> Subject:
     name = options.model
     if positional:
-        raise ArgumentError(f"--args of {name} have names: classes=10; got {positional[0]!r}")
+        raise ArgumentError(
+            f"--args of {name} have names: classes=10; got {shortened(positional[0])}"
+        )
     known = _defaults(name) | dict(named)
     settings = recipe(name)
     if options.input and (options.size or options.batch_size):

@@ -9,7 +9,7 @@ silently ran with a default instead would still print a table.
 """
 
 import argparse
-import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ import jsonargparse
 import yaml
 
 from zoo.catalog import list_models, model_arguments
-from zoo.errors import ConfigError, nearest, shortened, shortened_text
+from zoo.errors import LONGEST, ConfigError, nearest, shortened, shortened_text
 from zoo.harness.naming import run_name
 from zoo.harness.recipes import recipe
 from zoo.harness.values import (
@@ -167,9 +167,8 @@ def find_config(name: str) -> Path:
         ConfigError: there is none.
     """
     path = Path(name)
-    with contextlib.suppress(OSError):  # a name that no system allows is that of no file
-        if path.is_file():
-            return path
+    if os.path.isfile(name):  # a Path's own fails where the name is too long for any file
+        return path
     shipped = {entry.stem: entry for entry in sorted(config_folder().glob("*.yaml"))}
     if path.stem in shipped and str(path.parent) in (".", "configs"):
         return shipped[path.stem]
@@ -196,7 +195,7 @@ def _command_line(arguments: Sequence[str], program: str) -> dict[str, Any]:
     try:
         found = _parser(program).parse_args(list(arguments)).as_dict()
     except jsonargparse.ArgumentError as error:
-        raise ConfigError(shortened_text(" ".join(str(error).split()))) from None
+        raise ConfigError(shortened_text(" ".join(str(error).split()), 4 * LONGEST)) from None
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -7,6 +7,7 @@ changed (seconds, bits, versions) is said and fails nothing: another torch may r
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, shortened
 from zoo.harness.cells import KINDS, expand
 from zoo.harness.config import Config
 from zoo.harness.results import Record, Results
@@ -85,12 +86,14 @@ def read_earlier(path: Path) -> Old:
     Raises:
         ConfigError: there is no such file, or no result in it.
     """
-    if not path.is_file():
-        raise ConfigError(f"--compare {str(path)!r}: there is no such file")
+    if not os.path.isfile(path):
+        raise ConfigError(f"--compare {shortened(str(path))}: there is no such file")
     records = (record for record in Results(path).read().values() if _measured(record))
     found = {subject(record): record for record in records}
     if not found:
-        raise ConfigError(f"--compare {str(path)!r} holds no result; give the .jsonl of a run")
+        raise ConfigError(
+            f"--compare {shortened(str(path))} holds no result; give the .jsonl of a run"
+        )
     return found
 
 
@@ -99,8 +102,8 @@ def check_overlap(old: Old, new: Sequence[Record], path: str) -> None:
     if not any(subject(record) in old for record in new):
         first = next(iter(old.values()))["cell"]["model"]["name"]
         raise ConfigError(
-            f"--compare {path!r} holds none of these cells (it begins with {first}): models, "
-            "sizes, arguments, device and dtype must be those of the earlier run"
+            f"--compare {shortened(path)} holds none of these cells (it begins with {first}): "
+            "models, sizes, arguments, device and dtype must be those of the earlier run"
         )
 
 
@@ -193,8 +196,8 @@ def _ended(record: Record) -> str:
     return f"{words}: {record['reason']}"
 
 
-def _measured(record: Any) -> bool:
-    return record.get("status") in ("done", "does not fit") and "cell" in record
+def _measured(record: Record) -> bool:
+    return record["status"] in ("done", "does not fit")
 
 
 def _name(record: Record) -> str:

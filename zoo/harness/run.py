@@ -64,7 +64,7 @@ class Session:
     def __init__(self, results: Results, shown: Shown, timeout: float) -> None:
         self.results, self.shown, self.timeout = results, shown, timeout
         records = results.read().items()
-        self.known = {key: record for key, record in records if record.get("status") != "failed"}
+        self.known = {key: record for key, record in records if record["status"] != "failed"}
 
     def lacks(self, cells: Mapping[Kind, Cell]) -> bool:
         """Says whether a model's memory has yet to be measured."""

@@ -5,9 +5,10 @@ the comparisons; to each belong the baseline of the same experiment and the timi
 several the last.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+from zoo.harness.record import fault_of
 from zoo.harness.results import Record
 
 # what may differ between the cells of one experiment
@@ -20,7 +21,7 @@ Comparison = dict[str, Any]
 
 def stored(records: Iterable[Record]) -> list[Comparison]:
     """Puts the records of cells together by model; floors of a config are not in them."""
-    known = [record for record in records if _is_cell(record)]
+    known = [record for record in records if fault_of(record) is None]
     found: dict[str, Comparison] = {}
     for record in known:
         if record["kind"] == "checkpointed":
@@ -32,11 +33,6 @@ def stored(records: Iterable[Record]) -> list[Comparison]:
                 "timing": _last(known, "timing", record),
             }
     return list(found.values())
-
-
-def _is_cell(record: Record) -> bool:
-    cell = record.get("cell")
-    return isinstance(cell, Mapping) and isinstance(cell.get("model"), Mapping)
 
 
 def _last(records: Iterable[Record], kind: str, checkpointed: Record) -> Record:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zoo.errors import ArgumentError, nearest
+from zoo.errors import ArgumentError, nearest, shortened
 
 
 @dataclass(frozen=True)
@@ -63,5 +63,7 @@ def device_named(name: str) -> Device:
     if name not in DEVICES:
         is_here = str(name).partition(":")[0] in ("cuda", "mps", "xpu")
         hint = _MOVE if is_here else nearest(str(name), DEVICES)
-        raise ArgumentError(f"device={name!r} is not in the table: {', '.join(DEVICES)}.{hint}")
+        raise ArgumentError(
+            f"device={shortened(name)} is not in the table: {', '.join(DEVICES)}.{hint}"
+        )
     return DEVICES[name]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, shortened
 from zoo.units import BINARY, format_bytes
 
 # matplotlib has others, of which not all take what is asked of them here
@@ -49,7 +49,7 @@ def draw_timeline(
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     suffix = Path(path).suffix.lower()
     if suffix not in PICTURES:
-        raise ArgumentError(f"{str(path)!r} must end in one of {', '.join(PICTURES)}")
+        raise ArgumentError(f"{shortened(str(path))} must end in one of {', '.join(PICTURES)}")
     # the same numbers make the same file
     with library.rc_context({"svg.hashsalt": "zoo", "font.size": 10, "text.color": INK}):
         axes = figure.subplots()

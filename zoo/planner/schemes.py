@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Container, Sequence
 
-from zoo.errors import ArgumentError, nearest
+from zoo.errors import ArgumentError, nearest, shortened
 from zoo.plan import Item, Plan
 from zoo.planner.costs import StepCosts
 
@@ -86,8 +86,8 @@ def check_name(name: str) -> None:
     """Raises ArgumentError when there is no scheme of this name."""
     if name not in NAMES:
         raise ArgumentError(
-            f"checkpoint={name!r} is no scheme; choose True, False, a number of segments, a Plan, "
-            f"auto, {', '.join(NAMES)}.{nearest(name, NAMES)}"
+            f"checkpoint={shortened(name)} is no scheme; choose True, False, a number of segments, "
+            f"a Plan, auto, {', '.join(NAMES)}.{nearest(name, NAMES)}"
         )
 
 

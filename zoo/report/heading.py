@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+WHERE = {"device", "threads", "torch", "python", "zoo"}
+
 
 @dataclass(frozen=True)
 class Heading:
@@ -22,7 +24,7 @@ class Heading:
 def heading(comparisons: Sequence[Mapping[str, Any]], name: str, command: str) -> Heading:
     """Describes a comparison by the first of its records that says where it was measured."""
     records = (record for comparison in comparisons for record in comparison.values())
-    measured = (record for record in records if "environment" in record)
+    measured = (record for record in records if (record.get("environment") or {}).keys() >= WHERE)
     return Heading(name, next(map(_setting, measured), "nothing could be measured"), command)
 
 

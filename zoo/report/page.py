@@ -199,7 +199,7 @@ def _number(value: float, text: str) -> Markup:
 
 def _environment(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     records = [comparison[kind] for comparison in comparisons for kind in KINDS]
-    found: Mapping[str, Any] = next((each for each in records if "environment" in each), {})
+    found: Mapping[str, Any] = next((each for each in records if each.get("environment")), {})
     cell = {key: found.get("cell", {}).get(key) for key in ("dtype", "seed", "steps")}
     known = {**found.get("environment", {}), **cell, "measured": found.get("finished")}
     return {key: value for key, value in known.items() if value is not None}

@@ -6,6 +6,7 @@ Every number is one of the records' or a quotient of two; nothing is estimated h
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -100,9 +101,12 @@ def differences(
 ) -> list[str]:
     """Names what differs between two runs and from which step on: ['buffers from step 1 on']."""
     first: dict[str, int] = {}
-    for step, (one, other) in enumerate(zip(baseline, checkpointed, strict=True), start=1):
-        for kind in one:
-            if one[kind] != other[kind]:
+    # a step that one of them lacks is no step that is equal
+    nothing: Mapping[str, str] = {}
+    pairs = zip_longest(baseline, checkpointed, fillvalue=nothing)
+    for step, (one, other) in enumerate(pairs, start=1):
+        for kind in {**one, **other}:
+            if one.get(kind) != other.get(kind):
                 first.setdefault(kind, step)
     return [f"{kind} from step {step} on" for kind, step in first.items()]
 

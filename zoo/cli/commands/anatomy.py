@@ -14,7 +14,7 @@ from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.place import HERE, OPTIMIZERS, add_optimizer, is_here
 from zoo.cli.subject import add_subject, subject
 from zoo.cli.values import checkpoint, destination, whole
-from zoo.errors import ArgumentError, nearest
+from zoo.errors import ArgumentError, nearest, shortened
 from zoo.measure.timeline import Timeline
 
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> Answer:
     device = options.device
     if device is not None and not is_here(device):
         raise ArgumentError(
-            f"--device takes {' or '.join(HERE)}, where a step is run; got {device!r}."
+            f"--device takes {' or '.join(HERE)}, where a step is run; got {shortened(device)}."
             f"{nearest(device, HERE)}"
         )
     with contextlib.nullcontext() if device else _no_garbage_collection():

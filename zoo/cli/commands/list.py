@@ -9,7 +9,7 @@ from zoo.catalog import list_models, model_arguments
 from zoo.cli.parser import Answer, Parser, answer
 from zoo.cli.subject import usual_inputs
 from zoo.cli.values import shapes, words
-from zoo.errors import ArgumentError, nearest
+from zoo.errors import ArgumentError, nearest, shortened
 from zoo.report.markdown import markdown_table
 
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> Answer:
     names = list_models(options.pattern)
     if not names:
         near = nearest(options.pattern, list_models())
-        raise ArgumentError(f"no model matches {options.pattern!r}.{near}")
+        raise ArgumentError(f"no model matches {shortened(options.pattern)}.{near}")
     found = [_described(name) for name in names]
     rows = [(entry["name"], entry["kind"], words(entry["inputs"])) for entry in found]
     return answer(options, markdown_table(("model", "kind", "inputs unless said"), rows), found)

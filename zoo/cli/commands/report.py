@@ -1,12 +1,13 @@
 """`zoo report`: writes the report of results that are there, without measuring anything."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from zoo.cli.comparison import console_for, reported
 from zoo.cli.parser import Answer, Parser, json_answer
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, shortened
 from zoo.harness.results import Results
 from zoo.harness.stored import stored
 
@@ -46,29 +47,22 @@ def _parser() -> Parser:
 
 
 def _reported(path: Path, folder: Path, command: str, console: Any) -> Answer:
-    comparisons = stored(_records(path))
+    passed_over: list[str] = []
+    comparisons = stored(Results(path).read(passed_over.append).values())
     if not comparisons:
-        raise ArgumentError(f"{str(path)!r} holds no results of a comparison")
-    try:
-        return reported(comparisons, path.stem, command, folder, console)
-    except OSError as error:
-        raise ArgumentError(f"{str(folder)!r} cannot be written: {error.strerror}") from error
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    try:
-        return list(Results(path).read().values())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{str(path)!r} cannot be read as results: {error}") from error
+        raise ArgumentError(f"{shortened(str(path))} holds no results of a comparison")
+    for line in passed_over:
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    return reported(comparisons, path.stem, command, folder, console)
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
+    if os.path.isfile(path):  # a Path's own fails where the name is too long for any file
         return [path]
     files = sorted(path.glob("*.jsonl"))
     if not files:
         raise ArgumentError(
-            f"there are no results in {str(path)!r}; give the folder or file that `zoo compare` "
-            "names at its end"
+            f"there are no results in {shortened(str(path))}; give the folder or file that "
+            "`zoo compare` names at its end"
         )
     return files
