@@ -77,9 +77,7 @@ def test_the_report_says_which_lines_it_passes_over(command, results, tmp_path):
 def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
     file = Results(tmp_path / "mine.jsonl")
     file.path.symlink_to("/dev/full")
-    with pytest.raises(
-        ConfigError, match=r"mine.jsonl' cannot be written to: No space left.*room"
-    ):
+    with pytest.raises(ConfigError, match=r"mine.jsonl' cannot be written to: No space left.*room"):
         file.append({})
 
 

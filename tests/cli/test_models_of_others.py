@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.test_record import records
 from zoo.cli.main import run
+from zoo.harness.results import Results
 
 COMMANDS = {
     "info": [],
@@ -170,6 +172,17 @@ def test_a_full_disk_behind_stdout_is_a_sentence(arguments):
         done = asked(*arguments, stdout=full)
     assert done.returncode == 2
     assert re.fullmatch(r"zoo list: stdout cannot be written: No space left.*\n", done.stderr)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="a file that is always full is Linux's")
+def test_a_full_disk_behind_the_tables_of_a_report_is_a_sentence(tmp_path):
+    file = Results(tmp_path / "mine.jsonl")
+    for record in records():
+        file.append(record)
+    with FULL.open("w") as full:
+        done = asked("report", str(tmp_path), stdout=full)
+    assert done.returncode == 2
+    assert re.fullmatch(r"zoo report: stdout cannot be written: No space left.*\n", done.stderr)
 
 
 def asked(*arguments, stdout):

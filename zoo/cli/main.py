@@ -9,6 +9,7 @@ A command is imported when it is asked for, so that one that needs a library of 
 keep the others from running without.
 """
 
+import errno
 import functools
 import gc
 import importlib
@@ -131,6 +132,10 @@ def _verdict(error: BaseException) -> tuple[str, int]:
         return f"it does not fit here: {in_a_line(error)}", 1
     if isinstance(error, ModuleNotFoundError):
         return f"this needs {error.name}: pip install 'zoo-checkpoint[compare]'", 2
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        # what is written to a file names it; a line of progress has none
+        where = shortened(error.filename) if error.filename else "stdout"
+        return f"{where} cannot be written: {error.strerror}; make room, then go on", 2
     # nearly always the model's own forward, of inputs that it cannot take
     return f"{in_a_line(error)}; ZOO_TRACEBACK=1 shows where it comes from", 2
 
@@ -144,5 +149,5 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise ArgumentError(
-                f"stdout cannot be written: {error.strerror}; send it where there is room"
+                f"stdout cannot be written: {error.strerror}; make room, then go on"
             ) from error

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.errors import ArgumentError, shortened
+from zoo.report.escape import visible
 from zoo.units import BINARY, format_bytes
 
 # matplotlib has others, of which not all take what is asked of them here
@@ -51,9 +52,11 @@ def draw_timeline(
     if suffix not in PICTURES:
         raise ArgumentError(f"{shortened(str(path))} must end in one of {', '.join(PICTURES)}")
     # the same numbers make the same file
-    with library.rc_context({"svg.hashsalt": "zoo", "font.size": 10, "text.color": INK}):
+    style: Any = {"svg.hashsalt": "zoo", "font.size": 10, "text.color": INK}
+    # nor does a title hold a formula
+    with library.rc_context({**style, "text.parse_math": False}):
         axes = figure.subplots()
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        figure.suptitle(visible(title), x=0.01, ha="left", fontsize=12, fontweight="bold")
         _shade(axes, phases, max(map(len, curves.values()), default=1) - 1)
         _stack(axes, curves, peak)
         figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == ".svg" else {})

@@ -7,6 +7,7 @@ picture, to four decimals.
 
 import re
 from collections.abc import Iterable, Sequence
+from html import escape
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -149,7 +150,8 @@ def as_json(plot: Any) -> Picture:
 def _written(tips: Sequence[tuple[str, str]]) -> str:
     """Writes names and values in the page's colors: bokeh's own are for a white page."""
     rows = (
-        f'<span style="color: var(--faint)">{name}</span><b>{value}</b>' for name, value in tips
+        f'<span style="color: var(--faint)">{escape(name)}</span><b>{escape(value)}</b>'
+        for name, value in tips
     )
     return f'<div style="{TIPS}">{"".join(rows)}</div>'
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from zoo.report.escape import in_code, in_csv, in_markdown
 from zoo.report.heading import Heading
 from zoo.report.rows import Row
 from zoo.report.words import COLUMNS, words
@@ -22,17 +23,17 @@ state are equal bit for bit after each optimizer step.
 
 def write_markdown(rows: Sequence[Row], heading: Heading, picture: str, path: Path) -> None:
     """Writes the table, the picture, the command that makes them, and what failed."""
-    faults = [f"- {fault}" for row in rows for fault in row.faults]
+    faults = [f"- {in_markdown(fault)}" for row in rows for fault in row.faults]
     lines = [
-        f"# {heading.title}",
+        f"# {in_markdown(heading.title)}",
         "",
-        f"`{heading.command}`",
+        in_code(heading.command),
         "",
-        heading.setting,
+        in_markdown(heading.setting),
         "",
         _line(COLUMNS),
         _line("---" if name in ("model", "batch") else "---:" for name in COLUMNS),
-        *(_line(words(row)) for row in rows),
+        *(_line([in_markdown(label), *cells]) for label, *cells in map(words, rows)),
         "",
         *([*faults, ""] if faults else []),
         NOTES,
@@ -104,7 +105,7 @@ def to_csv(entries: Iterable[dict[str, Any]]) -> str:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(entries[0]) if entries else ["model"])
     writer.writeheader()
-    writer.writerows(entries)
+    writer.writerows({key: in_csv(value) for key, value in entry.items()} for entry in entries)
     return text.getvalue()
 
 

@@ -17,6 +17,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from zoo.report.escape import visible
 from zoo.report.labels import Box, Spot, along, place
 from zoo.report.style import (
     BASELINE,
@@ -193,7 +194,7 @@ def _name(axes: Axes, numbers: _Numbers) -> None:
 
 def _texts(numbers: _Numbers) -> dict[str, str]:
     found = {
-        name: f"{name}\n×{x / numbers.whole:.2f} memory, ×{y:.2f} time"
+        name: f"{visible(name)}\n×{x / numbers.whole:.2f} memory, ×{y:.2f} time"
         for name, (x, y) in numbers.marks.items()
     }
     return {**found, "keep everything": "keep everything"}

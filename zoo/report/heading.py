@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zoo.report.escape import visible
+
 WHERE = {"device", "threads", "torch", "python", "zoo"}
 
 
@@ -25,7 +27,8 @@ def heading(comparisons: Sequence[Mapping[str, Any]], name: str, command: str) -
     """Describes a comparison by the first of its records that says where it was measured."""
     records = (record for comparison in comparisons for record in comparison.values())
     measured = (record for record in records if (record.get("environment") or {}).keys() >= WHERE)
-    return Heading(name, next(map(_setting, measured), "nothing could be measured"), command)
+    setting = next(map(_setting, measured), "nothing could be measured")
+    return Heading(visible(name), visible(setting), visible(command))
 
 
 def _setting(record: Mapping[str, Any]) -> str:

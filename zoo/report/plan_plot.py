@@ -27,6 +27,7 @@ from zoo.report.chain_axis import (
     round_numbers,
     segments,
 )
+from zoo.report.escape import visible
 from zoo.report.style import AGAIN, FAINT_INK, GRID, INK, KEPT, STYLE, bare, head, write
 from zoo.report.words import OFTEN, scale
 from zoo.units import format_bytes
@@ -109,7 +110,7 @@ def _sides(limits: Mapping[str, int]) -> list[str]:
 
 
 def _draw_chain(axes: Axes, picture: PlanPicture) -> None:
-    axis = chain_axis(picture.names, picture.blocks)
+    axis = chain_axis([*map(visible, picture.names)], picture.blocks)
     highest = _draw_steps(axes, picture, axis)
     depth = picture.plan.depth()
     thickness = highest * min(0.045, 0.4 / max(depth, 1))

@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from zoo.errors import shortened_text
 from zoo.report.heading import Heading
 from zoo.report.rows import Row
 from zoo.report.style import BASELINE, FAINT_INK, STYLE, bare
@@ -67,12 +68,17 @@ def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
         )
         axes.bar_label(bars, labels, padding=4, fontsize=9)
     names = [filter(None, (row.model, row.arguments, row.batch)) for row in rows]
-    axes.set_yticks(places, ["\n".join(lines) for lines in names])
+    axes.set_yticks(places, ["\n".join(map(_beside, lines)) for lines in names])
     axes.margins(x=0.16)
     axes.set_xlabel(f"activation peak of a training step ({BINARY[unit]})")
     axes.invert_yaxis()
     axes.figure.legend(frameon=False, loc="upper right", ncols=2)
     bare(axes)
+
+
+def _beside(text: str) -> str:
+    """Shortens what stands beside the bars, or there is no room for them."""
+    return shortened_text(text, 60)
 
 
 def _size(count: int | None, fits: bool) -> str:

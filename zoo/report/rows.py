@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 
+from zoo.report.escape import visible
+
 Value = TypeVar("Value")
 UNFIT = "does not fit"
 """The status of a record whose cell ran out of memory."""
@@ -116,9 +118,9 @@ def _row(comparison: Mapping[str, Any]) -> Row:
     baseline, checkpointed = comparison["baseline"], comparison["checkpointed"]
     exact = _differences(baseline, checkpointed)
     return Row(
-        model=model["name"],
-        arguments=_arguments(model),
-        checkpoint=_text(model["checkpoint"]),
+        model=visible(model["name"]),
+        arguments=visible(_arguments(model)),
+        checkpoint=visible(_text(model["checkpoint"])),
         batch=_batch(model),
         largest_ratio=model["largest_ratio"],
         parameters=baseline.get("parameters", checkpointed.get("parameters")),
@@ -127,7 +129,7 @@ def _row(comparison: Mapping[str, Any]) -> Row:
         step_seconds=Pair(*_seconds(comparison["timing"])),
         fits=Pair(baseline["status"] != UNFIT, checkpointed["status"] != UNFIT),
         exact=None if exact is None else not exact,
-        faults=tuple(_faults(comparison)),
+        faults=tuple(map(visible, _faults(comparison))),
     )
 
 

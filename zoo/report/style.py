@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zoo.errors import ArgumentError
+from zoo.report.escape import visible
 
 PICTURES = (".svg", ".png", ".pdf")
 BASELINE, KEPT, INK, FAINT_INK, GRID = "#b8bec8", "#1f6feb", "#24292f", "#57606a", "#e6e8eb"
@@ -19,6 +20,8 @@ STYLE: Any = {
     "axes.labelcolor": INK,
     "xtick.color": INK,
     "ytick.color": INK,
+    # a name may hold a $
+    "text.parse_math": False,
     # the same numbers make the same file
     "svg.hashsalt": "zoo",
 }
@@ -35,8 +38,9 @@ def bare(axes: Axes, grid: Literal["x", "y", "both"] = "x") -> None:
 def head(figure: Figure, title: str, subtitle: str) -> None:
     """Writes a title and a line below it above everything else."""
     inch = 1 / figure.get_figheight()
-    figure.text(0.01, 1 - 0.12 * inch, title, va="top", fontsize=13, fontweight="bold")
-    figure.text(0.01, 1 - 0.4 * inch, subtitle, va="top", fontsize=9, color=FAINT_INK)
+    figure.text(0.01, 1 - 0.12 * inch, visible(title), va="top", fontsize=13, fontweight="bold")
+    line = visible(subtitle)
+    figure.text(0.01, 1 - 0.4 * inch, line, va="top", fontsize=9, color=FAINT_INK)
     engine: Any = figure.get_layout_engine()
     engine.set(rect=(0, 0, 1, 1 - 0.65 * inch))
 

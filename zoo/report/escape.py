@@ -1,0 +1,47 @@
+"""Texts from outside in a report's files: whatever they hold, they are shown and do nothing.
+
+Names of models and modules, arguments and reasons may hold anything: an escape sequence that clears
+a terminal, a `|` that ends a cell, HTML, a formula that a spreadsheet runs.
+
+    visible        ESC[2J -> \\x1b[2J        all files: XML takes no control characters either
+    in_markdown    a|<b>  -> a\\|&lt;b>      cells, headings, items
+    in_code        a`b    -> ``a`b``        what stands in backticks
+    in_csv         =1+2   -> '=1+2          cells that are text
+"""
+
+import re
+from typing import Any
+
+# Unicode's controls, half pairs and non-characters; and what turns the direction of a line around
+_HIDDEN = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+# an underline within a word is no markup
+_MARKUP = re.compile(r"[\\`*|~$\[\]]|(?<!\w)_|_(?!\w)")
+
+
+def visible(text: str) -> str:
+    """Returns a text on one line, characters that steer instead of being seen as '\\x1b'."""
+    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def in_markdown(text: str) -> str:
+    """Returns a text that Markdown shows as it is, also in a cell of a table."""
+    plain = visible(text).replace("&", "&amp;").replace("<", "&lt;")
+    return _MARKUP.sub(lambda found: f"\\{found[0]}", plain)
+
+
+def in_code(text: str) -> str:
+    """Returns a text as code in Markdown, between more backticks than it has in a row."""
+    shown = visible(text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
+    room = " " if shown.startswith("`") or shown.endswith("`") else ""
+    return f"{fence}{room}{shown}{room}{fence}"
+
+
+def in_csv(value: Any) -> Any:
+    """Returns a cell: of text that a spreadsheet would take for a formula, with a ' before it."""
+    if not isinstance(value, str):
+        return value
+    shown = visible(value)
+    return f"'{shown}" if shown.startswith(("=", "+", "-", "@")) else shown
