@@ -90,9 +90,13 @@ def test_every_picture_is_xml(written: Path, tmp_path: Path) -> None:
 
 def test_the_page_holds_no_element_of_a_name(tmp_path: Path) -> None:
     frontier = hostile()
-    frontier[0]["baseline"]["frontier"]["schemes"] = {"<img src=x onerror=alert(1)>": [2**20, 1.3]}
+    frontier[0]["baseline"]["frontier"]["schemes"] = {
+        "<img src=x onerror=alert(1)>": [2**20, 1.3],
+        "</script>~1/~": [2**20, 1.4],
+    }
     text = page(frontier, Heading("a", "b", "c"))
     assert "<img" not in text
+    assert text.count("</script>") == text.count("<script")
 
 
 @pytest.mark.parametrize(

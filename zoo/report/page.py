@@ -184,9 +184,9 @@ class Section:
 
 
 def _size(comparisons: Sequence[Comparison], path: str) -> Markup:
-    """Writes the bytes at a path such as '0/baseline/memory/peak'."""
+    """Writes the bytes at a path such as '0/baseline/memory/peak'; a name's own / is ~1."""
     value: Any = comparisons
-    for part in path.split("/"):
+    for part in (text.replace("~1", "/").replace("~0", "~") for text in path.split("/")):
         value = value[int(part)] if isinstance(value, list | tuple) else value[part]
     text = format_bytes(value)
     return Markup('<data value="{}" data-from="{}">{}</data>').format(value, path, text)
