@@ -132,6 +132,8 @@ def _is_plan(value: Any) -> bool:
 
 TEXT = Leaf("text", _is_text)
 BYTES = Leaf("a whole number", _is_whole)
+# what an allocator and the tensors do not agree on may be less than nothing
+DIFFERENCE = Leaf("a whole number", lambda value: _is_whole(value, -(2**63)))
 COUNT = Leaf("a whole number from 1", lambda value: _is_whole(value, 1))
 NUMBER = Leaf("a finite number", _is_number)
 SECONDS = Leaf("a number above 0", lambda value: _is_number(value) and value > 0)
@@ -156,9 +158,9 @@ SPREAD = {"median": NUMBER, "lower": NUMBER, "upper": NUMBER}
 TIMELINE = {
     "length": COUNT,
     "points": [BYTES],
-    "bytes": Each([BYTES]),
+    "bytes": Each([DIFFERENCE]),
     "phases": [(BYTES, TEXT)],
-    "peak": {"point": BYTES, "bytes": BYTES, "phase": TEXT, "categories": Each(BYTES)},
+    "peak": {"point": BYTES, "bytes": BYTES, "phase": TEXT, "categories": Each(DIFFERENCE)},
     "holders": [
         {
             "bytes": BYTES,
@@ -200,7 +202,7 @@ RECORD = {
     "spread?": {"baseline": SPREAD, "checkpointed": SPREAD, "ratio": SPREAD},
     "missing?": Each(TEXT),
     "timeline?": TIMELINE,
-    "chain?": {"names": [TEXT], "blocks": [BYTES], "saved": [BYTES]},
+    "chain?": {"names": [TEXT], "blocks": [BYTES], "saved": [DIFFERENCE]},
     "frontier?": {
         "optimal": [(BYTES, SECONDS)],
         "schemes": Each((BYTES, SECONDS)),
