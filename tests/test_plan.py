@@ -98,6 +98,42 @@ def test_malformed_texts_are_refused(text: str, message: str) -> None:
         Plan.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("(" * 900 + "0" + ")" * 900, "nest more than 500 deep"),
+        ("(" * 501 + "0" + ")" * 501, "nest more than 500 deep; take fewer, longer segments"),
+        ("9" * 5000, "names a step beyond 1000000"),
+        ("0-" + "9" * 5000, "names a step beyond 1000000"),
+        ("0-1000000 " * 10**4, "position 1000001 holds step 0"),
+        (None, "the text form of a plan is text; got NoneType"),
+    ],
+    ids=["nested", "a little", "digits", "range", "ranges", "none"],
+)
+def test_no_text_fills_memory_or_the_stack(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        Plan.parse(text)
+    assert len(str(caught.value)) < 500
+
+
+def test_leading_zeros_are_no_large_number() -> None:
+    assert Plan.parse("0" * 5000 + " 01-002") == Plan((0, 1, 2))
+
+
+def test_a_list_that_holds_itself_is_refused() -> None:
+    items: list[object] = [0]
+    items.append(items)
+    twice: list[object] = []
+    twice += [twice, twice]
+    shared: object = [0]
+    for _ in range(64):
+        shared = [shared, shared]
+    for wrong, message in ((items, "position 1 holds step 0"), (twice, "nest more than 500 deep"),
+                           ([shared], "position 1 holds step 0")):  # fmt: skip
+        with pytest.raises(PlanError, match=message):
+            Plan(wrong)  # type: ignore[arg-type]
+
+
 def test_a_plan_for_another_length_is_refused() -> None:
     with pytest.raises(PlanError, match="covers 2 steps but the chain has 3"):
         Plan((0, 1)).check(3)

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zoo.errors import ArgumentError
 from zoo.units import at_least, format_bytes, format_seconds, parse_bytes
 
 
@@ -20,6 +21,27 @@ from zoo.units import at_least, format_bytes, format_seconds, parse_bytes
 )
 def test_bytes_have_a_binary_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["9" * 400, 10**5000, 2**63, "9" * 400 + "GiB"],
+    ids=["text", "digits", "just", "unit"],
+)
+def test_a_size_of_many_digits_is_refused_in_a_sentence(value: object) -> None:
+    message = "more than any memory; write at most 9223372036854775807"
+    with pytest.raises(ArgumentError, match=message) as caught:
+        parse_bytes(value, "memory_budget")
+    assert len(str(caught.value)) < 400
+
+
+def test_what_is_no_size_is_told_the_units() -> None:
+    units = "units are B, KiB, MiB, GiB, TiB, kB, MB, GB, TB"
+    for text in ("1PiB", "0.5", "1.5 b"):
+        with pytest.raises(ArgumentError, match=units):
+            parse_bytes(text)
+    for unit in units.removeprefix("units are ").split(", "):
+        assert parse_bytes(f"3{unit}") % 3 == 0
 
 
 def test_seconds_below_one_are_milliseconds() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zoo.adapter.entry import Entry
-from zoo.entry import Inputs, Invocation, Loss
+from zoo.entry import Inputs, Invocation, Loss, check_loss
 from zoo.errors import ArgumentError
 from zoo.measure.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.plan_frontier import Frontier
@@ -91,6 +91,7 @@ def look_ahead(
         raise ArgumentError(f"planning needs a torch.nn.Module; got {type(model).__name__}")
     if not model.training:
         raise ArgumentError("a plan is for training; call model.train() first")
+    check_loss(loss)
     with torch.inference_mode(False), torch.enable_grad():
         found = Entry.of(model, Invocation.of(inputs))
         return Prospect(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zoo.checkpointing import Checkpoint
-from zoo.entry import Inputs, Invocation, Loss
+from zoo.entry import Inputs, Invocation, Loss, check_loss
 from zoo.errors import ArgumentError
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.measure.timeline import Timeline, compare
@@ -70,6 +70,7 @@ def anatomy(
         ArgumentError: no module or not in training mode; a plan for what cannot be followed.
     """
     _check(model, device)
+    check_loss(loss)
     given = Invocation.of(inputs)
     tensors = [*given.tensors, *model.parameters()]
     is_fake = device == "meta" or any(tensor.is_meta for tensor in tensors)

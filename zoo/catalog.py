@@ -63,7 +63,15 @@ def create(
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Lists the names that match a shell pattern: `list_models("resnet*")`."""
+    """Lists the names that match a shell pattern: `list_models("resnet*")`.
+
+    Raises:
+        ArgumentError: the pattern is no text.
+    """
+    if not isinstance(pattern, str):
+        raise ArgumentError(
+            f"list_models takes a pattern such as 'resnet*'; got {shortened(pattern)}"
+        )
     return sorted(fnmatch.filter(_FACTORIES, pattern))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as registries
 
-from zoo.errors import WeightsError, nearest
+from zoo.errors import ArgumentError, WeightsError, nearest
 from zoo.plan import Plan
 
 State = tuple[Tensor | None, ...]
@@ -98,8 +98,8 @@ class Chain(nn.Module):
         self.runner = None
 
     def steps(self) -> Steps:
-        """Lists the steps."""
-        raise NotImplementedError(f"{type(self).__name__} lists no steps")
+        """Lists the steps; a subclass says which."""
+        raise self._stepless()
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the steps for these inputs; `steps()` unless a subclass says otherwise."""
@@ -108,9 +108,17 @@ class Chain(nn.Module):
     def forward(self, *inputs: Tensor | None) -> Any:
         """Runs the steps in order and returns what the last one returned."""
         found = outline(self.steps_for(*inputs))
+        if not found.steps:
+            raise self._stepless()
         if self.runner is None or not self.training or not torch.is_grad_enabled():
             return fold(found.steps, inputs)
         return self.runner(self, found, inputs)
+
+    def _stepless(self) -> ArgumentError:
+        return ArgumentError(
+            f"{type(self).__name__} lists no steps; give it a method steps(self) that returns them "
+            "in order, modules or functions"
+        )
 
     def returned(self, *state: Any) -> Any:
         """Returns what a forward makes of the state that its last step leaves: the state itself.

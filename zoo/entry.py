@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from zoo.chain import Chain, Outline, Runner, State
-from zoo.errors import ArgumentError, ZooError
+from zoo.errors import ArgumentError, ZooError, shortened, shortened_text
 
 # of what a model returns, whole, as in loss(model(inputs))
 Loss = Callable[[Any], Tensor]
@@ -54,6 +54,23 @@ class Invocation:
     def on(self, model: Callable[..., Any]) -> Any:
         """Calls a model and returns what it returns."""
         return model(*self.args, **self.kwargs)
+
+    def taken_by(self, model: nn.Module) -> Any:
+        """Calls a model that runs plainly and returns what it returns.
+
+        Raises:
+            ArgumentError: it raises on these arguments; an error of zoo's, or memory that runs out,
+                stays what it is.
+        """
+        try:
+            return self.on(model)
+        except (ZooError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            said = shortened_text(" ".join(f"{type(error).__name__}: {error}".split()))
+            raise ArgumentError(
+                f"{type(model).__name__} does not take these inputs: {said}"
+            ) from error
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Invocation":
         """Returns the same arguments with other tensors."""
@@ -112,6 +129,23 @@ def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
     return replace(
         found, steps=(*found.steps, functools.partial(loss)), blocks=(*found.blocks, last)
     )
+
+
+def nothing_trained(model: nn.Module) -> str:
+    """Says that a model has no training step."""
+    return (
+        f"nothing in this {type(model).__name__} requires a gradient, so that it has no training "
+        "step; unfreeze a parameter"
+    )
+
+
+def check_loss(loss: object) -> None:
+    """Raises ArgumentError unless a loss is None or can be called."""
+    if loss is not None and not callable(loss):
+        raise ArgumentError(
+            f"loss= is a function of what the model returns; got {shortened(loss)}. Write it as "
+            "lambda scores: cross_entropy(scores, targets)"
+        )
 
 
 def explained(loss: Loss, place: torch.device) -> Loss:

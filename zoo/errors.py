@@ -36,6 +36,10 @@ class ArgumentError(ZooError, ValueError):
     """Says that a model or a function does not take this argument or this value."""
 
 
+class FileError(ArgumentError, OSError):
+    """Says that a file cannot be read, and why."""
+
+
 class WeightsError(ZooError, RuntimeError):
     """Says which keys or shapes of a state dict do not fit; nothing was loaded."""
 

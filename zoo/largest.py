@@ -25,13 +25,13 @@ from torch import nn
 from zoo.adapter.entry import follow
 from zoo.adapter.front import checkpoint as put_in_force
 from zoo.checkpointing import Checkpoint
-from zoo.entry import Inputs, Loss, explained, place_of
+from zoo.entry import Inputs, Loss, check_loss, explained, nothing_trained, place_of
 from zoo.errors import ArgumentError, BudgetError
 from zoo.looks import UNBOUNDED, Choice, Looks, Question
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.measure.rehearsal import rehearse
 from zoo.plan import Plan
-from zoo.planner.search import Needed, largest_within
+from zoo.planner.search import MOST, Needed, largest_within
 from zoo.planning import Prospect
 from zoo.units import at_least, exact_bytes, format_bytes, format_seconds
 from zoo.vary import Vary, varied
@@ -154,6 +154,7 @@ def largest(
         InputError: the model does not take inputs like the sample.
     """
     _check(model, memory_budget, multiple_of)
+    check_loss(loss)
     question = Question(
         model,
         varied(sample, vary),
@@ -179,10 +180,18 @@ def _check(model: Any, memory_budget: Any, multiple_of: Any) -> None:
         raise ArgumentError(f"multiple_of={multiple_of!r} is no number from 1")
 
 
+def _check_trained(question: Question, start: int) -> None:
+    """Raises ArgumentError where a step has no backward."""
+    tensors = question.inputs.on_paper(start * question.unit).tensors
+    if not any(tensor.requires_grad for tensor in (*question.model.parameters(), *tensors)):
+        raise ArgumentError(nothing_trained(question.model))
+
+
 def _answered(question: Question, memory_budget: int | str, verify: bool | None) -> Largest:
     """Searches until a real step keeps to the budget, where one can be run."""
     looks = Looks(question)
     start, first = looks.first()
+    _check_trained(question, start)
     budget = first.bytes_of(memory_budget)
     room = 0 if verify is False else _room(first)
     trials = _Trials(budget, looks)
@@ -272,6 +281,12 @@ def _found(looks: Looks, first: Prospect, start: int, budget: int) -> Largest | 
     if not count:
         return None
     _check_multiple(looks.question, needed, count)
+    if count >= MOST and needed(count) == needed(start):
+        raise ArgumentError(
+            f"sizes {start * looks.question.unit} and {count * looks.question.unit} need the same "
+            f"{format_bytes(needed(start) or 0)}, so that no size is the largest; pass vary= what "
+            "makes inputs that grow with the size"
+        )
     look, seconds = looks.within(count, budget), looks.seconds(count)
     return Largest(
         count * looks.question.unit,

@@ -13,12 +13,16 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Union
 
-from zoo.errors import PlanError
+from zoo.errors import PlanError, shortened
+from zoo.serialization import read_json
 
 Item = Union[int, tuple["Item", ...]]
 
 # a mistyped range must not fill memory
 LARGEST = 10**6
+# segments in segments, at most: to print, compare or store a plan takes a call for each, and
+# Python's stack holds 1,000 to begin with, those of the caller among them
+DEEPEST = 500
 
 
 class Plan(tuple[Item, ...]):
@@ -35,8 +39,8 @@ class Plan(tuple[Item, ...]):
         backward of 0-1 0 1 again
 
     Raises:
-        PlanError: an entry that is neither an index nor a tuple, an empty segment, or indices that
-            are not 0, 1, 2, ... in order.
+        PlanError: an entry that is neither an index nor a tuple, an empty segment, segments that
+            nest more than `DEEPEST` deep, or indices that are not 0, 1, 2, ... in order.
     """
 
     __slots__ = ()
@@ -44,16 +48,10 @@ class Plan(tuple[Item, ...]):
     def __new__(cls, items: Sequence[Any] = ()) -> "Plan":
         """Checks the nested sequences and makes tuples of them."""
         if not isinstance(items, Iterable) or isinstance(items, str | bytes | dict):
-            raise PlanError(f"a plan is a sequence of step indices and tuples, not {items!r}")
-        plan = super().__new__(cls, (_item(entry) for entry in items))
-        indices = plan.flatten()
-        for position, index in enumerate(indices):
-            if index != position:
-                raise PlanError(
-                    f"a plan lists the steps 0, 1, 2, ... in order, each once; position {position} "
-                    f"holds step {index}. Segments may nest but not reorder or skip."
-                )
-        return plan
+            raise PlanError(
+                f"a plan is a sequence of step indices and tuples, not {shortened(items)}"
+            )
+        return super().__new__(cls, _checked(items))
 
     @classmethod
     def keep_all(cls, steps: int) -> "Plan":
@@ -67,38 +65,51 @@ class Plan(tuple[Item, ...]):
         Raises:
             PlanError: text that holds anything but indices, ranges and balanced parentheses.
         """
+        if not isinstance(text, str):
+            raise PlanError(f"the text form of a plan is text; got {type(text).__name__}")
         if wrong := re.sub(r"\d+(?:-\d+)?|[()]|\s", "", text):
             raise PlanError(
-                f"the plan {text!r} holds {wrong[0]!r}; write indices, ranges and parentheses, "
-                "as in '(0-1) (2 (3-4)) 5'"
+                f"the plan {shortened(text)} holds {wrong[0]!r}; write indices, ranges and "
+                "parentheses, as in '(0-1) (2 (3-4)) 5'"
             )
         stack: list[list[Any]] = [[]]
+        position = 0
         for token in re.findall(r"\d+(?:-\d+)?|[()]", text):
             if token == "(":
                 stack.append([])
             elif token == ")" and len(stack) > 1:
-                closed = tuple(stack.pop())
+                closed = stack.pop()
                 stack[-1].append(closed)
             elif token == ")":
-                raise PlanError(f"the plan {text!r} closes a segment that it did not open")
+                raise PlanError(f"the plan {shortened(text)} closes a segment that it did not open")
             else:
-                first, _, last = token.partition("-")
-                if int(last or first) > LARGEST:
-                    raise PlanError(f"the plan {text!r} names a step beyond {LARGEST}")
-                if int(last or first) < int(first):
-                    raise PlanError(f"the plan {text!r} holds {token}, a range that runs backwards")
-                stack[-1].extend(range(int(first), int(last or first) + 1))
+                found = _range(token, text)
+                # at once, or a text of many ranges would fill memory
+                position = _check_index(found.start, position) + len(found)
+                stack[-1].extend(found)
         if len(stack) > 1:
-            raise PlanError(f"the plan {text!r} leaves {len(stack) - 1} segment(s) open")
+            raise PlanError(f"the plan {shortened(text)} leaves {len(stack) - 1} segment(s) open")
         return cls(stack[0])
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Reads what `to_json` wrote."""
-        try:
-            return cls(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise PlanError(f"this is no plan in JSON: {error}") from error
+        """Reads what `to_json` wrote: nested lists, and nothing else.
+
+        Raises:
+            PlanError: it is no such text; a report's is read by `zoo.PlanReport.from_json`.
+        """
+        return read_json(text, "plan", PlanError, cls.from_value)
+
+    @classmethod
+    def from_value(cls, values: Any) -> "Plan":
+        """Makes a plan of what a file holds: nested lists.
+
+        Raises:
+            PlanError: they are malformed.
+        """
+        if isinstance(values, dict) and "plan" in values:
+            raise PlanError("it holds a plan and its costs, which zoo.PlanReport.from_json reads")
+        return cls(values)
 
     def to_json(self) -> str:
         """Writes the plan as nested JSON lists."""
@@ -130,7 +141,7 @@ class Plan(tuple[Item, ...]):
 
     def depth(self) -> int:
         """Returns how deep segments nest: 0 when every step is kept."""
-        return _depth(tuple(self))
+        return _depth(tuple(self)) - 1
 
     def __repr__(self) -> str:
         return f"Plan({tuple(self)!r})"
@@ -168,11 +179,15 @@ class Plan(tuple[Item, ...]):
 
 def indices(item: Item) -> Iterator[int]:
     """Yields the step indices of one entry of a plan, in order."""
-    if isinstance(item, int):
-        yield item
-    else:
-        for entry in item:
-            yield from indices(entry)
+    waiting: list[Iterator[Item]] = [iter((item,))]
+    while waiting:
+        for entry in waiting[-1]:
+            if not isinstance(entry, int):
+                waiting.append(iter(entry))
+                break
+            yield entry
+        else:
+            waiting.pop()
 
 
 def depth_text(depth: int) -> str:
@@ -180,14 +195,60 @@ def depth_text(depth: int) -> str:
     return "not nested" if depth <= 1 else f"nested {depth} deep"
 
 
-def _item(entry: Any) -> Item:
-    if isinstance(entry, bool) or not isinstance(entry, int | tuple | list):
-        raise PlanError(f"a plan holds step indices and tuples of them, not {entry!r}")
-    if isinstance(entry, int):
-        return entry
+def _checked(items: Iterable[Any]) -> tuple[Item, ...]:
+    """Makes tuples of nested sequences, without a call for each level: one may hold itself."""
+    made: list[list[Item]] = [[]]
+    waiting = [iter(items)]
+    position = 0
+    while True:
+        for entry in waiting[-1]:
+            if isinstance(entry, tuple | list):
+                _check_segment(entry, len(waiting))
+                waiting.append(iter(entry))
+                made.append([])
+                break
+            made[-1].append(_check_index(entry, position))
+            position += 1
+        else:
+            waiting.pop()
+            closed = tuple(made.pop())
+            if not waiting:
+                return closed
+            made[-1].append(closed)
+
+
+def _check_segment(entry: Sequence[Any], depth: int) -> None:
     if not entry:
         raise PlanError("a plan holds an empty segment; leave it out")
-    return tuple(_item(inner) for inner in entry)
+    if depth > DEEPEST:
+        raise PlanError(
+            f"the segments of a plan nest more than {DEEPEST} deep; take fewer, longer segments"
+        )
+
+
+def _check_index(entry: Any, position: int) -> int:
+    if isinstance(entry, bool) or not isinstance(entry, int):
+        raise PlanError(f"a plan holds step indices and tuples of them, not {shortened(entry)}")
+    if entry != position:
+        raise PlanError(
+            f"a plan lists the steps 0, 1, 2, ... in order, each once; position {position} "
+            f"holds step {shortened(entry)}. Segments may nest but not reorder or skip."
+        )
+    return entry
+
+
+def _range(token: str, text: str) -> range:
+    """Returns the steps of '7' or '2-5'."""
+    numbers = [digits.lstrip("0") or "0" for digits in token.split("-")]
+    # Python refuses to read thousands of digits
+    if max(map(len, numbers)) > len(str(LARGEST)) or int(numbers[-1]) > LARGEST:
+        raise PlanError(f"the plan {shortened(text)} names a step beyond {LARGEST}")
+    first, last = int(numbers[0]), int(numbers[-1])
+    if last < first:
+        raise PlanError(
+            f"the plan {shortened(text)} holds {first}-{last}, a range that runs backwards"
+        )
+    return range(first, last + 1)
 
 
 def _runs(item: Item) -> list[int]:
@@ -203,7 +264,11 @@ def _runs(item: Item) -> list[int]:
 def _depth(item: Item) -> int:
     if isinstance(item, int):
         return 0
-    return max((_depth(inner) + isinstance(inner, tuple) for inner in item), default=0)
+    deepest = 0
+    # a generator inside of max would take three calls of the stack for each level
+    for inner in item:
+        deepest = max(deepest, _depth(inner))
+    return deepest + 1
 
 
 def _text(items: Sequence[Item]) -> str:

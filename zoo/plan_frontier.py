@@ -4,18 +4,20 @@ It knows no torch. Pictures need matplotlib, which is imported when one is asked
 """
 
 import csv
+import functools
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from zoo.errors import PlanError
 from zoo.plan import Plan
 from zoo.plan_report import ON_PAPER, no_matplotlib
 from zoo.planner.thinned import thinned
 from zoo.report.markdown import markdown_table
+from zoo.serialization import read, read_json
 from zoo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ class Frontier(Sequence[Point]):
 
     def to_json(self) -> str:
         """Writes all of it as JSON."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(vars(self), indent=1, default=vars)
 
     @classmethod
     def from_json(cls, text: str) -> "Frontier":
@@ -126,13 +128,7 @@ class Frontier(Sequence[Point]):
         Raises:
             PlanError: it is no such text.
         """
-        try:
-            values = json.loads(text)
-            values["points"] = tuple(map(_point, values["points"]))
-            values["baseline"] = _point(values["baseline"])
-            return cls(**values)
-        except (ValueError, TypeError, KeyError) as error:
-            raise PlanError(f"this is no frontier in JSON: {error}") from error
+        return read_json(text, "frontier", PlanError, functools.partial(read, cls))
 
     def to_csv(self) -> str:
         """Writes a line per plan: its name, bytes, ratios, and the text that `Plan.parse` reads."""
@@ -140,7 +136,7 @@ class Frontier(Sequence[Point]):
             writer = csv.writer(file)
             writer.writerow(["name", "peak_bytes", "peak_ratio", "time_ratio", "plan"])
             for point in (*self.points, self.baseline):
-                ratio = point.peak / self.baseline.peak
+                ratio = point.peak / max(self.baseline.peak, 1)
                 writer.writerow(
                     [point.name, point.peak, ratio, point.time_ratio, point.plan.text()]
                 )
@@ -169,7 +165,3 @@ class Frontier(Sequence[Point]):
             lower_bound=self.lower_bound,
         )
         draw_frontier(picture, target)
-
-
-def _point(values: dict[str, Any]) -> Point:
-    return Point(**{**values, "plan": Plan(values["plan"])})

@@ -5,14 +5,15 @@ It knows no torch. Pictures need matplotlib, which is imported when one is asked
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zoo.errors import ArgumentError, PlanError
 from zoo.plan import Plan
 from zoo.planner.simulate import Moment
 from zoo.report.markdown import markdown_table
+from zoo.serialization import read, read_file, read_json
 from zoo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -182,34 +183,31 @@ class PlanReport:
 
     def to_json(self) -> str:
         """Writes the report as JSON."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(vars(self), indent=1, default=vars)
 
     @classmethod
     def from_json(cls, text: str) -> "PlanReport":
         """Reads what `to_json` wrote.
 
         Raises:
-            PlanError: it is no such text.
+            PlanError: it is no such text. A plan alone, nested lists, is read by `Plan.from_json`.
         """
-        try:
-            values = json.loads(text)
-            values["plan"] = Plan(values["plan"])
-            values["fixed"] = FixedBytes(**values["fixed"])
-            values["at_peak"] = PeakBytes(**values["at_peak"])
-            for field in ("names", "blocks", "saved"):
-                values[field] = tuple(values[field])
-            return cls(**values)
-        except (ValueError, TypeError, KeyError) as error:
-            raise PlanError(f"this is no report of a plan in JSON: {error}") from error
+        return read_json(text, "report of a plan", PlanError, _report)
 
     def save(self, path: str | Path) -> None:
-        """Writes the report to a file."""
+        """Writes the report to a file, as JSON: `load` reads it, and `--checkpoint` takes it."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "PlanReport":
-        """Reads a file that `save` wrote."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Reads a file that `save` wrote.
+
+        Raises:
+            FileError: there is no such file, or it cannot be read.
+            PlanError: it is no such file. One that holds a plan alone, as nested lists, is read by
+                `zoo.Plan.from_json(Path(path).read_text())`.
+        """
+        return cls.from_json(read_file(path))
 
     def draw(self) -> str:
         """Draws the plan, one line per step."""
@@ -290,6 +288,21 @@ class PlanReport:
 
     def _again(self) -> float:
         return self.recomputed_flops / max(self.flops, 1)
+
+
+def _report(values: Any) -> PlanReport:
+    if isinstance(values, list):
+        raise PlanError(
+            "it holds a list, as a plan without its costs does; zoo.Plan.from_json reads that, and "
+            "checkpoint= takes the plan"
+        )
+    report = read(PlanReport, values)
+    steps = len(report.plan.flatten())
+    for field in ("names", "blocks", "saved"):
+        found = len(getattr(report, field))
+        if found != steps:
+            raise PlanError(f"its plan has {steps} steps, its {field} are those of {found}")
+    return report
 
 
 def no_matplotlib() -> ArgumentError:

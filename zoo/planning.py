@@ -324,5 +324,9 @@ def _free_bytes(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + cached)
     if device.type != "cpu":
-        raise ArgumentError(f"memory_budget='device' is known for cpu and cuda, not for {device}")
+        raise ArgumentError(
+            "memory_budget='device', and checkpoint='auto' without a budget, is what is free on "
+            f"cpu or cuda; this model is on {device}. Put it where it is to train, give bytes such "
+            "as '8GiB', or take the plan that zoo.plan finds for them"
+        )
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -16,8 +16,9 @@ import contextlib
 import copy
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from zoo.adapter.blocks import block_paths
 from zoo.ahead import look_ahead
 from zoo.chain import is_hooked
 from zoo.entry import Inputs, Invocation, Loss, place_of
-from zoo.errors import ArgumentError, BudgetError
+from zoo.errors import ArgumentError, BudgetError, shortened
 from zoo.measure.optimizer import MakeOptimizer
 from zoo.measure.timeline import Timeline
 from zoo.plan import Plan
@@ -39,6 +40,8 @@ from zoo.tracking import TrainingStep, mean_of
 from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
 from zoo.verification.records import read_streams, set_streams
 
+# for each parameter torch lists all ranks: for so many that takes minutes
+MOST_RANKS = 2**16
 Strategy = str | Callable[[nn.Module], object]
 
 
@@ -78,7 +81,7 @@ class RankReport:
 
     def to_json(self) -> str:
         """Writes the report as JSON."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(vars(self), indent=1, default=vars)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to a file that `zoo.PlanReport.load` reads, with its costs alone."""
@@ -260,7 +263,12 @@ def _nothing(*_: Any) -> None:
 
 def _checked(world_size: Any) -> int:
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ArgumentError(f"world_size={world_size!r} is no number from 1")
+        raise ArgumentError(f"world_size={shortened(world_size)} is no number from 1")
+    if world_size > MOST_RANKS:
+        raise ArgumentError(
+            f"world_size={shortened(world_size)} is beyond {MOST_RANKS}; plan for that many, of "
+            "which a rank takes hardly less: a fake group of more takes hours"
+        )
     return world_size
 
 
@@ -304,8 +312,12 @@ def _group(world_size: int) -> Iterator[None]:
     # imported late: torch keeps the group that sends nothing among what its tests use
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
-    distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    # it has every uncaught error begin with the rank from then on, once more for each group
+    report_uncaught = sys.excepthook
     try:
+        distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
         yield
     finally:
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        sys.excepthook = report_uncaught

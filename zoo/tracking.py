@@ -21,11 +21,11 @@ from zoo.adapter.entry import Entry, UnfollowedError, follow, named_steps, runne
 from zoo.adapter.front import checkpoint as put_in_force
 from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
 from zoo.engine.recompute import is_recomputing
-from zoo.entry import Invocation, Loss, explained, own_loss
+from zoo.entry import Invocation, Loss, explained, nothing_trained, own_loss
 from zoo.errors import ArgumentError
 from zoo.measure.fakes import FakeKernels
 from zoo.measure.memory import tensors_in
-from zoo.measure.optimizer import MakeOptimizer, check_maker
+from zoo.measure.optimizer import MakeOptimizer, made_by
 from zoo.measure.timeline import Timeline
 from zoo.measure.tracker import Tracker
 from zoo.plan import Plan
@@ -61,7 +61,8 @@ def track(
             before torch is imported, stops that and all else that torch's C++ warns of on stderr.
 
     Raises:
-        ArgumentError: no module, or allocator=True for a model that is not on the CPU.
+        ArgumentError: no module, no optimizer, allocator=True for a model that is not on the CPU,
+            or, as a decorator, no function.
     """
     return Tracker(
         model,
@@ -179,8 +180,7 @@ class TrainingStep:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.optimizer is None or not trained:
             return None
-        check_maker(self.optimizer)
-        return self.optimizer(trained)
+        return made_by(self.optimizer, trained)
 
     def _put_in_force(self, model: nn.Module, plan: Plan | str | None) -> None:
         put_in_force(model, False if plan is None else plan, steps=named_steps(self.model))
@@ -194,13 +194,10 @@ class TrainingStep:
         def step() -> None:
             model.zero_grad(set_to_none=True)
             # as in a training loop, these names outlive the backward
-            outputs = inputs.on(model)
+            outputs = inputs.taken_by(model)
             loss = self._explained_loss(outputs)
             if not loss.requires_grad:
-                raise ArgumentError(
-                    f"nothing in this {type(model).__name__} requires a gradient, so that it has "
-                    "no training step; unfreeze a parameter"
-                )
+                raise ArgumentError(nothing_trained(model))
             loss.backward()  # type: ignore[no-untyped-call]
             if optimizer is not None:
                 optimizer.step()

@@ -10,6 +10,8 @@ DECIMAL = ("B", "kB", "MB", "GB", "TB")
 UNITS = {unit.lower(): 1024**power for power, unit in enumerate(BINARY)} | {
     unit.lower(): 1000**power for power, unit in enumerate(DECIMAL)
 }
+# what 64 bits hold, in which allocators count
+LARGEST = 2**63 - 1
 
 
 def format_bytes(count: int) -> str:
@@ -43,16 +45,35 @@ def parse_bytes(value: object, what: str = "size") -> int:
     """Reads bytes: an int, or text such as '8GiB' (2^30 each), '8 GB' (10^9) or '512'.
 
     Raises:
-        ArgumentError: it is none of these, or not above 0.
+        ArgumentError: it is none of these, not above 0, or 2^63 and more.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
-    unit = (found[2].lower() or "b") if found else ""
-    if isinstance(value, bool) or not isinstance(value, int | str) or unit not in UNITS:
+    count = _bytes(value)
+    if count is None:
+        known = ", ".join(dict.fromkeys((*BINARY, *DECIMAL)))
         raise ArgumentError(
-            f"{what}={shortened(value)} is no size; write bytes as an int, '8GiB' or '8GB'"
+            f"{what}={shortened(value)} is no size; write bytes as an int, '8GiB' or '8GB'; units "
+            f"are {known}"
         )
-    assert found is not None
-    count = int(float(found[1]) * UNITS[unit]) if isinstance(value, str) else int(value)
     if count <= 0:
         raise ArgumentError(f"{what}={shortened(value)} must be above 0")
+    if count > LARGEST:
+        raise ArgumentError(
+            f"{what}={shortened(value)} is more than any memory; write at most {LARGEST} bytes"
+        )
     return count
+
+
+def _bytes(value: object) -> int | None:
+    """Returns the bytes that a value stands for; None where it is no size."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", value.strip())
+    if found is None:
+        return None
+    unit = found[2].lower() or "b"
+    if unit not in UNITS or (unit == "b" and "." in found[1]):
+        return None
+    # of hundreds of digits a float is infinite
+    return int(min(float(found[1]) * UNITS[unit], 2.0 * LARGEST))

@@ -33,10 +33,10 @@ from zoo.adapter.front import checkpoint as put_in_force
 from zoo.adapter.front import uncheckpoint
 from zoo.checkpointing import Checkpoint, runner_for
 from zoo.engine.sample import without_samples
-from zoo.entry import Invocation, Loss
+from zoo.entry import Invocation, Loss, check_loss
 from zoo.errors import ArgumentError
 from zoo.measure.memory import tensors_in
-from zoo.measure.optimizer import MakeOptimizer, check_maker
+from zoo.measure.optimizer import MakeOptimizer, check_maker, made_by
 from zoo.plan import Plan
 from zoo.plan_report import PlanReport
 from zoo.verification.records import (
@@ -84,6 +84,7 @@ def verify(
     """
     _check_arguments(model, steps)
     check_maker(optimizer or _momentum)
+    check_loss(loss)
     runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
     streams = read_streams()
     try:
@@ -182,7 +183,7 @@ class _Setting:
 
     def plain(self) -> "_Side":
         """Returns a training without any plan."""
-        side = _Side(self)
+        side = _Side(self, is_plain=True)
         uncheckpoint(side.model)
         return side
 
@@ -196,12 +197,14 @@ class _Setting:
 class _Side:
     """One of two trainings: a copy of the model, an optimizer and random streams of its own."""
 
-    def __init__(self, setting: _Setting) -> None:
+    def __init__(self, setting: _Setting, is_plain: bool = False) -> None:
+        # what fails without a plan is not to be blamed on one
+        self.call = Invocation.taken_by if is_plain else Invocation.on
         # one copy of both: a loss that is a method of the model, or has state, stays with its side
         self.model, self.loss = _copied(setting.model, setting.loss)
         self.streams = setting.streams
         trained = [value for value in self.model.parameters() if value.requires_grad]
-        self.optimizer = setting.optimizer(trained) if trained else None
+        self.optimizer = made_by(setting.optimizer, trained) if trained else None
         _check_optimizer(self.optimizer, trained)
         self.watch: Watch | None = None
 
@@ -210,7 +213,7 @@ class _Side:
         set_streams(self.streams)
         self.model.zero_grad(set_to_none=True)
         inputs = _own(batch)
-        outputs = inputs.on(self.model)
+        outputs = self.call(inputs, self.model)
         loss = _checked(self.loss(outputs))
         if self.watch is not None:
             self.watch.forward_is_over = True

@@ -1,11 +1,15 @@
 """`zoo compare` and `zoo report` say the same of the same results."""
 
+import io
 import json
 import os
+import re
+import sys
 from dataclasses import asdict
 
 import pytest
 
+from zoo.cli.main import run
 from zoo.errors import ConfigError
 from zoo.harness.cells import expand, timed_by
 from zoo.harness.config import load
@@ -79,6 +83,26 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
     file.path.symlink_to("/dev/full")
     with pytest.raises(ConfigError, match=r"mine.jsonl' cannot be written to: No space left.*room"):
         file.append({})
+
+
+def test_a_terminal_of_ascii_gets_the_same_words_in_plain_signs(results, monkeypatch):
+    path = results(records("--model", "resnet18", "vnet"))
+    words = {}
+    # the second is a terminal's in the locale C
+    for errors, encoding in (("strict", "utf-8"), ("surrogateescape", "ascii"),
+                             ("strict", "ascii"), ("strict", "latin-1")):  # fmt: skip
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors)
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert run(["report", str(path)]) == 0
+        assert stream.errors == errors
+        words[encoding] = stream.buffer.getvalue().decode(encoding)
+    assert "×" in words["utf-8"]
+    assert "→" in words["utf-8"]
+    assert "->" in words["ascii"]
+    assert "?" not in words["ascii"]
+    assert "×" in words["latin-1"]
+    numbers = {re.sub(r"[^\d.]+", " ", text) for text in words.values()}
+    assert len(numbers) == 1
 
 
 def test_a_folder_of_results_gives_a_report_each(command, results, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import zoo
+from tests.test_plan_report import report
 from zoo.cli import values
 from zoo.cli.values import Spec
 
@@ -68,6 +69,32 @@ def test_what_is_no_shape_is_refused(text):
 def test_a_checkpoint_is_what_the_models_take(text, value):
     found = values.checkpoint(text)
     assert (found, type(found)) == (value, type(value))
+
+
+def test_a_checkpoint_may_be_a_file_of_a_plan_with_or_without_its_costs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = report()
+    whole.save("report.json")
+    (tmp_path / "plan.json").write_text(f"\n {whole.plan.to_json()}")
+    (tmp_path / "broken.json").write_text("(0-1) 2")
+    assert values.checkpoint("report.json") == whole
+    assert values.checkpoint("plan.json") == whole.plan
+    with pytest.raises(ArgumentTypeError, match="no report of a plan in JSON: Expecting value"):
+        values.checkpoint("broken.json")
+
+
+@pytest.mark.parametrize(
+    "read", [values.positive, values.whole, values.checkpoint, values.spec, values.budget]
+)
+def test_thousands_of_digits_are_a_wrong_value(read):
+    with pytest.raises(ArgumentTypeError, match=r"up to 1099511627776|takes a shape|any memory"):
+        read("9" * 5000)
+
+
+@pytest.mark.parametrize("text", ["0.5", "50%", ".5"])
+def test_a_size_that_is_a_fraction_is_told_apart(text):
+    with pytest.raises(ArgumentTypeError, match="is no size but a fraction of plain training"):
+        values.size(text)
 
 
 def test_random_numbers_have_the_type_and_are_in_range():

@@ -221,3 +221,28 @@ def test_no_value_makes_an_error_long_or_without_end(write, text, value):
 def test_no_argument_makes_an_error_long_or_without_end(option, value):
     with pytest.raises(ConfigError, match=SHORT):
         load(option.format(value).split(" ", 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models: " + "[" * 3000, "line 1 nests deeper than the 32 levels that are read"),
+        ("models:" + "".join(f"\n{' ' * n}- " for n in range(40)), "line 33 nests deeper than"),
+        ("a: &a [" * 40, "nests deeper than the 32 levels"),
+        ("models: [resnet18]\nseed: " + "9" * 5000, "is no YAML: .*5000 digits"),
+        ('models: [resnet18]\noutput: "a\\0b"', r"'a\\x00b' is no path: embedded null byte"),
+        ('models: [resnet18]\ncompare: "\\0"', r"'\\x00' is no path: embedded null byte"),
+        ('models: [resnet18]\noutput: "\\ud800"', r"'\\ud800' is no path: .*surrogates"),
+    ],
+    ids=["brackets", "indents", "anchors", "digits", "output", "compare", "surrogate"],
+)
+def test_no_file_raises_anything_but_a_sentence(write, text, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        load([write(text)])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_config_may_nest_as_deep_as_is_read(write):
+    plan = "[" * 28 + "0" + "]" * 28
+    with pytest.raises(ConfigError, match="arguments has no key 'plan'"):
+        load([write(f"models: [{{name: resnet18, arguments: {{plan: {plan}}}}}]")])

@@ -1,6 +1,6 @@
 """`zoo.checkpoint`, `zoo.uncheckpoint` and `zoo.chain_of`: any module, by a plan and back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from zoo.adapter.switches import check_switches
 from zoo.chain import Chain, step_names
 from zoo.checkpointing import Checkpoint, attach, runner_for
 from zoo.entry import Invocation, called, place_of
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, shortened
 from zoo.planning import Budget
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -85,7 +85,13 @@ def checkpoint(
 
 
 def uncheckpoint(model: AnyModule) -> AnyModule:
-    """Gives a model, and all that is in it, plain training again, and returns it."""
+    """Gives a model, and all that is in it, plain training again, and returns it.
+
+    Raises:
+        ArgumentError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"uncheckpoint takes a torch.nn.Module; got {type(model).__name__}")
     for module in model.modules():
         instead = vars(module).get(NAME)
         if isinstance(instead, Instead):
@@ -152,7 +158,16 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
 
 def _names(steps: Sequence[str] | None) -> tuple[str, ...] | None:
     """Returns names of modules; one that is given without a list is one name, not its letters."""
-    return (steps,) if isinstance(steps, str) else None if steps is None else tuple(steps)
+    if steps is None:
+        return None
+    names = (steps,) if isinstance(steps, str) or not isinstance(steps, Iterable) else tuple(steps)
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentError(
+                f"steps={shortened(name)} is no name of a module; write names as in "
+                "steps=['encoder.layers.*']"
+            )
+    return names
 
 
 def _follow(planned: Planned, inputs: Any) -> Any:

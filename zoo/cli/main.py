@@ -22,6 +22,7 @@ import torch
 from zoo.cli.importing import in_a_line
 from zoo.cli.meanwhile import print_to_stderr, prints_to_stderr
 from zoo.cli.parser import Answer, Answered
+from zoo.cli.plain_text import signs_replaced
 from zoo.errors import ArgumentError, BudgetError, RecomputeError, ZooError, nearest, shortened
 from zoo.version import __version__
 
@@ -58,6 +59,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+@signs_replaced()
 def exit_code(program: str, command: Callable[[], Answer]) -> int:
     """Runs a command, prints its answer or what went wrong, and returns the exit code."""
     try:

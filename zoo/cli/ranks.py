@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import distributed
 
+from zoo.cli.plain_text import signs_replaced
 from zoo.harness.config import load
 
 Words = tuple[int, str]
@@ -25,6 +26,7 @@ def is_one_of_many() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
+@signs_replaced()
 def in_ranks(arguments: Sequence[str], program: str, run: Callable[[Sequence[str]], int]) -> int:
     """Runs a command in each process with a folder of its own; returns the largest exit code."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

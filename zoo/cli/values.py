@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from zoo.checkpointing import Checkpoint
-from zoo.errors import ArgumentError, ZooError, nearest
+from zoo.errors import ArgumentError, ZooError, nearest, shortened
 from zoo.measure.drawing import PICTURES
 from zoo.plan import Plan
 from zoo.plan_report import PlanReport
 from zoo.planner.schemes import check_name
 from zoo.planning import Budget
+from zoo.serialization import read_file
 from zoo.units import parse_bytes
 
 Value = TypeVar("Value")
@@ -82,17 +83,13 @@ def _option(read: Callable[[str], Value]) -> Callable[[str], Value]:
 @_option
 def positive(text: str) -> int:
     """Reads a whole number from 1."""
-    if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
-        raise ArgumentError(f"takes a whole number from 1; got {text!r}")
-    return int(text)
+    return _number(text)
 
 
 @_option
 def whole(text: str) -> int:
     """Reads a whole number from 0."""
-    if not text.isdecimal() or int(text) > LARGEST:
-        raise ArgumentError(f"takes a whole number from 0; got {text!r}")
-    return int(text)
+    return _number(text, least=0)
 
 
 @_option
@@ -113,12 +110,12 @@ def budget(text: str) -> Budget:
     number = text.removesuffix("%")
     if text == "device":
         return text
-    if number != text or ("." in text and text.replace(".", "", 1).isdecimal()):
+    if number != text or _is_share(text):
         share = float(number) / (100 if number != text else 1) if _is_number(number) else 0
         if not 0 < share <= 1:
             raise ArgumentError(
-                f"{text!r} is no fraction of plain training; write 0.5 or 50%, a size such as "
-                "'8GiB', or 'device'"
+                f"{shortened(text)} is no fraction of plain training; write 0.5 or 50%, a size "
+                "such as '8GiB', or 'device'"
             )
         return share
     return parse_bytes(text)
@@ -127,6 +124,11 @@ def budget(text: str) -> Budget:
 @_option
 def size(text: str) -> int | str:
     """Reads a memory budget that is no fraction: '8GiB', bytes, or 'device'."""
+    if text.endswith("%") or _is_share(text):
+        raise ArgumentError(
+            f"{shortened(text)} is no size but a fraction of plain training, which grows with the "
+            "batch; write a size such as '8GiB', bytes, or 'device'"
+        )
     return text if text == "device" else parse_bytes(text)
 
 
@@ -143,9 +145,11 @@ def spec(text: str) -> Spec | None:
         name, shape = "", text
     sizes, colon, dtype = shape.partition(":")
     numbers = sizes.split(",")
-    is_shape = all(number.isdecimal() and 1 <= int(number) <= LARGEST for number in numbers)
+    is_shape = all(0 < _whole_number(number) <= LARGEST for number in numbers)
     if not is_shape or (equals and not name.isidentifier()):
-        raise ArgumentError(f"takes a shape such as 32,3,224,224 or 8,128:int64; got {text!r}")
+        raise ArgumentError(
+            f"takes a shape such as 32,3,224,224 or 8,128:int64; got {shortened(text)}"
+        )
     if colon and dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise ArgumentError(f"knows no type {dtype!r}.{nearest(dtype, DTYPES)} It takes {known}")
@@ -154,15 +158,15 @@ def spec(text: str) -> Spec | None:
 
 @_option
 def checkpoint(text: str) -> Checkpoint:
-    """Reads what `zoo.create` takes, or a file that `zoo plan --save` wrote."""
+    """Reads what `zoo.create` takes, or a file: of `zoo plan --save`, or of a plan alone."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text.isdecimal():
-        return int(text)
+        return _number(text, least=0)
     if text == "auto":
         return text
     if text.endswith(".json"):
-        return _saved(Path(text))
+        return _saved(text)
     if any(character in text for character in "()-"):
         return Plan.parse(text)
     check_name(text)
@@ -201,12 +205,31 @@ def one_of(choices: Iterable[str]) -> Callable[[str], str]:
     return read
 
 
-def _saved(path: Path) -> PlanReport:
-    try:
-        return PlanReport.load(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise ArgumentError(f"{str(path)!r} cannot be read: {reason}") from error
+def _saved(path: str) -> PlanReport | Plan:
+    text = read_file(path)
+    return Plan.from_json(text) if text.lstrip().startswith("[") else PlanReport.from_json(text)
+
+
+def _number(text: str, least: int = 1) -> int:
+    number = _whole_number(text)
+    if number > LARGEST:
+        raise ArgumentError(f"takes a whole number up to {LARGEST}; got {shortened(text)}")
+    if number < least:
+        raise ArgumentError(f"takes a whole number from {least}; got {shortened(text)}")
+    return number
+
+
+def _whole_number(text: str) -> int:
+    """Returns what decimal digits say, -1 for other text, and of many digits a number too large."""
+    if not text.isdecimal():
+        return -1
+    # Python refuses to read some thousands
+    return int(text) if len(text) <= 30 else LARGEST + 1
+
+
+def _is_share(text: str) -> bool:
+    """Says whether a text is a number with a point and no unit."""
+    return "." in text and _is_number(text)
 
 
 def _is_number(text: str) -> bool:

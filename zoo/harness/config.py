@@ -30,6 +30,7 @@ from zoo.harness.values import (
     check_checkpoint,
     check_keys,
     check_memory_limit,
+    check_path,
     check_size,
     declared,
     typed,
@@ -46,6 +47,8 @@ examples:
 exit code: 0 exact, and saved what the config says; 1 not so, a cell failed, or a peak has grown
 since --compare; 2 no such config, key or value; 130 interrupted, and the same command goes on"""
 
+# lists and mappings in each other; the keys of a config take four levels
+DEEPEST = 32
 Data = Literal["photographs", "digits", "volume", "text", "stream"]
 
 
@@ -123,7 +126,9 @@ RUN_KEYS = declared(Config)
 
 CHECKS: dict[str, Callable[[Any, str], None]] = {
     "checkpoint": check_checkpoint,
+    "compare": check_path,
     "memory_limit": check_memory_limit,
+    "output": check_path,
     "size": check_size,
 }
 OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "device", "dtype"}
@@ -156,7 +161,8 @@ def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Confi
     on_cuda = run.get("device") == "cuda"
     models = tuple(_model(entry, changes, on_cuda, path.name) for entry in entries)
     found = typed(run, RUN_KEYS, path.name)
-    check_memory_limit(found.get("memory_limit"), path.name)
+    for check in sorted(CHECKS.keys() & found.keys()):
+        CHECKS[check](found[check], path.name)
     return Config(run_name(path.stem, names, override), models, **found)
 
 
@@ -298,12 +304,32 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        _check_depth(text)
+        raw = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no keys; write 'models:' and below it '- name: ...'")
     return raw
+
+
+def _check_depth(text: str) -> None:
+    """Raises YAMLError where brackets or indents nest deeper than any config's do.
+
+    PyYAML makes some calls for each level, until Python's stack ends; it tells them apart without.
+    """
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > DEEPEST:
+            raise yaml.YAMLError(
+                f"line {event.start_mark.line + 1} nests deeper than the {DEEPEST} levels that are "
+                "read"
+            )
 
 
 def _help(entry: Declared) -> str:

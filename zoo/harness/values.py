@@ -6,6 +6,7 @@ value, and the nearest right one.
 """
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -104,6 +105,16 @@ def check_size(size: int | list[int], where: str) -> None:
         raise ConfigError(
             f"{where}: size takes one to three numbers of at least 1; got {shortened(size)}"
         )
+
+
+def check_path(value: str | None, where: str) -> None:
+    """Raises ConfigError for a path that no system takes, be there a file or not."""
+    try:
+        os.stat(value or "")
+    except OSError:
+        return
+    except ValueError as error:
+        raise ConfigError(f"{where}: {shortened(value)} is no path: {error}") from None
 
 
 def check_memory_limit(value: int | str | None, where: str) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.errors import ArgumentError, InputError
+from zoo.errors import ArgumentError, InputError, shortened
+
+# a tensor with an axis as long fits nowhere, and a longer one overflows
+LARGEST = 2**40
 
 
 def check_input(model: str, tensor: Tensor, axes: str, channels: int, weight: Tensor) -> None:
@@ -124,10 +127,18 @@ def check_values(model: str, tensor: Tensor, values: int) -> None:
 
 
 def check_positive(name: str, **values: int) -> None:
-    """Raises ArgumentError when one of the whole numbers is below 1."""
+    """Raises ArgumentError when one of the whole numbers is below 1, or beyond `LARGEST`."""
     for argument, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"{name} needs {argument} of at least 1; got {value!r}")
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < 1:
+            kind = "" if is_whole else ", which is no whole number"
+            raise ArgumentError(
+                f"{name} needs {argument} of at least 1; got {shortened(value)}{kind}"
+            )
+        if value > LARGEST:
+            raise ArgumentError(
+                f"{name} needs {argument} of at most {LARGEST}; got {shortened(value)}"
+            )
 
 
 def check_rate(name: str, **values: float) -> None:

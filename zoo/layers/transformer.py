@@ -5,6 +5,7 @@ weights and has a fast path of its own in eval mode. This block offers its parts
 timm's names. It has no cross attention, no mask but the causal one and no cache of keys and values.
 """
 
+import math
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from zoo.chain import Chain, Steps
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, shortened
 from zoo.layers.checks import check_choice, check_positive, check_rate
 from zoo.layers.drop_path import DropPath
 
@@ -58,8 +59,7 @@ class TransformerBlock(Chain):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        hidden = int(width * mlp_ratio)
-        _check_sizes(width, heads, hidden)
+        hidden = _hidden(width, heads, mlp_ratio)
         check_choice("TransformerBlock", "activation", activation, list(ACTIVATIONS))
         check_rate("TransformerBlock", attention_drop_rate=attention_drop_rate)
         check_rate("TransformerBlock", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
@@ -113,10 +113,18 @@ def _state(x: Tensor, rest: tuple[Any, ...]) -> Any:
     return (x, *rest) if rest else x
 
 
-def _check_sizes(width: int, heads: int, hidden: int) -> None:
-    check_positive("TransformerBlock", width=width, heads=heads, hidden=hidden)
+def _hidden(width: int, heads: int, mlp_ratio: float) -> int:
+    """Returns the width of the perceptron."""
+    check_positive("TransformerBlock", width=width, heads=heads)
+    if not isinstance(mlp_ratio, int | float) or not math.isfinite(mlp_ratio):
+        raise ArgumentError(
+            f"TransformerBlock needs mlp_ratio that is a number; got {shortened(mlp_ratio)}"
+        )
+    hidden = int(width * mlp_ratio)
+    check_positive("TransformerBlock", hidden=hidden)
     if width % heads:
         raise ArgumentError(
             f"TransformerBlock splits its width over the heads; {width} is not divisible by "
             f"{heads}. Choose heads from {[n for n in range(1, width + 1) if width % n == 0]}"
         )
+    return hidden

@@ -3,7 +3,7 @@
 Run on fake parameters, so that Adam's two copies of a large model are counted and not made.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,37 @@ def check_maker(make: object) -> None:
         )
 
 
+def is_optimizer(value: object) -> bool:
+    """Says whether a value steps, and has groups of parameters and a state, as torch's have."""
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "step", None))
+        and isinstance(getattr(value, "state", None), Mapping)
+        and isinstance(getattr(value, "param_groups", None), list)
+    )
+
+
+def made_by(make: MakeOptimizer, parameters: list[Any]) -> torch.optim.Optimizer:
+    """Returns the optimizer that `make` makes of parameters.
+
+    Raises:
+        ArgumentError: it makes none, or does not take a list of parameters.
+    """
+    check_maker(make)
+    try:
+        found = make(parameters)
+    except TypeError as error:
+        raise ArgumentError(
+            f"optimizer= is called with a list of parameters, which it does not take: {error}"
+        ) from error
+    if not is_optimizer(found):
+        raise ArgumentError(
+            f"optimizer= made no optimizer but a value of type {type(found).__name__}; return one, "
+            "as lambda parameters: torch.optim.SGD(parameters, lr=0.1) does"
+        )
+    return found
+
+
 def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) -> OptimizerBytes:
     """Counts the bytes of the optimizer that `make` builds for these parameters; None is no state.
 
@@ -53,7 +84,7 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
         fakes = [nn.Parameter(torch.empty_like(p)) for p in parameters if p.requires_grad]
         if not fakes:
             return OptimizerBytes()
-        optimizer = make(fakes)
+        optimizer = made_by(make, fakes)
         for fake in fakes:
             fake.grad = torch.empty_like(fake)
         try:

@@ -8,7 +8,7 @@ from torch import nn
 
 from zoo.entry import Invocation, Loss, own_loss
 from zoo.measure.memory import measure_step, tensors_in
-from zoo.measure.optimizer import MakeOptimizer
+from zoo.measure.optimizer import MakeOptimizer, made_by
 from zoo.measure.step import ends_of, root_of
 
 
@@ -29,8 +29,12 @@ def rehearse(
     optimizer the step ends with the backward.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # one without state stands in, and makes no step
-    optimizer = (make_optimizer or torch.optim.SGD)(trained)
+    # where there is none, or nothing for one, another without state stands in and makes no step
+    stands_in = make_optimizer is None or not trained
+    optimizer = made_by(
+        torch.optim.SGD if stands_in else make_optimizer,  # type: ignore[arg-type]
+        trained or [nn.Parameter(torch.empty(0))],
+    )
 
     def step(given: Invocation) -> None:
         # a training loop holds what the model returned, and the loss, until the optimizer steps
@@ -38,7 +42,7 @@ def rehearse(
         outputs = returned if isinstance(returned, tuple) else (returned,)
         own = loss(returned) if loss is not None else own_loss(outputs[0])
         _backward(outputs if own is None else (own,))
-        if make_optimizer is not None:
+        if not stands_in:
             optimizer.step()
 
     step(first or given)

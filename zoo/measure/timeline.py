@@ -25,6 +25,7 @@ from typing import Any
 
 from zoo.errors import ArgumentError
 from zoo.measure.drawing import draw_timeline
+from zoo.serialization import read, read_file, read_json, read_row
 from zoo.units import format_bytes
 
 # in the order in which they are stacked: what no plan changes is at the bottom
@@ -219,19 +220,7 @@ class Timeline:
         Raises:
             ArgumentError: it is no such text.
         """
-        try:
-            values = json.loads(text)
-            version, columns = values.pop("version"), values.pop("columns")
-            if version != VERSION:
-                raise ValueError(f"version {version}, known is {VERSION}")
-            values["phases"] = [Mark(*row) for row in values["phases"]]
-            rows = (dict(zip(columns, row, strict=True)) for row in values["allocations"])
-            values["allocations"] = [
-                Allocation(**row | {"shape": tuple(row["shape"])}) for row in rows
-            ]
-            return cls(**values)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ArgumentError(f"this is no timeline in JSON: {error}") from error
+        return read_json(text, "timeline", ArgumentError, _timeline)
 
     def save(self, path: str | Path) -> None:
         """Writes the timeline to a file, as JSON."""
@@ -239,8 +228,13 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> "Timeline":
-        """Reads a file that `save` wrote."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Reads a file that `save` wrote.
+
+        Raises:
+            FileError: there is no such file, or it cannot be read.
+            ArgumentError: it is no such file.
+        """
+        return cls.from_json(read_file(path))
 
     def to_csv(self) -> str:
         """Writes one row for each point: the point, its phase, the bytes of each category."""
@@ -332,6 +326,50 @@ def _shown(sizes: Mapping[str, int]) -> list[str]:
 
 
 _ATTRIBUTES = tuple(entry.name for entry in fields(Allocation))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A timeline as its JSON has it."""
+
+    version: int
+    columns: tuple[str, ...]
+    title: str
+    device: str
+    length: int
+    allocator: bool
+    error: str
+    phases: list[Any]
+    allocations: list[Any]
+
+
+def _timeline(values: Any) -> Timeline:
+    """Makes a timeline of what its JSON holds; raises ValueError for anything else."""
+    stored = read(_Stored, values)
+    if stored.version != VERSION:
+        raise ValueError(f"it is of version {stored.version}; {VERSION} is read")
+    timeline = Timeline(
+        stored.title,
+        stored.device,
+        stored.length,
+        stored.allocator,
+        stored.error,
+        [read_row(Mark, ("point", "phase"), row) for row in stored.phases],
+        [read_row(Allocation, stored.columns, row) for row in stored.allocations],
+    )
+    _check_points(timeline)
+    return timeline
+
+
+def _check_points(timeline: Timeline) -> None:
+    """Raises ValueError for points outside of a timeline, or more of them than its events make."""
+    length = timeline.length
+    if not 0 <= length <= 2 * len(timeline.allocations):
+        raise ValueError(f"{len(timeline.allocations)} allocations make no {length} events")
+    for allocation in timeline.allocations:
+        wrong = [p for p in (allocation.start, allocation.end or 0) if not 0 <= p <= length]
+        if wrong:
+            raise ValueError(f"an allocation is at point {wrong[0]} of {length}")
 
 
 def _curve(allocations: Iterable[Allocation], length: int) -> list[int]:

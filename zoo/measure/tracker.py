@@ -40,9 +40,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, shortened
 from zoo.measure.lives import BEFORE, Life, Record, settle
 from zoo.measure.memory import AllocatorEvents, storages_of, tensors_in
+from zoo.measure.optimizer import is_optimizer
 from zoo.measure.places import NOWHERE, Place, Places, is_differentiated
 from zoo.measure.sharded import sharded_parts
 from zoo.measure.timeline import Timeline
@@ -74,6 +75,11 @@ class Tracker(ContextDecorator):
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"tracking needs a torch.nn.Module; got {type(model).__name__}")
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if optimizer is not None and not is_optimizer(optimizer):
+            raise ArgumentError(
+                "optimizer= is the optimizer that steps in the block; got "
+                f"{getattr(optimizer, '__name__', None) or shortened(optimizer)}"
+            )
         if allocator and self.device.type != "cpu":
             raise ArgumentError(
                 "allocator=True reads the events of the CPU's allocator; the model is on "
@@ -83,6 +89,15 @@ class Tracker(ContextDecorator):
         self.allocator, self.recomputing = allocator, recomputing
         self.timeline = Timeline()
         self._open: list[ExitStack] = []
+
+    def __call__(self, function: Any) -> Any:
+        """Tracks each call of a function."""
+        if not callable(function):
+            raise ArgumentError(
+                f"as a decorator, track takes a function; got {type(function).__name__}. Or write "
+                "with zoo.track(model) as timeline:"
+            )
+        return super().__call__(function)
 
     def __enter__(self) -> Timeline:
         """Starts, and returns the timeline that is filled when the block ends."""

@@ -97,7 +97,7 @@ def _parser() -> Parser:
         type=checkpoint,
         metavar="PLAN",
         help="also by this plan: true, a number of segments, sqrt, blocks, cheap, '(0-1) 2', or "
-        "the file of `zoo plan --save`",
+        "a .json file, of `zoo plan --save` or of a plan alone: [[0, 1], 2]",
     )
     add_optimizer(parser)
     parser.add_argument(

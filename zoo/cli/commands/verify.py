@@ -50,8 +50,8 @@ def _parser() -> Parser:
         type=checkpoint,
         default=True,
         metavar="PLAN",
-        help="true (default), false, a number of segments, sqrt, blocks, cheap, '(0-1) 2', or the "
-        "file of `zoo plan --save`",
+        help="true (default), false, a number of segments, sqrt, blocks, cheap, '(0-1) 2', or a "
+        ".json file, of `zoo plan --save` or of a plan alone: [[0, 1], 2]",
     )
     parser.add_argument("--steps", type=positive, default=3, help="steps of training; default 3")
     parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
