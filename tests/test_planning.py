@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zoo
 from tests.training import Residuals, assert_same, everything, images
@@ -138,9 +138,14 @@ def test_a_real_step_keeps_to_each_of_20_budgets(family: str) -> None:
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RAdam])
 def test_a_peak_in_a_real_optimizers_step_keeps_to_the_budget(make: Any) -> None:
-    """Also to the byte: a learning rate is a tensor in C++."""
+    """Also to the byte: a learning rate is a tensor in C++.
+
+    Without convolutions: what oneDNN's take inside themselves differs from processor to processor,
+    and on one without AVX-512 puts ResNet-18's peak in a backward.
+    """
     torch.manual_seed(1)
-    model, x = zoo.resnet18(classes=10), torch.rand(2, 3, 32, 32)
+    layers = (part for _ in range(6) for part in (nn.Linear(256, 256), nn.BatchNorm1d(256)))
+    model, x = nn.Sequential(*layers), torch.rand(2, 256)
     report = zoo.plan(model, x, max_overhead=9.0, optimizer=make, loss=scores)
     optimizer = make(model.parameters())
 

@@ -30,6 +30,7 @@ def records(*arguments, loss="a", peak=400, whole=1000):
     for cells in expand(load(arguments)):
         timing = timed_by(PLAN, cells["timing"])
         for kind, cell in (*list(cells.items())[:2], ("timing", timing)):
+            # as a file of before tensors were counted holds it
             measured = {"peak": 1000, "activation_peak": peak if kind == "checkpointed" else whole}
             found.append({
                 "key": cell.key(), "kind": kind, "cell": asdict(cell), "status": "done",

@@ -101,13 +101,13 @@ def test_without_a_frontier_no_step_is_timed(
     assert not found["missing"]
 
 
-def test_what_cannot_be_read_is_said_and_costs_no_number(
+def test_what_cannot_be_drawn_is_said_and_costs_no_number(
     records: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("no such\nthing")
 
-    monkeypatch.setattr(collect, "track", broken)
+    monkeypatch.setattr(collect, "summary", broken)
     monkeypatch.setattr(collect, "look_ahead", broken)
     record = work(CELLS["baseline"])
     assert record["missing"] == dict.fromkeys(("timeline", "chain"), "RuntimeError: no such thing")

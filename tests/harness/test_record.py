@@ -93,6 +93,8 @@ def test_what_is_taken_for_a_record_is_reported():
         (["status"], "failed", "reason is missing"),
         (["memory"], MISSING, "memory is missing"),
         (["memory", "peak"], float("nan"), "memory.peak takes a whole number; got nan"),
+        (["memory", "tensor_activation_peak"], "1", "tensor_activation_peak takes a whole number"),
+        (["cell", "model", "optimizer"], 5, "cell.model.optimizer takes text; got 5"),
         (["digests"], [], r"digests takes at least one entry; got \[\]"),
         (["cell", "model", "name"], MISSING, "cell.model.name is missing"),
         (["cell", "model", "checkpoint"], MISSING, "cell.model.checkpoint is missing"),

@@ -1,5 +1,9 @@
 """A worker measures what its cell says."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import islice
 
@@ -14,6 +18,15 @@ from zoo.report.rows import differences
 
 SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}
 MODEL = ModelConfig("lstm", "stream", 4, 20, SMALL, repeats=3)
+MEASURE = """
+import json, sys
+from zoo.harness.cells import expand
+from zoo.harness.config import load
+from zoo.harness.worker import work
+(cells,) = expand(load(["quick", "--model=vnet", "--batch-size=1", f"--threads={sys.argv[1]}"]))
+kinds = ("baseline", "checkpointed")
+print(json.dumps([work(cells[kind], lambda *_: {})["memory"] for kind in kinds]))
+"""
 (CELLS,) = expand(Config("mine", (MODEL,), steps=2))
 
 
@@ -47,6 +60,19 @@ def test_memory_counts_what_the_optimizer_and_the_gradients_hold():
     assert resident["gradients"] == resident["optimizer"] == resident["parameters"]
     # tokens and targets are two views of the same 21 rows
     assert resident["inputs"] == 21 * 4 * 8
+
+
+def test_the_bytes_of_tensors_are_those_of_any_processor_and_threads():
+    """Kernel workspaces are not: those of oneDNN's convolutions go by instructions and threads."""
+    found = []
+    for instructions, threads in (("ALL", "1"), ("AVX2", "4")):
+        environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
+        command = [sys.executable, "-c", MEASURE, threads]
+        found.append(json.loads(subprocess.check_output(command, env=environment, text=True)))
+    names = ("tensor_peak", "tensor_activation_peak")
+    tensors = [[memory[name] for memory in pair for name in names] for pair in found]
+    assert tensors[0] == tensors[1]
+    assert all(memory["tensor_peak"] <= memory["peak"] for pair in found for memory in pair)
 
 
 def test_timing_takes_as_many_pairs_as_asked():

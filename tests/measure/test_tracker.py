@@ -83,6 +83,10 @@ def test_the_peak_is_the_allocators_to_the_byte(plan):
     assert timeline.activation_peak == measured.activation_peak
     assert timeline.unseen == timeline.peak - timeline.tensor_peak >= 0
     assert timeline.tensor_peak <= training.tracked().peak <= timeline.peak
+    assert 0 < timeline.tensor_activation_peak <= timeline.activation_peak
+    assert timeline.activation_peak - timeline.tensor_activation_peak <= max(
+        timeline.total(["unseen"])
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS)

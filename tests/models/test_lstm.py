@@ -1,5 +1,8 @@
 import copy
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -296,6 +299,32 @@ def test_gru_refuses_the_state_of_an_lstm():
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(ArgumentError, match=message):
         small(lstm, **arguments)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_autocast_trains_whatever_kernels_the_processor_has(factory, dtype):
+    """`nn.LSTM` under autocast raises where oneDNN has no LSTM of the type."""
+    tokens, targets = text()
+    losses = []
+    for half in (True, False):
+        model = small(factory)
+        with torch.autocast("cpu", getattr(torch, dtype), enabled=half):
+            loss, state = model(tokens, targets=targets)
+            again, _ = model(tokens, model.detach(state), targets)
+        (loss + again).backward()
+        assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+        losses.append(loss)
+    torch.testing.assert_close(*losses, rtol=0.01, atol=0)
+
+
+def test_a_processor_without_a_kernel_for_bfloat16_trains_in_it():
+    """In a process of its own, since oneDNN reads the variable once."""
+    train = "test_autocast_trains_whatever_kernels_the_processor_has[bfloat16-lstm]"
+    command = [sys.executable, "-m", "pytest", "-q", f"{__file__}::{train}"]
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
 
 
 @BOTH

@@ -85,7 +85,7 @@ def text() -> str:
 def test_every_size_is_the_one_in_the_results_of_the_page(text: str) -> None:
     results = json.loads(files(text)["mine.json"])["comparisons"]
     sizes = [found for found in Elements(text).all("data") if "data-from" in found[0]]
-    assert len(sizes) == 2 * 27
+    assert len(sizes) == 2 * 31
     for attributes, shown in sizes:
         value = results
         for part in str(attributes["data-from"]).split("/"):
@@ -98,10 +98,12 @@ def test_what_follows_from_the_results_is_computed_right(text: str) -> None:
     (row, _) = rows([comparison(), comparison(name="vnet")])
     derived = [found for found in Elements(text).all("data") if "data-from" not in found[0]]
     shown = {written: float(str(attributes["value"])) for attributes, written in derived}
-    assert row.ratio is not None
+    for ratio in (row.step_ratio, row.ratio, row.tensor_ratio):
+        assert ratio is not None
+        assert shown[f"{ratio:.3f}"] in (row.step_ratio, row.ratio, row.tensor_ratio)
+    assert row.step_ratio is not None
     assert row.time is not None
-    assert shown[f"{row.ratio:.3f}"] == row.ratio
-    assert shown[f"−{100 * (1 - row.ratio):.1f} %"] == 1 - row.ratio
+    assert shown[f"−{100 * (1 - row.step_ratio):.1f} %"] == 1 - row.step_ratio
     assert shown[f"×{row.time.median:.2f}"] == row.time.median == 1.3
     assert shown["25.56 M"] == 25_557_032
 

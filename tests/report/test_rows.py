@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import statistics
 
 import pytest
@@ -10,20 +11,27 @@ from rich.console import Console
 from tests.report import recorded
 from tests.report.recorded import WHERE
 from zoo.report.heading import heading
+from zoo.report.page import page
 from zoo.report.report import write_report
 from zoo.report.rows import rows, spread
 from zoo.report.terminal import show
 from zoo.report.words import words
 
 MODEL = recorded.MODEL | {"largest_ratio": 0.3}
+DONE = {"status": "done"}
 SECONDS = {"baseline": [1.0, 2.0, 4.0], "checkpointed": [1.5, 2.2, 5.2]}
 
 
-def record(activation_peak, loss="a", **more):
+def record(activation_peak, loss="a", tensors=None, **more):
     return {
         "status": "done",
         "parameters": 25_557_032,
-        "memory": {"peak": activation_peak + 10**9, "activation_peak": activation_peak},
+        "memory": {
+            "peak": activation_peak + 10**9,
+            "activation_peak": activation_peak,
+            "tensor_peak": activation_peak + 10**8,
+            "tensor_activation_peak": activation_peak if tensors is None else tensors,
+        },
         "digests": [{"loss": "a"}, {"loss": loss}],
         "environment": WHERE,
         "cell": {"device": "cpu", "dtype": "float32"},
@@ -69,7 +77,36 @@ def test_a_difference_is_a_fault_that_names_kind_and_step():
 def test_saving_less_than_the_floor_is_a_fault():
     assert rows([comparison(300)])[0].faults == ()
     (fault,) = rows([comparison(301)])[0].faults
-    assert fault == "resnet50 keeps 0.301 of the baseline's activation peak; largest_ratio is 0.3"
+    assert fault == (
+        "resnet50 keeps 0.301 of the activation peak of the baseline's tensors; "
+        "largest_ratio is 0.3"
+    )
+
+
+def test_the_floor_is_about_tensors_whatever_kernels_take_on_this_processor():
+    workspaces = {"baseline": record(1000), "checkpointed": record(900, tensors=300)}
+    (row,) = rows([comparison(**workspaces)])
+    assert (row.ratio, row.tensor_ratio, row.faults) == (0.9, 0.3, ())
+    assert words(row)[4:6] == ["1000 B → 900 B (0.900)", "1000 B → 300 B (0.300)"]
+    (row,) = rows([comparison(checkpointed=record(100, tensors=301))])
+    assert "keeps 0.301" in row.faults[0]
+
+
+def test_results_from_before_tensors_were_counted_are_shown_without():
+    older = {kind: record(peak) for kind, peak in (("baseline", 1000), ("checkpointed", 900))}
+    for found in older.values():
+        found["memory"] = {key: found["memory"][key] for key in ("peak", "activation_peak")}
+    (row,) = rows([comparison(**older)])
+    assert (row.ratio, row.tensor_ratio, row.faults) == (0.9, None, ())
+    assert words(row)[4:6] == ["1000 B → 900 B (0.900)", "— → —"]
+
+
+def test_an_optimizer_other_than_the_usual_one_is_named():
+    labels = [
+        rows([comparison() | {"model": MODEL | {"optimizer": name}}])[0].label
+        for name in ("sgd", "adamw")
+    ]
+    assert labels == ["resnet50", "resnet50 (optimizer=adamw)"]
 
 
 @pytest.mark.parametrize("kind", ["baseline", "checkpointed", "timing"])
@@ -81,11 +118,12 @@ def test_a_failed_cell_is_a_fault_and_the_rest_is_shown(kind):
 
 
 def test_the_table_says_what_the_rows_say():
-    console = Console(file=io.StringIO(), width=140)
+    console = Console(file=io.StringIO(), width=160)
     show(rows([comparison(loss="b")]), "Title", console)
     shown = console.file.getvalue()
-    for text in ("25.56 M", "1000 B → 250 B", "0.250", "×1.30 [1.20, 1.40]", "NO", "from step 2"):
+    for text in ("25.56 M", "1000 B → 250 B (0.250)", "×1.30 n=3", "NO", "from step 2"):
         assert text in shown
+    assert "largest_ratio judges" in shown
 
 
 def test_a_baseline_that_does_not_fit_is_a_result_and_no_fault():
@@ -105,10 +143,24 @@ def test_rows_tell_models_apart_by_their_arguments():
     assert rows([comparison()])[0].label == "resnet50"
 
 
-def test_one_pair_has_no_quartiles():
-    seconds = {"baseline": [1.0], "checkpointed": [1.5]}
-    (row,) = rows([comparison(timing={"status": "done", "step_seconds": seconds})])
-    assert words(row)[6] == "×1.50"
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ([1.5], "×1.50 n=1"),
+        ([1.0, 1.1, 1.2, 1.9], "×1.15 n=4"),
+        ([1.0, 1.1, 1.2, 1.3, 1.9], "×1.20 [1.10, 1.30] n=5"),
+    ],
+)
+def test_quartiles_are_those_of_at_least_five_pairs_and_their_number_is_said(ratios, said):
+    seconds = {"baseline": [1.0] * len(ratios), "checkpointed": ratios}
+    found = [comparison(timing={"status": "done", "step_seconds": seconds})]
+    assert words(rows(found)[0])[6] == said
+    console = Console(file=io.StringIO(), width=160)
+    show(rows(found), "Title", console)
+    assert said in console.file.getvalue()
+    text = re.sub(r"<[^>]+>", "", page(found, heading(found, "mine", "command")))
+    (time,) = set(re.findall(r"×\d[^×—]*?n=\d", text))
+    assert " ".join(time.split()) == said
 
 
 def test_a_cell_without_a_number_is_in_the_picture(tmp_path):
@@ -124,11 +176,12 @@ def test_a_cell_without_a_number_is_in_the_picture(tmp_path):
 @pytest.mark.parametrize("width", [70, 80, 90, 100, 110, 120, 140])
 def test_the_table_fits_the_terminal_and_cuts_no_number(width):
     console = Console(file=io.StringIO(), width=width)
-    show(rows([comparison()]), "Title", console)
+    seconds = {"baseline": [1.0] * 5, "checkpointed": [1.0, 1.1, 1.1, 1.2, 1.9]}
+    show(rows([comparison(timing={"step_seconds": seconds} | DONE)]), "Title", console)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in console.file.getvalue()
-    for number in ("1000 B", "250 B", "0.250", "×1.30", "[1.20, 1.40]"):
+    for number in ("1000 B", "250 B", "0.250", "×1.10", "[1.10, 1.20]", "n=5"):
         assert number in console.file.getvalue()
 
 
@@ -139,6 +192,9 @@ def test_the_files_hold_the_same_numbers(tmp_path):
     (model,) = table(page, "models.csv")
     assert int(model["activation_peak_bytes_baseline"]) == 1000
     assert float(model["activation_peak_ratio"]) == 0.25
+    assert float(model["tensor_activation_peak_ratio"]) == 0.25
+    assert int(model["tensor_peak_bytes_checkpointed"]) == 10**8 + 250
+    assert (model["time_pairs"], model["time_ratio_lower_quartile"]) == ("3", "")
     timings = table(page, "timings.csv")
     assert [float(entry["seconds_baseline"]) for entry in timings] == SECONDS["baseline"]
     text = page.read_text()

@@ -84,8 +84,8 @@ def reported(
 
 def row_data(row: Row) -> dict[str, Any]:
     """Returns what was measured of a model, and what follows from it."""
-    time = row.time
-    return {**asdict(row), "ratio": row.ratio, "time": None if time is None else asdict(time)}
+    ratios = {name: getattr(row, name) for name in ("step_ratio", "ratio", "tensor_ratio")}
+    return {**asdict(row), **ratios, "time": None if row.time is None else asdict(row.time)}
 
 
 def console_for(as_json: bool) -> Console:

@@ -1,4 +1,4 @@
-"""What a report draws of a cell beside its numbers: one more step's memory, the chain, the curve.
+"""What a report draws of a cell beside its numbers: a step's memory, the chain, the curve.
 
     timeline    the step's memory over time, at a few hundred of its points, and who held its peak
     chain       names, blocks and saved bytes of the steps, over which a plan is drawn
@@ -24,7 +24,6 @@ from zoo.harness.training import Training
 from zoo.measure.timeline import CATEGORIES, RESIDENT, Allocation, Timeline
 from zoo.plan_frontier import Frontier
 from zoo.planning import Prospect
-from zoo.tracking import track
 
 Result = dict[str, Any]
 
@@ -34,9 +33,9 @@ PLANS = 64
 HOLDERS = 10
 
 
-def details(training: Training, cell: Cell, batch: Batch) -> Result:
-    """Returns what a report draws of a model that has trained; its next step is one on `batch`."""
-    wanted: dict[str, Callable[[], Result]] = {"timeline": lambda: _timeline(training, batch)}
+def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
+    """Returns what a report draws of a model that has trained; `timeline` is that of a step."""
+    wanted: dict[str, Callable[[], Result]] = {"timeline": lambda: {"timeline": summary(timeline)}}
     if cell.kind == "baseline":
         wanted["chain"] = lambda: _outlook(training, cell, batch)
     found: Result = {"missing": {}}
@@ -82,18 +81,6 @@ def thinned(curve: list[list[float]], most: int = PLANS) -> list[list[float]]:
     width = (high - low) / (most - 2) or 1
     first_of = {int((point[0] - low) / width): point for point in reversed(curve)}
     return sorted({tuple(point): point for point in (*first_of.values(), curve[-1])}.values())
-
-
-def _timeline(training: Training, batch: Batch) -> Result:
-    is_seen = training.device == "cpu"
-    with track(
-        training.model,
-        optimizer=training.optimizer,
-        inputs=[batch.inputs, batch.targets],
-        allocator=is_seen,
-    ) as timeline:
-        training.step(batch)
-    return {"timeline": summary(timeline)}
 
 
 def _outlook(training: Training, cell: Cell, batch: Batch) -> Result:

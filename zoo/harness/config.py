@@ -80,7 +80,7 @@ class ModelConfig:
     largest_ratio: Annotated[
         float,
         Key(
-            "the worst activation peak to accept, relative to the baseline's",
+            "the worst activation peak of tensors to accept, relative to the baseline's",
             least=0,
             unit="ratio of bytes",
         ),

@@ -14,6 +14,7 @@ from rich.table import Column
 
 from zoo.harness.cells import Cell
 from zoo.harness.results import Record
+from zoo.report.rows import FEWEST
 from zoo.units import format_bytes, format_seconds
 
 NAMED = 3
@@ -83,7 +84,7 @@ def _steps(record: Record) -> str:
     spread = record["spread"]
     baseline = format_seconds(spread["baseline"]["median"])
     checkpointed = format_seconds(spread["checkpointed"]["median"])
-    pairs = len(record["step_seconds"]["baseline"])
+    enough = len(record["step_seconds"]["baseline"]) >= FEWEST
     between = f"[{spread['ratio']['lower']:.2f}, {spread['ratio']['upper']:.2f}]"
-    ratio = f"×{spread['ratio']['median']:.2f}" + (f" {between}" if pairs > 1 else "")
+    ratio = f"×{spread['ratio']['median']:.2f}" + (f" {between}" if enough else "")
     return f"a step takes {baseline}, checkpointed {checkpointed}, {ratio}"

@@ -186,6 +186,7 @@ RECORD = {
             "batch_size": COUNT,
             "size": SIZE,
             "arguments": Each(ANYTHING),
+            "optimizer?": TEXT,
             "checkpoint": CHECKPOINT,
             "largest_ratio": NUMBER,
         },
@@ -196,7 +197,13 @@ RECORD = {
     "environment?": Leaf("a mapping or null", lambda value: isinstance(value, Mapping | None)),
     "parameters?": BYTES,
     "plan?": PLAN,
-    "memory?": {"peak": BYTES, "activation_peak": BYTES},
+    "memory?": {
+        "peak": BYTES,
+        "activation_peak": BYTES,
+        # results of before tensors were counted lack these
+        "tensor_peak?": BYTES,
+        "tensor_activation_peak?": BYTES,
+    },
     "digests?": [Each(TEXT)],
     "step_seconds?": {"baseline": [SECONDS], "checkpointed": [SECONDS]},
     "spread?": {"baseline": SPREAD, "checkpointed": SPREAD, "ratio": SPREAD},

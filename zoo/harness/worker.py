@@ -22,10 +22,12 @@ from zoo.harness.environment import environment
 from zoo.harness.limits import limited
 from zoo.harness.training import Training
 from zoo.measure.memory import measure_step
+from zoo.measure.timeline import Timeline
 from zoo.report.rows import spread
+from zoo.tracking import track
 
 Result = dict[str, Any]
-Also = Callable[[Training, Cell, Batch], Result]
+Also = Callable[[Training, Cell, Batch, Timeline], Result]
 
 
 def work(cell: Cell, also: Also = details) -> Result:
@@ -53,7 +55,12 @@ def _prepare(cell: Cell) -> None:
 
 
 def _measure(cell: Cell, also: Also) -> Result:
-    """Takes digests after each step and traces the last, when the optimizer has its state."""
+    """Takes digests after each step and traces the last, when the optimizer has its state.
+
+    One more step is tracked tensor by tensor. Its bytes are the same wherever it runs; what the
+    allocator hands out holds kernel workspaces, too, which each processor and number of threads has
+    its own of.
+    """
     training = _training(cell, cell.model.checkpoint)
     *first, last = _batches(cell, cell.steps)
     digests = [step_digests(training.model, training.step(batch)) for batch in first]
@@ -64,14 +71,31 @@ def _measure(cell: Cell, also: Also) -> Result:
         training.optimizer,
         [last.inputs, last.targets],
     )
+    timeline = _tracked(training, last)
+    of_tensors = {
+        "tensor_peak": timeline.tensor_peak,
+        "tensor_activation_peak": timeline.tensor_activation_peak,
+    }
     result = {
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "plan": None if training.model.plan is None else training.model.plan.text(),
         "digests": [*digests, step_digests(training.model, losses[0])],
-        "memory": asdict(memory),
+        "memory": asdict(memory) | of_tensors,
     }
     # what a report draws is read when all is measured
-    return result | also(training, cell, last)
+    return result | also(training, cell, last, timeline)
+
+
+def _tracked(training: Training, batch: Batch) -> Timeline:
+    """Runs a step and returns its timeline; kernel workspaces are in it on the CPU."""
+    with track(
+        training.model,
+        optimizer=training.optimizer,
+        inputs=[batch.inputs, batch.targets],
+        allocator=training.device == "cpu",
+    ) as timeline:
+        training.step(batch)
+    return timeline
 
 
 def _time(cell: Cell) -> Result:

@@ -142,6 +142,11 @@ class Timeline:
         return max(self.total(category for category in CATEGORIES if category not in RESIDENT))
 
     @property
+    def tensor_activation_peak(self) -> int:
+        """The same of tensors alone: whatever kernels take inside themselves is not in it."""
+        return max(self.total(name for name in CATEGORIES[:-1] if name not in RESIDENT))
+
+    @property
     def unseen(self) -> int | None:
         """The peak less that of the tensors; None where the allocator was not asked."""
         return self.peak - self.tensor_peak if self.allocator else None

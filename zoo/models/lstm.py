@@ -35,6 +35,9 @@ from zoo.layers.shared_weight import SharedWeight
 
 Carried = Tensor | tuple[Tensor, ...]
 
+# under autocast oneDNN's LSTM takes no float16, and bfloat16 on processors with AVX-512 alone
+_HAS_BFLOAT16 = torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
 
 class WordLanguageModel(Chain):
     """Tokens (T, N), state -> scores (T, N, V), state; with targets (T, N) -> mean loss (), state.
@@ -169,8 +172,9 @@ class WordLanguageModel(Chain):
     def recur(self, layer: int, *state: Any) -> State:
         """..., x (t, N, C), ... -> ..., x (t, N, hidden), ... and this layer's hidden and cell."""
         own = slice(layer, self.carried, len(self.layers))
-        before = state[own]
-        x, after = self.layers[layer](state[self.hand], before if len(before) > 1 else before[0])
+        given = state[self.hand], *state[own]
+        x, *before = _cast(given) if self.recurrent is nn.LSTM else given
+        x, after = self.layers[layer](x, tuple(before) if len(before) > 1 else before[0])
         carried = list(state[: self.carried])
         carried[own] = [after] if isinstance(after, Tensor) else after
         return self._in_hand((*carried, *state[self.carried :]), x)
@@ -214,6 +218,18 @@ class WordLanguageModel(Chain):
                 f"{self.name} takes as state {' and '.join(self.carries)} of {shape} for {batch} "
                 f"texts; got {got}. Pass what the last batch returned, or None to begin with zeros"
             )
+
+
+def _cast(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Casts what an LSTM gets under autocast, where oneDNN has no kernel for it.
+
+    torch chooses by what it is given, float32, and casts later: oneDNN then ends in "could not
+    create a primitive descriptor". Given what autocast asks for, torch takes its own kernel.
+    """
+    asked = torch.get_autocast_dtype("cpu")
+    fits = not torch.is_autocast_enabled("cpu") or (asked is torch.bfloat16 and _HAS_BFLOAT16)
+    is_cpu = given[0].device.type == "cpu"
+    return given if fits or not is_cpu else tuple(tensor.to(asked) for tensor in given)
 
 
 class LSTMLanguageModel(WordLanguageModel):

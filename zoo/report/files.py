@@ -12,12 +12,15 @@ from zoo.report.rows import Row
 from zoo.report.words import COLUMNS, words
 
 NOTES = """\
-Each *peak* is the baseline's → the checkpointed model's. *Step peak*: the most bytes allocated at
-once in a training step, parameters, optimizer state and inputs included. *Activation peak*: the
-same less parameters, buffers, optimizer state, inputs and the gradients that exist at that moment;
-*ratio* compares the two. *Step time*: checkpointed over baseline, taken in turn on the same
-batches, median and quartiles. *Exact*: loss, every gradient, buffer and parameter and the random
-state are equal bit for bit after each optimizer step.
+Each *peak* is the baseline's → the checkpointed model's (their ratio). *Step peak*: the most bytes
+that the allocator handed out at once in a training step, parameters, optimizer state and inputs
+included. *Activation peak*: the same less parameters, buffers, optimizer state, inputs and the
+gradients that exist at that moment. Both hold kernel workspaces, which differ from processor to
+processor and with the threads. *Of tensors alone*: the activation peak without them, the same on
+every machine; a config's `largest_ratio` judges this one. *Step time*: checkpointed over baseline,
+taken in turn on the same batches, the median of n pairs and, from 5 pairs on, quartiles. *Exact*:
+loss, every gradient, buffer and parameter and the random state are equal bit for bit after each
+optimizer step. The optimizer is SGD with momentum unless the model's name is followed by another.
 """
 
 
@@ -37,7 +40,7 @@ def write_markdown(rows: Sequence[Row], heading: Heading, picture: str, path: Pa
         "",
         *([*faults, ""] if faults else []),
         NOTES,
-        f"![Activation peak and time]({picture})",
+        f"![Step peak and time]({picture})",
         "",
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -67,15 +70,23 @@ def models_csv(rows: Sequence[Row]) -> str:
                 "peak_bytes_checkpointed": row.peak.checkpointed,
                 "activation_peak_bytes_baseline": row.activation_peak.baseline,
                 "activation_peak_bytes_checkpointed": row.activation_peak.checkpointed,
+                "tensor_peak_bytes_baseline": row.tensor_peak.baseline,
+                "tensor_peak_bytes_checkpointed": row.tensor_peak.checkpointed,
+                "tensor_activation_peak_bytes_baseline": of_tensors.baseline,
+                "tensor_activation_peak_bytes_checkpointed": of_tensors.checkpointed,
+                "peak_ratio": row.step_ratio,
                 "activation_peak_ratio": row.ratio,
+                "tensor_activation_peak_ratio": row.tensor_ratio,
                 "largest_ratio": row.largest_ratio,
                 "time_ratio_median": row.time and row.time.median,
-                "time_ratio_lower_quartile": row.time and row.time.lower,
-                "time_ratio_upper_quartile": row.time and row.time.upper,
+                "time_ratio_lower_quartile": row.quartiles and row.quartiles[0],
+                "time_ratio_upper_quartile": row.quartiles and row.quartiles[1],
+                "time_pairs": len(row.time_ratios),
                 "exact": row.exact,
                 "faults": "; ".join(row.faults),
             }
             for row in rows
+            for of_tensors in [row.tensor_activation_peak]
         ),
     )
 

@@ -130,8 +130,8 @@ class Section:
 
     @property
     def saving(self) -> float | None:
-        """The share of the baseline's activation peak that is saved."""
-        return None if self.row.ratio is None else 1 - self.row.ratio
+        """The share of the baseline's step peak that is saved."""
+        return None if self.row.step_ratio is None else 1 - self.row.step_ratio
 
     @property
     def categories(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Draws a comparison: for each model its two activation peaks, and what the second one costs."""
+"""Draws a comparison: for each model its two step peaks, and what the second one costs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,12 +44,12 @@ def draw(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
 
 
 def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
-    baseline = [row.activation_peak.baseline or 0 for row in rows]
-    checkpointed = [row.activation_peak.checkpointed or 0 for row in rows]
-    whole = [_size(row.activation_peak.baseline, row.fits.baseline) for row in rows]
-    saved = [_size(row.activation_peak.checkpointed, row.fits.checkpointed) for row in rows]
+    baseline = [row.peak.baseline or 0 for row in rows]
+    checkpointed = [row.peak.checkpointed or 0 for row in rows]
+    whole = [_size(row.peak.baseline, row.fits.baseline) for row in rows]
+    saved = [_size(row.peak.checkpointed, row.fits.checkpointed) for row in rows]
     saved = [
-        text if row.ratio is None else f"{text}  ({row.ratio:.1%})"
+        text if row.step_ratio is None else f"{text}  ({row.step_ratio:.1%})"
         for text, row in zip(saved, rows, strict=True)
     ]
     largest = max([*baseline, *checkpointed], default=0)
@@ -70,7 +70,7 @@ def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
     names = [filter(None, (row.model, row.arguments, row.batch)) for row in rows]
     axes.set_yticks(places, ["\n".join(map(_beside, lines)) for lines in names])
     axes.margins(x=0.16)
-    axes.set_xlabel(f"activation peak of a training step ({BINARY[unit]})")
+    axes.set_xlabel(f"peak of the whole training step ({BINARY[unit]})")
     axes.invert_yaxis()
     axes.figure.legend(frameon=False, loc="upper right", ncols=2)
     bare(axes)
@@ -89,7 +89,8 @@ def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         if row.time is None:
             continue
-        axes.plot([row.time.lower, row.time.upper], [place, place], color=CHECKPOINTED, lw=2)
+        if row.quartiles is not None:
+            axes.plot(row.quartiles, [place, place], color=CHECKPOINTED, lw=2)
         axes.plot(row.time.median, place, "o", color=CHECKPOINTED, ms=7)
         axes.annotate(
             f"×{row.time.median:.2f}",
@@ -101,5 +102,5 @@ def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
         )
     axes.axvline(1, color=BASELINE, lw=1.5, zorder=0)
     axes.margins(x=0.15)
-    axes.set_xlabel("step time, baseline = 1\n(median and quartiles)")
+    axes.set_xlabel("step time, baseline = 1\n(median; quartiles from 5 pairs)")
     bare(axes)

@@ -14,6 +14,12 @@ from zoo.report.escape import visible
 Value = TypeVar("Value")
 UNFIT = "does not fit"
 """The status of a record whose cell ran out of memory."""
+FEWEST = 5
+"""Pairs of steps from which on quartiles say something."""
+USUAL = "sgd"
+"""The optimizer, SGD with momentum 0.9, where a config names none."""
+JUDGED = "tensor_activation_peak"
+"""What a config's `largest_ratio` is about: what kernels take inside themselves is no plan's."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,12 @@ class Spread:
 class Row:
     """What was measured of one model; None where a cell failed.
 
-    `peak` and `activation_peak` are bytes; `ratio` is the checkpointed activation peak over the
-    baseline's, which may be `largest_ratio` at most; `time_ratios` are those of the timed pairs.
-    `arguments` are the model's own and, unless it is True, `checkpoint`; `fits` is False where
-    memory ran out; `faults` says in sentences what makes the comparison fail.
+    `peak` and `activation_peak` are bytes that the allocator handed out. In them are kernel
+    workspaces, which differ from processor to processor; `tensor_peak` and `tensor_activation_peak`
+    are those of tensors alone, None in results of before they were counted. Ratios are
+    checkpointed over baseline; `tensor_ratio` may be `largest_ratio` at most. `arguments` are the
+    model's own and, unless True and SGD, `checkpoint` and `optimizer`; `fits` is False where memory
+    ran out; `faults` says in sentences what makes the comparison fail.
     """
 
     model: str
@@ -51,6 +59,8 @@ class Row:
     parameters: int | None
     peak: Pair[int | None]
     activation_peak: Pair[int | None]
+    tensor_peak: Pair[int | None]
+    tensor_activation_peak: Pair[int | None]
     step_seconds: Pair[list[float]]
     fits: Pair[bool]
     exact: bool | None
@@ -62,9 +72,19 @@ class Row:
         return f"{self.model} ({self.arguments})" if self.arguments else self.model
 
     @property
+    def step_ratio(self) -> float | None:
+        """That of the step peak."""
+        return quotient(self.peak)
+
+    @property
     def ratio(self) -> float | None:
-        """The checkpointed activation peak over the baseline's."""
+        """That of the activation peak."""
         return quotient(self.activation_peak)
+
+    @property
+    def tensor_ratio(self) -> float | None:
+        """That of the activation peak of tensors alone, the same wherever it is measured."""
+        return quotient(self.tensor_activation_peak)
 
     @property
     def time_ratios(self) -> list[float]:
@@ -76,6 +96,12 @@ class Row:
     def time(self) -> Spread | None:
         """Median and quartiles of the time ratios."""
         return spread(self.time_ratios) if self.time_ratios else None
+
+    @property
+    def quartiles(self) -> tuple[float, float] | None:
+        """The quartiles, where there are pairs enough for them."""
+        enough = self.time is not None and len(self.time_ratios) >= FEWEST
+        return (self.time.lower, self.time.upper) if self.time and enough else None
 
 
 def rows(comparisons: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -124,8 +150,10 @@ def _row(comparison: Mapping[str, Any]) -> Row:
         batch=_batch(model),
         largest_ratio=model["largest_ratio"],
         parameters=baseline.get("parameters", checkpointed.get("parameters")),
-        peak=Pair(_memory(baseline, "peak"), _memory(checkpointed, "peak")),
-        activation_peak=_activation_peaks(comparison),
+        peak=_bytes(comparison, "peak"),
+        activation_peak=_bytes(comparison, "activation_peak"),
+        tensor_peak=_bytes(comparison, "tensor_peak"),
+        tensor_activation_peak=_bytes(comparison, JUDGED),
         step_seconds=Pair(*_seconds(comparison["timing"])),
         fits=Pair(baseline["status"] != UNFIT, checkpointed["status"] != UNFIT),
         exact=None if exact is None else not exact,
@@ -145,10 +173,10 @@ def _faults(comparison: Mapping[str, Any]) -> Iterator[str]:
     found = _differences(comparison["baseline"], comparison["checkpointed"])
     if found:
         yield f"{model['name']} is not exact: it differs in {', '.join(found)}"
-    ratio = quotient(_activation_peaks(comparison))
+    ratio = quotient(_bytes(comparison, JUDGED))
     if ratio is not None and ratio > model["largest_ratio"]:
         yield (
-            f"{model['name']} keeps {ratio:.3f} of the baseline's activation peak; "
+            f"{model['name']} keeps {ratio:.3f} of the activation peak of the baseline's tensors; "
             f"largest_ratio is {model['largest_ratio']:g}"
         )
 
@@ -159,14 +187,9 @@ def _differences(baseline: Mapping[str, Any], checkpointed: Mapping[str, Any]) -
     return differences(baseline["digests"], checkpointed["digests"])
 
 
-def _activation_peaks(comparison: Mapping[str, Any]) -> Pair[int | None]:
-    name = "activation_peak"
-    return Pair(_memory(comparison["baseline"], name), _memory(comparison["checkpointed"], name))
-
-
-def _memory(record: Mapping[str, Any], name: str) -> int | None:
-    memory = record.get("memory")
-    return None if memory is None else memory[name]
+def _bytes(comparison: Mapping[str, Any], name: str) -> Pair[int | None]:
+    memory = [comparison[kind].get("memory", {}) for kind in ("baseline", "checkpointed")]
+    return Pair(*(found.get(name) for found in memory))
 
 
 def _seconds(record: Mapping[str, Any]) -> tuple[list[float], list[float]]:
@@ -184,6 +207,7 @@ def _batch(model: Mapping[str, Any]) -> str:
 def _arguments(model: Mapping[str, Any]) -> str:
     """Lists what was not the model's default; an image size that the batch tells is left out."""
     given = {"checkpoint": _text(model["checkpoint"])} if model["checkpoint"] is not True else {}
+    given |= {"optimizer": model["optimizer"]} if model.get("optimizer", USUAL) != USUAL else {}
     own = model.get("arguments", {})
     implied = {"image_size": model["size"]}
     given |= {name: value for name, value in own.items() if implied.get(name) != value}

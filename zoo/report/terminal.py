@@ -8,15 +8,16 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from zoo.report.rows import Row
-from zoo.report.words import COLUMNS, words
+from zoo.report.words import CAPTION, COLUMNS, words
 
 LEFT_OUT_FIRST = ("batch", "parameters")
+BREAKS = (" → ", " [", " peak", " (", " tensors", " alone", " n=")
 
 
 def show(rows: Sequence[Row], title: str, console: Console) -> None:
     """Prints the table and below it, in red, what makes the comparison fail.
 
-    Where it does not fit, a cell's second number stands below its first; where that does not fit
+    Where it does not fit, a cell's numbers stand below each other; where that does not fit
     either, some columns are left out. The report on disk has them all.
     """
     fewer = [column for column in COLUMNS if column not in LEFT_OUT_FIRST]
@@ -27,6 +28,7 @@ def show(rows: Sequence[Row], title: str, console: Console) -> None:
     ]
     fitting = (table for table in layouts if _width(table, console) <= console.width)
     console.print(next(fitting, layouts[-1]), markup=False, highlight=False)
+    console.print(CAPTION, style="dim", markup=False, highlight=False)
     for fault in (fault for row in rows for fault in row.faults):
         console.print(fault, style="red", markup=False, highlight=False, soft_wrap=True)
 
@@ -51,6 +53,6 @@ def _width(table: Table, console: Console) -> int:
 def _lines(text: str, stacked: bool) -> str:
     if not stacked:
         return text
-    for start in (" → ", " [", " peak", " ("):
+    for start in BREAKS:
         text = text.replace(start, f"\n{start[1:]}")
     return text

@@ -1,6 +1,6 @@
 """The words of a report, the same for terminal, Markdown, pictures and page."""
 
-from zoo.report.rows import UNFIT, Pair, Row
+from zoo.report.rows import UNFIT, Pair, Row, quotient
 from zoo.units import BINARY, format_bytes
 
 MISSING = "—"
@@ -13,9 +13,14 @@ COLUMNS = (
     "parameters",
     "step peak",
     "activation peak",
-    "ratio",
+    "of tensors alone",
     "step time [quartiles]",
     "exact",
+)
+
+CAPTION = (
+    "step peak and activation peak: the allocator's, kernel workspaces included; of tensors alone: "
+    "the same on every machine, what largest_ratio judges; (ratio) to the baseline"
 )
 
 
@@ -27,7 +32,7 @@ def words(row: Row) -> list[str]:
         MISSING if row.parameters is None else f"{row.parameters / 1e6:.2f} M",
         _change(row.peak, row.fits),
         _change(row.activation_peak, row.fits),
-        MISSING if row.ratio is None else f"{row.ratio:.3f}",
+        _change(row.tensor_activation_peak, row.fits),
         _time(row),
         MISSING if row.exact is None else "yes" if row.exact else "NO",
     ]
@@ -42,16 +47,15 @@ def scale(most: int) -> tuple[int, str]:
 def _time(row: Row) -> str:
     if row.time is None:
         return MISSING
-    median = f"×{row.time.median:.2f}"
-    # one pair has no spread
-    if len(row.time_ratios) == 1:
-        return median
-    return f"{median} [{row.time.lower:.2f}, {row.time.upper:.2f}]"
+    between = "" if row.quartiles is None else " [{:.2f}, {:.2f}]".format(*row.quartiles)
+    return f"×{row.time.median:.2f}{between} n={len(row.time_ratios)}"
 
 
 def _change(pair: Pair[int | None], fits: Pair[bool]) -> str:
     baseline = size_or_why(pair.baseline, fits.baseline)
-    return f"{baseline} → {size_or_why(pair.checkpointed, fits.checkpointed)}"
+    ratio = quotient(pair)
+    share = "" if ratio is None else f" ({ratio:.3f})"
+    return f"{baseline} → {size_or_why(pair.checkpointed, fits.checkpointed)}{share}"
 
 
 def size_or_why(count: int | None, fits: bool) -> str:
