@@ -4,7 +4,7 @@
 
 python := .venv/bin/python
 
-.PHONY: compare test test-avx2 lint notebooks check-notebooks fuzz mutants clean
+.PHONY: compare test test-avx2 lint notebooks check-notebooks fuzz mutants oldest newest clean
 
 compare: .venv/.compare
 	$(python) test_memory_optimized.py
@@ -45,8 +45,16 @@ fuzz: .venv/.installed
 mutants: .venv/.installed
 	$(python) -m tests.mutants
 
+# tests that need no extras, on the oldest and on the newest torch that setup.cfg admits, with what
+# `pip install .` brings and nothing else
+BARE ?= tests/test_chain.py tests/test_checkpointing.py tests/adapter/test_exact.py \
+	tests/adapter/test_engines.py tests/measure tests/models
+oldest newest: %: .venv-%/.installed
+	.venv-$*/bin/python -c 'import torch; print("torch", torch.__version__)'
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest $(BARE)
+
 clean:
-	rm -rf .venv results
+	rm -rf .venv .venv-oldest .venv-newest results
 
 define install
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -67,3 +75,12 @@ endef
 	touch .venv/.compare $@
 
 comma := ,
+
+# the bound is read where pip reads it
+.venv-oldest/.installed: torch = torch==$(shell sed -n 's/^ *torch>=//p' setup.cfg)
+.venv-newest/.installed: torch = torch
+.venv-oldest/.installed .venv-newest/.installed: setup.cfg pyproject.toml
+	python3 -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		pytest pytest-timeout '$(torch)' --editable .
+	touch $@

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,14 @@ def test_every_pitfall_has_a_test_that_is_there() -> None:
         or f"def test_{found[1].replace(' ', '_')}(" not in (ROOT / found[2]).read_text("utf-8")
     ]
     assert gone == []
+
+
+def test_the_oldest_torch_that_is_named_is_the_one_that_is_run() -> None:
+    (bound,) = re.findall(r"^ *torch>=(.+)$", (ROOT / "setup.cfg").read_text("utf-8"), re.M)
+    recipe = subprocess.run(
+        ["make", "--dry-run", "--always-make", "oldest"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert f"'torch=={bound}'" in recipe
+    for page in ("README.md", "README.zh-CN.md"):
+        assert f"torch >= {bound} " in (ROOT / page).read_text("utf-8")

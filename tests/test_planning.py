@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from tests.planner.chains import nested_plans
 from tests.training import Residuals, assert_same, everything, images
 from zoo.ahead import look_ahead
-from zoo.chain import Chain
+from zoo.chain import Chain, Steps
+from zoo.checkpointing import attach
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.measure.memory import measure_step
 from zoo.plan import Plan
@@ -91,6 +94,61 @@ def test_the_peak_is_told_apart_to_the_byte(family: str) -> None:
         if peak.moment != "step of the optimizer":
             moving = peak.gradients + peak.kept + peak.again + peak.between + peak.work
             assert moving == simulate(point.plan, found.whole).peak
+
+
+class Equal(Chain):
+    """Steps that each save as much as they return: the less is kept, the deeper a plan nests."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def steps(self) -> Steps:
+        return [torch.tanh] * self.count
+
+
+def equal(count: int) -> tuple[Prospect, Tensor]:
+    x = torch.linspace(-1, 1, 2500).requires_grad_()
+    return look_ahead(Equal(count), x, optimizer=None, device="a100"), x
+
+
+def test_of_150_equal_steps_the_least_peak_holds_but_one_state() -> None:
+    found, x = equal(150)
+    for point in (found.points[0], found.least):
+        # with what the caller was given, the gradient that a step gets, the one that it gives, and
+        # the loss
+        assert simulate(point.plan, found.whole).peak == 4 * x.nbytes + 4
+    assert found.report(found.points[0].peak, None).least_peak == found.least.peak
+
+
+def test_a_deep_plan_of_least_peak_trains_as_the_plain_chain_does() -> None:
+    found, x = equal(70)
+    model, plan = Equal(70), found.least.plan
+    assert plan.depth() > 64
+    model(x).sum().backward()
+    expected, x.grad = x.grad, None
+    attach(model, plan)(x).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+class Uneven(Chain):
+    """Five steps of unlike sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*sizes) for sizes in pairwise((3, 40, 5, 60, 20, 7)))
+
+    def steps(self) -> Steps:
+        return list(self.layers)
+
+
+def test_the_least_peak_is_that_of_the_best_of_all_plans() -> None:
+    for batch in (50, 5000):
+        # of few numbers the random streams of a second run take more than it saves
+        found = look_ahead(Uneven(), torch.rand(batch, 3), optimizer=None, device="a100")
+        best = min(found.point(plan).peak for plan in nested_plans(5))
+        assert found.points[0].peak == found.least.peak == best
+        assert (best < found.baseline.peak) == (batch == 5000)
 
 
 def test_a_peak_in_the_optimizers_step_is_told_apart_too() -> None:

@@ -1,6 +1,8 @@
 """JSON from outside: every fault is an error of zoo's that says which field, at any stack depth."""
 
+import copy
 import json
+import pickle
 import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -219,6 +221,7 @@ def test_many_levels_of_a_plan_do_not_stop_its_methods() -> None:
     assert plan.flatten() == tuple(range(500))
     assert str(plan).startswith("500 steps")
     assert repr(plan).count("(") == 502
+    assert copy.deepcopy(plan) == pickle.loads(pickle.dumps(plan)) == plan
     many = (1,) * 500
     found = replace(report(), plan=plan, names=("a",) * 500, blocks=many, saved=many)
     assert PlanReport.from_json(found.to_json()) == found

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zoo.agreement import agreed
 from zoo.chain import Chain, Outline, State, fold, step_names
+from zoo.engine.compiled import is_exporting
 from zoo.engine.schedule import run_compiled, run_plan
 from zoo.errors import ArgumentError
 from zoo.measure.profile import profile
@@ -106,7 +107,7 @@ class PlannedRunner:
         `torch.compile` it runs by the latest plan for as many steps; deciding one is a break in the
         graph, and so is a chain that cannot be compiled whole.
         """
-        if torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
+        if torch._C._are_functorch_transforms_active() or is_exporting():
             return fold(outline.steps, inputs)
         if torch.compiler.is_compiling():
             if not self.compiled or self.compiled[-1][-1] != len(outline.steps) - 1:

@@ -12,11 +12,16 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 
 from zoo.chain import Chain, Outline, Runner, State
 from zoo.errors import ArgumentError, ZooError, shortened, shortened_text
+from zoo.measure.constants import as_data
 
 # of what a model returns, whole, as in loss(model(inputs))
 Loss = Callable[[Any], Tensor]
@@ -164,9 +169,7 @@ def explained(loss: Loss, place: torch.device) -> Loss:
         except Exception as error:
             raise ArgumentError(
                 f"loss={_name(loss)} fails on what the model returns, {_shape(outputs)} "
-                f"({type(error).__name__}: {str(error).strip(' .')}). It is called with that alone "
-                "and knows its targets, as lambda scores: cross_entropy(scores, targets) does; "
-                "where several sizes are looked at, it makes targets of the size of the outputs"
+                f"({type(error).__name__}: {str(error).strip(' .')}). {_way_out(error)}"
             ) from error
         if not isinstance(found, Tensor) or found.numel() != 1:
             raise ArgumentError(
@@ -175,6 +178,20 @@ def explained(loss: Loss, place: torch.device) -> Loss:
         return found
 
     return explained_loss
+
+
+def _way_out(error: Exception) -> str:
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return (
+            "It reads a number out of its targets or of what the model returns, which are not "
+            "known while planning: compute that number before, as one_hot(targets, classes) wants "
+            "it, or leave loss= out"
+        )
+    return (
+        "It is called with that alone and knows its targets, as lambda scores: "
+        "cross_entropy(scores, targets) does; where several sizes are looked at, it makes targets "
+        "of the size of the outputs"
+    )
 
 
 class _Placed(TorchFunctionMode):
@@ -195,7 +212,8 @@ class _Placed(TorchFunctionMode):
         if value.device.type != "meta" or isinstance(value, nn.Parameter):
             return value
         if id(value) not in self.known:
-            self.known[id(value)] = value, torch.zeros_like(value, device=self.place)
+            zeros = as_data(torch.zeros_like(value, device=self.place))
+            self.known[id(value)] = value, zeros
         return self.known[id(value)][1]
 
 

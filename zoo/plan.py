@@ -143,6 +143,10 @@ class Plan(tuple[Item, ...]):
         """Returns how deep segments nest: 0 when every step is kept."""
         return _depth(tuple(self)) - 1
 
+    def __deepcopy__(self, known: dict[int, Any]) -> "Plan":
+        # nothing in it can change, and to copy a deep one takes more calls than the stack holds
+        return self
+
     def __repr__(self) -> str:
         return f"Plan({tuple(self)!r})"
 

@@ -23,6 +23,7 @@ from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
 from zoo.engine.recompute import is_recomputing
 from zoo.entry import Invocation, Loss, explained, nothing_trained, own_loss
 from zoo.errors import ArgumentError
+from zoo.measure.constants import Constants
 from zoo.measure.fakes import FakeKernels
 from zoo.measure.memory import tensors_in
 from zoo.measure.optimizer import MakeOptimizer, made_by
@@ -173,6 +174,8 @@ class TrainingStep:
             self._mode,
             FakeKernels(),  # type: ignore[no-untyped-call]
             _Counters(),  # type: ignore[no-untyped-call]
+            # asked before `_Counters`: a constant is the same in a second run
+            Constants(),
         ):
             yield
 

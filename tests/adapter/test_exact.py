@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.adapter.models import Net, Reader, Skipper, Tagger, UNet
-from tests.training import assert_same, images, train
+from tests.training import assert_same, images, needs_numpy, train
 from zoo.adapter.steps import Part
 from zoo.measure.memory import measure_step, trace
 
@@ -133,6 +133,7 @@ def test_less_memory_is_taken() -> None:
     assert planned < 0.5 * plain
 
 
+@needs_numpy
 def test_a_budget_is_kept_to() -> None:
     model, inputs = Net(16, blocks=12), torch.rand(4, 4, 32, 32)
     for block in model.blocks:

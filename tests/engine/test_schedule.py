@@ -19,7 +19,7 @@ from zoo.chain import outline
 from zoo.engine.schedule import run_plan
 from zoo.errors import PlanError
 from zoo.layers.drop_path import DropPath
-from zoo.plan import Plan
+from zoo.plan import DEEPEST, Plan
 
 PLANS = [
     "0-9",
@@ -331,6 +331,23 @@ def test_backward_on_another_thread_is_exact() -> None:
     thread.join()
     expected = everything(model)
     assert_same(everything(other), expected)
+
+
+def one_in_another(steps: int) -> Plan:
+    """Nests to the right, `(0 (1 (2 ...)))`: each step runs again once."""
+    item: tuple[Any, ...] = (steps - 1,)
+    for step in reversed(range(steps - 1)):
+        item = (step, item)
+    return Plan([item])
+
+
+def test_segments_nest_deeper_than_pythons_stack_is_to_begin_with() -> None:
+    x = torch.linspace(0.1, 0.9, 7, dtype=torch.float64).requires_grad_()
+    steps = [torch.sin] * DEEPEST
+    run_plan(one_in_another(DEEPEST), steps, (x,)).sum().backward()
+    found, x.grad = x.grad, None
+    run_plan(Plan.keep_all(DEEPEST), steps, (x,)).sum().backward()
+    assert torch.equal(found, x.grad)
 
 
 def test_a_plan_for_another_chain_is_refused_before_anything_runs() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zoo
-from tests.training import Residuals, images
+from tests.training import Residuals, images, needs_numpy
 from zoo.errors import ArgumentError
 from zoo.measure.memory import trace
 from zoo.measure.spending import peak_and_blocks, spending
@@ -72,6 +72,7 @@ def test_one_inside_of_another_is_refused():
         pass
 
 
+@needs_numpy
 def test_a_plan_that_is_made_inside_is_refused_and_not_a_wrong_number():
     """Its steps are measured by the same profiler."""
     model = zoo.checkpoint(Residuals(), memory_budget=1.0)

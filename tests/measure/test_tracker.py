@@ -413,6 +413,7 @@ def test_a_timeline_is_written_and_drawn(tmp_path):
     text = timeline.table()
     assert "Net on cpu: peak 194 B in the backward, at event 2 of 3" in text
     assert "not measured" in text
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     timeline.plot(tmp_path / "net.svg")
     drawn = (tmp_path / "net.svg").read_text()
     assert "<svg" in drawn

@@ -12,9 +12,9 @@ from tests.planner.test_planner import uniform
 from zoo.chain import Chain, outline
 from zoo.errors import BudgetError
 from zoo.measure.profile import profile
-from zoo.plan import Plan
+from zoo.plan import DEEPEST, Plan
 from zoo.planner.costs import StepCosts
-from zoo.planner.optimal import NEAR, Table, default_cuts, frontier, optimal
+from zoo.planner.optimal import NEAR, Table, default_cuts, frontier, least, optimal
 from zoo.planner.simulate import simulate
 
 
@@ -148,3 +148,21 @@ def test_a_long_chain_is_cut_at_its_blocks_and_inside_long_ones() -> None:
     found = default_cuts(one_block)
     assert max(stop - start for start, stop in pairwise(found)) <= 2 * NEAR
     assert default_cuts(uniform(100)) == list(range(101))
+
+
+@pytest.mark.parametrize(("blocks", "steps"), [(1, 9000), (200, 45), (300, 30), (9000, 1)])
+def test_no_chain_is_cut_so_often_that_plans_nest_too_deep(blocks: int, steps: int) -> None:
+    costs = uniform(blocks * steps)
+    numbers = tuple(step // steps for step in range(blocks * steps))
+    found = default_cuts(StepCosts(**{**vars(costs), "blocks": numbers}))
+    longest = max(stop - start for start, stop in pairwise(found))
+    assert len(found) + longest <= DEEPEST
+
+
+def test_a_plan_nests_no_deeper_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = uniform(40)
+    assert least(costs).depth() > 3
+    monkeypatch.setattr("zoo.planner.trace.DEEPEST", 3)
+    points = Table(costs).frontier()
+    assert max(point.plan.depth() for point in points) == least(costs).depth() == 3
+    assert all(simulate(point.plan, costs).peak == point.peak for point in points)

@@ -26,6 +26,7 @@ from zoo.adapter.switches import check_switches
 from zoo.adapter.watch import Opaque, line_of
 from zoo.chain import is_hooked
 from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
+from zoo.engine.compiled import is_exporting
 from zoo.engine.recompute import _is_transformed, recompute
 from zoo.errors import ArgumentError
 from zoo.plan import Plan
@@ -106,7 +107,7 @@ class Planned(Instead):
         if (
             not module.training
             or not torch.is_grad_enabled()
-            or torch.compiler.is_exporting()
+            or is_exporting()
             or _is_transformed()
         ):
             return self.original(*args, **kwargs)

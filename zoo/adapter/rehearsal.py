@@ -28,6 +28,7 @@ from zoo.adapter.tape import Tape
 from zoo.adapter.watch import Opaque, Watch, is_constant
 from zoo.chain import HOOKS, is_hooked
 from zoo.engine.unseen import unseen
+from zoo.measure.constants import Constants
 from zoo.measure.sharded import gathered, is_shard, is_spread, sharded_parts
 from zoo.measure.untouched import scratch, without_autocast_cache
 
@@ -107,6 +108,7 @@ class Rehearsal:
             without_autocast_cache(),
             _unlogged(),
             fakes as mode,
+            Constants(),
             gathered(self.model, mode),
         ):
             for module in self.model.modules():

@@ -20,6 +20,14 @@ class Never(Exception):
     """
 
 
+def is_exporting() -> bool:
+    """Says whether `torch.export` is at work.
+
+    Asked by `torch.compiler.is_exporting()`, the compiler of torch 2.11 answers yes in each graph.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def run_compiled_segment(function: Function, *args: Any, **kwargs: Any) -> Any:
     """Calls a function as a segment of a graph, in a frame that is compiled whole.
 

@@ -1,6 +1,7 @@
 """Runs the steps of a chain by a plan: kept steps as they are, segments through the engine."""
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,11 @@ from zoo.engine.compiled import Never, run_compiled_segment, uncompiled
 from zoo.engine.recompute import run_segment
 from zoo.plan import Item, Plan, indices
 
+# frames of Python's stack that a segment in a segment takes: five, and one where it runs again
+FRAMES = 6
+# frames that everything else may take: what Python allows to begin with
+ROOM = 1000
+
 
 def run_plan(plan: Plan, steps: Sequence[Step], inputs: State) -> Any:
     """Runs the steps over the inputs and returns what the last one returned.
@@ -20,7 +26,17 @@ def run_plan(plan: Plan, steps: Sequence[Step], inputs: State) -> Any:
         PlanError: the plan is for another number of steps; nothing has run.
     """
     plan.check(len(steps))
+    _make_room(plan.depth())
     return _run(plan, steps, Ambient.capture(inputs), *inputs)
+
+
+def _make_room(depth: int) -> None:
+    """Lets Python's stack hold segments that nest so deep.
+
+    For good: the backward needs it, too, later and on threads of its own.
+    """
+    if depth * FRAMES > ROOM // 4:
+        sys.setrecursionlimit(max(sys.getrecursionlimit(), ROOM + depth * FRAMES))
 
 
 def _run(items: Sequence[Item], steps: Sequence[Step], ambient: Ambient, *state: Any) -> Any:

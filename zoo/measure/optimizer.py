@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from zoo.errors import ArgumentError
+from zoo.measure.constants import Constants
 from zoo.measure.memory import tensors_in
 from zoo.measure.step import Watch
 
@@ -79,7 +80,7 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
     if make is None:
         return OptimizerBytes()
     check_maker(make)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), Constants():
         # made anew: a fake of a parameter shares its version, which a graph may have noted
         fakes = [nn.Parameter(torch.empty_like(p)) for p in parameters if p.requires_grad]
         if not fakes:

@@ -23,6 +23,7 @@ from zoo.chain import Outline, State, Step
 from zoo.engine.unseen import unseen
 from zoo.errors import PlanError, ZooError
 from zoo.measure.alike import Names, identity
+from zoo.measure.constants import Constants
 from zoo.measure.devices import Device, device_named
 from zoo.measure.sharded import gathered
 from zoo.measure.step import Given, Kind, Kinds, StepRun, Strided, kind_of, renumber, run_step
@@ -81,6 +82,7 @@ class Profile:
             untouched(chain, self.outline, self.inputs),
             without_autocast_cache(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            Constants(),
             gathered(chain, mode),
         ):
             for module in chain.modules():

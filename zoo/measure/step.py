@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.chain import Step
+from zoo.measure.constants import as_data
 from zoo.measure.memory import tensors_in
 
 
@@ -286,8 +287,8 @@ def _ones(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, given: Given | None
 ) -> Tensor:
     if given is None or given.stride is None:
-        return torch.ones(shape, dtype=dtype, device=device)
-    storage = torch.ones(given.bytes // dtype.itemsize, dtype=dtype, device=device)
+        return as_data(torch.ones(shape, dtype=dtype, device=device))
+    storage = as_data(torch.ones(given.bytes // dtype.itemsize, dtype=dtype, device=device))
     return storage.as_strided(shape, given.stride)
 
 

@@ -25,7 +25,7 @@ from zoo.planner.trace import trace
 
 FLAT = 150  # steps of a chain in which every state is a cut
 FEW = 128  # cuts to which others are added
-MANY = 400  # cuts, at most
+MANY = 400  # cuts, at most; segments nest about as deep, and plans to `zoo.plan.DEEPEST`
 NEAR = 12  # steps of a segment that begins and ends anywhere
 ENTRIES = 2 * 10**8  # values in a grid
 
@@ -143,17 +143,21 @@ def default_cuts(costs: StepCosts) -> list[int]:
     while len(cuts) <= FEW or (
         len(cuts) <= MANY and max(stop - start for start, stop in pairwise(cuts)) > 2 * NEAR
     ):
-        finer = _finer(cuts, sizes)
+        finer = _finer(cuts, sizes, MANY - len(cuts))
         if finer == cuts:
             break
         cuts = finer
     return cuts
 
 
-def _finer(cuts: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Adds the smallest state about the middle between any two cuts, unless these are close."""
+def _finer(cuts: Sequence[int], sizes: Sequence[int], most: int) -> list[int]:
+    """Adds the smallest state about the middle between any two cuts, unless these are close.
+
+    It adds `most` of them, where cuts are farthest from each other.
+    """
     found = set(cuts)
-    for start, stop in pairwise(cuts):
+    longest = sorted(pairwise(cuts), key=lambda pair: pair[0] - pair[1])
+    for start, stop in longest[:most]:
         if stop - start > 2:
             margin = max((stop - start) // 4, 1)
             inner = range(start + margin, stop - margin + 1)

@@ -8,13 +8,17 @@ import bisect
 import math
 from collections.abc import Iterator
 
-from zoo.plan import Item, Plan
+from zoo.plan import DEEPEST, Item, Plan
 from zoo.planner.grid import Grid
 from zoo.planner.layout import FIRST_RUN, Row
 
 
 def trace(grid: Grid, budget: int) -> Plan:
-    """Returns the plan that the values lead to from a budget of at least `grid.least` bytes."""
+    """Returns the plan that the values lead to from a budget of at least `grid.least` bytes.
+
+    Where it would nest deeper than a plan may, the innermost segments are not divided further: it
+    then takes more, as its simulation says.
+    """
     return Plan(tuple(_Trace(grid).items(0, 0, FIRST_RUN, budget)))
 
 
@@ -25,8 +29,11 @@ class _Trace:
         self.costs = grid.layout.costs
         self.amounts: list[int] = grid.amounts.tolist()
 
-    def items(self, state: int, number: int, end: int, free: int) -> Iterator[Item]:
-        """Yields the items of a run from a state, in one of its rows, to an end."""
+    def items(self, state: int, number: int, end: int, free: int, depth: int = 1) -> Iterator[Item]:
+        """Yields the items of a run from a state, in one of its rows, to an end.
+
+        `depth` is that of the segments among them.
+        """
         last = len(self.costs) if end == FIRST_RUN else end
         while state < last:
             place = self.layout.places[state]
@@ -42,7 +49,8 @@ class _Trace:
                 state, number, free = state + 1, row.following, free - row.grown
             else:
                 stop = place.stops[chosen]
-                yield tuple(self.items(state, place.own, stop, left))
+                inner = self.items(state, place.own, stop, left, depth + 1)
+                yield tuple(inner if depth < DEEPEST else range(state, stop))
                 state, number, free = stop, place.after[chosen], left
 
     def value(self, state: int, number: int, end: int, free: int) -> float:
