@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from zoo.adapter.entry import plan_of
 
 import zoo
-from tests.tracing.models import Net
+from tests.adapter.models import Net
 from tests.training import Record, Residuals, assert_same, everything, images
+from zoo.adapter.entry import plan_of
 from zoo.chain import Chain, Steps, outline
 from zoo.errors import ArgumentError
 

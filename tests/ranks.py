@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import zoo
-from tests.tracing.models import Net
+from tests.adapter.models import Net
 from zoo.measure.timeline import CATEGORIES, Timeline
 
 

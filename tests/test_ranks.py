@@ -10,9 +10,9 @@ import torch
 from torch import distributed, nn
 
 import zoo
+from tests.adapter.models import Net
 from tests.processes import results_in
 from tests.ranks import CASES, MODELS, peaks, split
-from tests.tracing.models import Net
 from zoo.ranks import RankReport
 
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo.chain import Chain
+from zoo.adapter.entry import Entry, UnfollowedError, follow, named_steps, runner_of
+from zoo.adapter.front import checkpoint as put_in_force
 from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
-from zoo.engine.recompute import is_recomputing, observed, origin
+from zoo.engine.recompute import is_recomputing
 from zoo.entry import Invocation, Loss, explained, nothing_trained, own_loss
 from zoo.errors import ArgumentError
 from zoo.measure.constants import Constants
@@ -27,11 +28,8 @@ from zoo.measure.fakes import FakeKernels
 from zoo.measure.memory import tensors_in
 from zoo.measure.optimizer import MakeOptimizer, made_by
 from zoo.measure.timeline import Timeline
-from zoo.measure.tracker import Replays, Tracker
+from zoo.measure.tracker import Tracker
 from zoo.plan import Plan
-from zoo.tracing.api import checkpoint as put_in_force
-from zoo.tracing.entry import Entry, named_steps, runner_of
-from zoo.tracing.isolated import TraceError
 
 
 def track(
@@ -72,7 +70,7 @@ def track(
         optimizer=optimizer,
         inputs=inputs,
         allocator=allocator,
-        replays=Replays(is_recomputing, observed, origin),
+        recomputing=is_recomputing,
     )
 
 
@@ -104,7 +102,7 @@ class TrainingStep:
         try:
             with torch.enable_grad():
                 return Entry.of(self.model, self._weightless()).decided(runner)
-        except TraceError:
+        except UnfollowedError:
             if checkpoint not in (None, True, "blocks"):
                 raise
             return "blocks"
@@ -130,10 +128,8 @@ class TrainingStep:
         with self._on_paper():
             inputs, optimizer = self._fake_inputs, self._fake_optimizer
             self._put_in_force(model, plan)
+            follow(model, inputs)
             step = self._step(model, inputs, optimizer)
-            if plan is not None and not isinstance(model, Chain):
-                # the first one is traced
-                step()
             with track(model, optimizer=optimizer, inputs=inputs.tensors) as timeline:
                 step()
         return timeline

@@ -18,6 +18,7 @@ original through a closure trains the original.
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,17 +28,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zoo.chain import Chain
+from zoo.adapter.entry import plan_of, watch_steps
+from zoo.adapter.front import checkpoint as put_in_force
+from zoo.adapter.front import uncheckpoint
 from zoo.checkpointing import Checkpoint, runner_for
-from zoo.engine.fingerprint import without_fingerprints
+from zoo.engine.sample import without_samples
 from zoo.entry import Invocation, Loss, check_loss
 from zoo.errors import ArgumentError
 from zoo.measure.memory import tensors_in
 from zoo.measure.optimizer import MakeOptimizer, check_maker, made_by
 from zoo.plan import Plan
 from zoo.plan_report import PlanReport
-from zoo.tracing.api import checkpoint as put_in_force
-from zoo.tracing.api import plan_of, uncheckpoint
 from zoo.verification.records import (
     Name,
     Record,
@@ -87,7 +88,7 @@ def verify(
     runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
     streams = read_streams()
     try:
-        with torch.inference_mode(False), torch.enable_grad(), without_fingerprints():
+        with torch.inference_mode(False), torch.enable_grad(), without_samples():
             batches = [_batch(inputs, step) for step in range(steps)]
             setting = _Setting(
                 model, batches, loss or weighted_sum, optimizer or _momentum, streams
@@ -224,8 +225,7 @@ class _Side:
 
     def begin_watch(self, first: Difference) -> None:
         """Watches from now on what each step of the chain does."""
-        if isinstance(self.model, Chain):
-            self.model.runner = self.watch = Watch(self.model.runner, first)
+        self.watch = watch_steps(self.model, functools.partial(Watch, first=first))
 
     def _left(self, inputs: Invocation, outputs: Any, loss: Tensor) -> Iterator[tuple[Name, Any]]:
         yield from named("output", _as_dicts(outputs))

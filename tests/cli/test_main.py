@@ -20,7 +20,7 @@ from zoo.cli.starting import end_on_interrupt
 from zoo.errors import BudgetError, RecomputeError
 
 RESIDUALS = ("tests.training:Residuals", "--input", "4,4,8,8")
-READER = ("tests.tracing.models:Reader", "--input", "4,4,8,8")
+READER = ("tests.adapter.models:Reader", "--input", "4,4,8,8")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

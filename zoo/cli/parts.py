@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from zoo.adapter.entry import Entry, UnfollowedError
+from zoo.adapter.rehearsal import Rehearsal
 from zoo.chain import Chain, Outline, step_names
-from zoo.entry import Inputs, Invocation, called
+from zoo.entry import Inputs, Invocation, called, place_of
 from zoo.measure.memory import tensors_in
-from zoo.tracing.entry import Entry
-from zoo.tracing.isolated import TraceError
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -56,8 +55,8 @@ class Parts:
             return cls(_steps(found, step_names(model, found.steps), state))
         try:
             return cls(_followed(model, given))
-        except TraceError as error:
-            return cls(_children(model, given, error), str(error))
+        except UnfollowedError as error:
+            return cls(_children(model, given, error.opaque.raised), str(error))
 
 
 def _steps(found: Outline, names: Sequence[str], value: Any) -> list[Part]:
@@ -73,12 +72,19 @@ def _steps(found: Outline, names: Sequence[str], value: Any) -> list[Part]:
 def _followed(model: nn.Module, given: Invocation) -> list[Part]:
     """Returns the steps that are found in any module, run on fake tensors."""
     entry = Entry.of(model, given)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return _steps(entry.outline, entry.names, entry.state)
+    assert entry.followed is not None, "it is no chain"
+    steps, placed = entry.followed.steps, given.at(place_of(model))
+    rehearsal = Rehearsal(model, model.forward, placed.args, placed.kwargs)
+    return rehearsal.on_fakes(
+        lambda tensors: _steps(steps.outline, steps.names, steps.state(tensors))
+    )
 
 
-def _children(model: nn.Module, given: Invocation, refused: TraceError) -> list[Part]:
-    """Returns the children in the order of their first calls, then those that were not called."""
+def _children(model: nn.Module, given: Invocation, raised: Exception | None) -> list[Part]:
+    """Returns the children in the order of their first calls, then those that were not called.
+
+    `raised` is what it raised on fake tensors, if that is why it has no steps.
+    """
     handed: dict[str, Shapes] = {}
     children = dict(model.named_children())
     handles = [
@@ -89,7 +95,7 @@ def _children(model: nn.Module, given: Invocation, refused: TraceError) -> list[
             given.on(model)
     except Exception:
         # else it reads a number, which is not there on the meta device
-        if refused.raised:
+        if raised is not None:
             raise
     finally:
         for handle in handles:

@@ -26,9 +26,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack
+from contextlib import ContextDecorator, ExitStack
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -54,24 +54,10 @@ _LIFT = torch.ops.aten.lift_fresh.default
 _DEVICE = torch.ops.prim.device.default
 
 
-class Replays(NamedTuple):
-    """What an engine tells of the kernels that it replays.
-
-    Attributes:
-        is_recomputing: says whether the operation that runs now is a replay.
-        observed: in its block a function is asked where the operation is that runs now.
-        origin: what that function said of the operation that is replayed now.
-    """
-
-    is_recomputing: Callable[[], bool] = lambda: False
-    observed: Callable[..., AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
-    origin: Callable[[], Any] = lambda: None
-
-
 class Tracker(ContextDecorator):
     """Tracks a block of code; `timeline` is that of the latest one.
 
-    `replays` tells of kernels that are replayed in a backward.
+    `recomputing` says whether the code that asks is in a second run.
 
     Raises:
         ArgumentError: no module, or the events of an allocator that is not the CPU's.
@@ -84,7 +70,7 @@ class Tracker(ContextDecorator):
         optimizer: torch.optim.Optimizer | None = None,
         inputs: Any = (),
         allocator: bool = False,
-        replays: Replays | None = None,
+        recomputing: Callable[[], bool] = lambda: False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"tracking needs a torch.nn.Module; got {type(model).__name__}")
@@ -100,7 +86,7 @@ class Tracker(ContextDecorator):
                 f"{self.device}. Leave it out and compare with torch.cuda.max_memory_allocated()"
             )
         self.model, self.optimizer, self.inputs = model, optimizer, inputs
-        self.allocator, self.replays = allocator, replays or Replays()
+        self.allocator, self.recomputing = allocator, recomputing
         self.timeline = Timeline()
         self._open: list[ExitStack] = []
 
@@ -127,7 +113,7 @@ class Tracker(ContextDecorator):
 
     @contextlib.contextmanager
     def _tracked(self, timeline: Timeline) -> Iterator[None]:
-        recorder = Recorder(self.model, self.replays)
+        recorder = Recorder(self.model, self.recomputing)
         recorder.note_resident(self.optimizer, self.inputs)
         events = AllocatorEvents() if self.allocator else None
         try:
@@ -145,10 +131,10 @@ class Tracker(ContextDecorator):
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the storages that operations make on this thread, and in the backwards it starts."""
 
-    def __init__(self, model: nn.Module, replays: Replays) -> None:
+    def __init__(self, model: nn.Module, recomputing: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self.replays = replays
+        self.recomputing = recomputing
         self.places = Places(model)
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.record = Record()
@@ -169,7 +155,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             after: Any = register_optimizer_step_post_hook(self._end_optimizer)
             hooks.callback(after.remove)
             hooks.enter_context(self._resizing())
-            hooks.enter_context(self.replays.observed(lambda: self.place))
             hooks.enter_context(self)
             yield
 
@@ -288,7 +273,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = self._place_of_node()
             self._set_phase("backward", place)
             return place
-        place = self.replays.origin() or self.places.here(frame)
+        place = self.places.here(frame)
         if task != -1:
             self._set_phase("recompute", place)
             return place
@@ -314,7 +299,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # the backward of a GPU is on a thread of its own, whose stack does not say who began it
         own = threading.get_ident() == self.thread
         caller = frame if own else sys._current_frames().get(self.thread)
-        return self.replays.is_recomputing() or not is_differentiated(caller)
+        return self.recomputing() or not is_differentiated(caller)
 
     def _place_of_node(self) -> Place:
         node: Any = torch._C._current_autograd_node()
