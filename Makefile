@@ -1,10 +1,11 @@
-# `make compare`, `test`, `lint`, `notebooks`, `fuzz` and `mutants` each do their own set-up on a
-# fresh machine: `compare` installs what the comparison needs, each of the others everything.
+# `make compare`, `test`, `lint`, `notebooks`, `fuzz`, `operators` and `mutants` each do their own
+# set-up on a fresh machine: `compare` installs what the comparison needs, each of the others
+# everything.
 # It needs python3 (3.11 or later) and is repeated only when what is installed changes.
 
 python := .venv/bin/python
 
-.PHONY: compare test test-avx2 lint notebooks check-notebooks fuzz mutants oldest newest clean
+.PHONY: compare test test-avx2 lint notebooks check-notebooks fuzz operators mutants oldest newest clean
 
 compare: .venv/.compare
 	$(python) test_memory_optimized.py
@@ -41,14 +42,18 @@ MINUTES ?= 10
 fuzz: .venv/.installed
 	$(python) -m tests.fuzz --minutes $(MINUTES)
 
+# each operator of torch's own database, with and without a recording; prints the table
+operators: .venv/.installed
+	$(python) -m tests.operators
+
 # each guard of the engine is taken out in turn; its tests must notice
 mutants: .venv/.installed
 	$(python) -m tests.mutants
 
 # tests that need no extras, on the oldest and on the newest torch that setup.cfg admits, with what
 # `pip install .` brings and nothing else
-BARE ?= tests/test_chain.py tests/test_checkpointing.py tests/adapter/test_exact.py \
-	tests/adapter/test_engines.py tests/measure tests/models
+BARE ?= tests/test_chain.py tests/test_checkpointing.py tests/tracing/test_exact.py \
+	tests/tracing/test_engines.py tests/measure tests/models
 oldest newest: %: .venv-%/.installed
 	.venv-$*/bin/python -c 'import torch; print("torch", torch.__version__)'
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest $(BARE)

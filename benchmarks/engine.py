@@ -2,11 +2,17 @@
 
     python benchmarks/engine.py               # all
     python benchmarks/engine.py resnet50      # at batch 32
+    python benchmarks/engine.py overhead      # what a segment and a kernel cost beside the work
 
 Every block is a segment in both; a round runs them in the order A B B A, and the ratio is that of
 their seconds in a round: median, and in brackets the quartiles. torch's updates running statistics
 twice, ours once; otherwise they do the same work. The plain chain is beside them. Small inputs show
 what a segment costs beside its kernels. Peaks are allocator bytes of one step.
+
+`overhead` runs on one thread and counts its seconds alone. Per segment of 100 small blocks: a step
+less a plain one and a forward without gradients. Per kernel: recorded over a dispatch mode that
+does nothing, and replayed over called directly. Then the backward of a small transformer, each of
+its 12 blocks a segment.
 
 On Linux at large batches most of a step may be the kernel's, giving pages that the last step gave
 back. These let the process keep them, and the ratios stand still:
@@ -22,11 +28,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zoo
 from zoo.chain import Chain, fold, outline
+from zoo.engine.recompute import segment
+from zoo.engine.recording import thread
+from zoo.engine.replay import Scheduled, replay
 from zoo.engine.schedule import run_plan
 from zoo.measure.memory import trace
 from zoo.planner.schemes import each_block
@@ -104,6 +114,124 @@ def compare(name: str) -> None:
     )
 
 
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "Linear LayerNorm": lambda: nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)),
+    "Linear BatchNorm Dropout": lambda: nn.Sequential(
+        nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.1)
+    ),
+}
+HOW: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "plain": lambda block, x: block(x),
+    "ours": zoo.recompute,
+    "torch": lambda block, x: checkpoint(block, x, use_reentrant=False),
+}
+
+
+class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that only passes kernels on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def chained(blocks: list[nn.Module], x: Tensor, how: str) -> Tensor:
+    for block in blocks:
+        x = HOW[how](block, x)
+    return x
+
+
+def seconds_of(function: Callable[[], Any]) -> float:
+    start = time.thread_time()
+    function()
+    return time.thread_time() - start
+
+
+def segments(name: str, rounds: int = 40, count: int = 100) -> None:
+    """Prints what a segment costs beside its kernels, in microseconds, ours and torch's."""
+    blocks, x = [BLOCKS[name]() for _ in range(count)], torch.randn(8, 32, requires_grad=True)
+
+    def step(how: str) -> float:
+        seconds = seconds_of(lambda: chained(blocks, x, how).sum().backward())
+        for block in blocks:
+            block.zero_grad(set_to_none=True)
+        return seconds
+
+    found: dict[str, list[float]] = {"ours": [], "torch": []}
+    for index in range(rounds):
+        with torch.no_grad():
+            forward = seconds_of(lambda: chained(blocks, x, "plain"))
+        base = step("plain") + forward
+        for how in ("ours", "torch") if index % 2 else ("torch", "ours"):
+            found[how].append((step(how) - base) / count * 1e6)
+    ours, torchs = found["ours"][5:], found["torch"][5:]
+    middle, other = statistics.median(ours), statistics.median(torchs)
+    print(f"{name:26} {middle:8.1f} {other:8.1f} us a segment, {ratio(ours, torchs)}")
+
+
+def fastest(function: Callable[[], Any], rounds: int = 200) -> float:
+    return min(seconds_of(function) for _ in range(rounds)) * 1e6
+
+
+def kernels(count: int = 20) -> None:
+    """Prints what it costs to record a kernel and to replay it, in microseconds."""
+    scheduled: list[Scheduled] = []
+
+    def call(x: Tensor) -> None:
+        for _ in range(count):
+            torch.mul(x, x)
+
+    def recorded() -> float:
+        with segment():
+            made = x.sin()
+            seconds = seconds_of(lambda: call(made))
+            assert thread.segment is not None
+            nodes = thread.segment.recording.nodes
+            scheduled[:] = [Scheduled(node, node.results if node.index else []) for node in nodes]
+        return seconds
+
+    def direct() -> None:
+        multiply = torch.ops.aten.mul.Tensor
+        with torch._C._AutoDispatchBelowAutograd():
+            for _ in range(count):
+                multiply(x, x)
+
+    x = torch.rand(8, 32)
+    with Nothing():
+        empty = fastest(lambda: call(x)) / count
+    recording = min(recorded() for _ in range(200)) * 1e6 / count
+    print(f"{'a kernel recorded':26} {recording:8.2f} {empty:8.2f} us, x{recording / empty:.2f}")
+    replayed, called = fastest(lambda: replay(scheduled)) / count, fastest(direct) / count
+    print(f"{'a kernel replayed':26} {replayed:8.2f} {called:8.2f} us, x{replayed / called:.2f}")
+
+
+def transformer(rounds: int = 30) -> None:
+    """Prints the backward of 12 blocks of width 64 in milliseconds, ours and torch's."""
+    blocks: list[nn.Module] = [
+        nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(12)
+    ]
+    x, found = torch.randn(4, 16, 64, requires_grad=True), {"ours": [0.0], "torch": [0.0]}
+    for index in range(rounds):
+        for how in ("ours", "torch") if index % 2 else ("torch", "ours"):
+            loss = chained(blocks, x, how).square().mean()
+            found[how].append(seconds_of(loss.backward) * 1e3)
+    some, others = found["ours"][5:], found["torch"][5:]
+    middle, other = statistics.median(some), statistics.median(others)
+    print(f"{'transformer, backward':26} {middle:8.1f} {other:8.1f} ms, {ratio(some, others)}")
+
+
+def overhead() -> None:
+    """Prints the table of what the engine costs beside the kernels."""
+    torch.set_num_threads(1)
+    print(f"{'':26} {'ours':>8} {'other':>8}")
+    for name in BLOCKS:
+        segments(name)
+    kernels()
+    transformer()
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["overhead"]:
+        overhead()
+        sys.exit()
     for chosen in sys.argv[1:] or MODELS:
         compare(chosen)

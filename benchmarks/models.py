@@ -17,14 +17,14 @@ A budget: the planner is given the bytes half way between the least peak of a wh
 and gradients among them) and that of plain training, and a step by its plan is measured. The first
 number is the peak over the budget, the second its operations beyond those of plain training.
 
-`True` asks for the least memory, whatever that runs again. It does not see what kernels allocate
+`True` asks for the least memory, whatever that recomputes. It does not see what kernels allocate
 inside, and counts the gradient of a weight only while it is made. So it saves next to nothing where
 weights and kernels' workspaces outweigh the activations, as in `r3d_18` on 4×32×32: at the peak 2.8
 MiB are activations, 6.8 MiB a workspace, 253 MiB weights and their gradients (`zoo anatomy
 torchvision.models.video.r3d_18 --input 1,3,4,32,32 --device cpu --optimizer none`). A budget counts
 all of it.
 
-`blocks` in the place of a number of steps: the forward cannot be followed, and each block is a
+`blocks` in the place of a number of steps: the forward cannot be planned for, and each block is a
 segment. `refused` gives the reason.
 """
 
@@ -51,11 +51,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import zoo
-from zoo.adapter.entry import Entry
 from zoo.ahead import look_ahead
 from zoo.entry import Invocation
 from zoo.measure.memory import gradient_addresses, measure_step, tensors_in, trace
 from zoo.measure.profile import profile
+from zoo.tracing.entry import Entry
 
 DRAWN = 50
 RESULTS = Path("results/models.jsonl")
@@ -452,12 +452,11 @@ def row(subject: Subject, budget: bool = True) -> list[str]:
         found = difference(record(ours, args, kwargs), expected)
     except zoo.ZooError as error:
         return [subject.name, subject.library, "refused", *[""] * 4, str(error)]
-    front: Any = ours.forward
-    followed = front.following.latest if front.reason is None else None
-    count = f"{len(followed.steps.outline.steps)}" if followed else f"{len(front.segments)} blocks"
+    plan = zoo.plan_of(ours)
+    count = "blocks" if plan is None else f"{len(plan.runs())}"
     least = cost(ours, args, kwargs)
     same = "-"
-    if budget and own is not None and followed is not None:
+    if budget and own is not None and plan is not None:
         best = at_most(ours, args, kwargs, own.bytes)
         if best is not None:
             planned, taken = best
@@ -466,7 +465,7 @@ def row(subject: Subject, budget: bool = True) -> list[str]:
             )
             same = taken.beside(plain)
     kept = "-"
-    if budget and followed is not None:
+    if budget and plan is not None:
         planned, kept = by_budget(ours, args, kwargs, plain)
         found = found or difference(record(with_weights(planned, model), args, kwargs), expected)
     return [

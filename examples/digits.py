@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 
 class Block(nn.Module):
-    """Has statistics, a mask and a skip: what a careless second run gets wrong."""
+    """Has statistics, a mask and a skip: what a careless recomputation gets wrong."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ def fit(folder: Path, checkpoint: Any, resume: Path | None = None) -> dict[str, 
     transformers.set_seed(0)
     config = transformers.GPT2Config(
         vocab_size=256, n_embd=64, n_layer=4, n_head=4, n_positions=LENGTH,
-        # a cache is for generation, and would keep the model from being followed
+        # a cache is for generation, and would keep the keys and values of each layer
         use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = zoo.checkpoint(transformers.GPT2LMHeadModel(config), checkpoint)

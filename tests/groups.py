@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import zoo
-from tests.adapter.models import Net
+from tests.tracing.models import Net
 from tests.training import Record, Residuals, assert_same, everything, images
-from zoo.adapter.entry import plan_of
 from zoo.chain import Chain, Steps, outline
 from zoo.errors import ArgumentError
+from zoo.tracing.api import plan_of
 
 Wrap = Callable[[nn.Module, Any], nn.Module]
 
@@ -236,28 +236,27 @@ def one_plan() -> None:
             assert plan_of(model).runs()[: rank + 1] == (2,) * (rank + 1)
 
 
-def one_watches() -> None:
-    """A process that watches alone must not wait for the others."""
+def one_looks_ahead() -> None:
+    """A process that looks ahead alone must not wait for the others."""
     if distributed.get_rank() == 0:
-        found = zoo.chain_of(Perceptrons(lambda: SharedNorm(4)), images())
-        assert "calls a collective" in found.reason
-        assert found.segments == tuple(f"blocks.{block}" for block in range(4))
+        with pytest.raises(ArgumentError, match="for which other processes would wait"):
+            zoo.chain_of(Perceptrons(lambda: SharedNorm(4)), images())
 
 
 def chain_of_shards() -> None:
-    """Watching gathers the parameters that any code reads, and puts the shards back."""
     model = shard(Tabled())
     shards = list(model.parameters())
-    assert zoo.chain_of(model, images()).reason is None
+    with pytest.raises(ArgumentError, match=r"spread over processes.*before they are"):
+        zoo.chain_of(model, images())
     assert all(one is other for one, other in zip(model.parameters(), shards, strict=True))
 
 
 def budget_of_shards() -> None:
     model = shard(Net())
-    with pytest.raises(ArgumentError, match=r"spread over processes.*Plan before they are"):
+    with pytest.raises(ArgumentError, match=r"spread over processes.*before they are"):
         zoo.plan(model, images(), memory_budget=0.9)
-    model = zoo.checkpoint(split(Perceptrons(), None, True), 2)
-    with pytest.raises(ArgumentError, match=r"spread over processes \(DTensor\)"):
+    model = zoo.checkpoint(split(Perceptrons(), None, True), memory_budget=0.9)
+    with pytest.raises(ArgumentError, match=r"spread over processes.*before they are"):
         model(images())
 
 
@@ -288,6 +287,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "one process": as_in_one_process,
     "pipeline": pipeline,
     "one plan": one_plan,
-    "one watches": one_watches,
+    "one looks ahead": one_looks_ahead,
     "budget of shards": budget_of_shards,
 }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zoo
-from tests.adapter.models import Net
+from tests.tracing.models import Net
 from tests.training import Residuals, assert_same, everything, images
 from zoo.errors import ArgumentError
 from zoo.measure.memory import trace

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.adapter.models import UNet
+from tests.tracing.models import UNet
 from tests.training import Residuals, assert_same, everything, images
 from zoo.ahead import look_ahead
 from zoo.chain import Chain

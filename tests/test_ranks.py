@@ -10,10 +10,13 @@ import torch
 from torch import distributed, nn
 
 import zoo
-from tests.adapter.models import Net
 from tests.processes import results_in
 from tests.ranks import CASES, MODELS, peaks, split
+from tests.tracing.models import Net
 from zoo.ranks import RankReport
+
+# bytes of the gradients of a block of `Net(16)`
+BLOCK = 4 * sum(parameter.numel() for parameter in Net(16).blocks[0].parameters())
 
 
 def report(name: str, way: str, world: int, **bounds: Any) -> RankReport:
@@ -35,7 +38,10 @@ def test_a_rank_takes_what_is_predicted(world, tmp_path):
             (*case, found.plan): found.predicted_peak,
         }
     ranks = results_in(world, functools.partial(peaks, list(predicted)), tmp_path)
-    assert ranks[0] == list(predicted.values())
+    for (_, way, plan), said, taken in zip(predicted, predicted.values(), ranks[0], strict=True):
+        # in a replay the gradients of the block behind it may still be under way to other ranks
+        under_way = BLOCK if way == "fsdp2" and plan else 0
+        assert said <= taken <= said + under_way
 
 
 def net() -> tuple[nn.Module, torch.Tensor]:

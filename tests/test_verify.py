@@ -20,6 +20,7 @@ import zoo
 from tests.training import Residuals, assert_same, everything, images
 from zoo.chain import Chain, Steps
 from zoo.checkpointing import attach
+from zoo.engine.recording import thread
 from zoo.errors import ArgumentError, InputError, PlanError, VerifyError
 from zoo.models.densenet import DenseNet
 from zoo.verification.records import first_difference, same_bits
@@ -40,45 +41,32 @@ def _seed() -> None:
     torch.manual_seed(1)
 
 
-class Runs:
-    """Counts runs of models in a slot, which is not given back to a second run."""
-
-    __slots__ = ("counts",)
-
-    def __init__(self) -> None:
-        self.counts: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-
-    def __getitem__(self, model: nn.Module) -> int:
-        return self.counts.get(model, 0)
-
-    def __setitem__(self, model: nn.Module, count: int) -> None:
-        self.counts[model] = count
+# the models whose step ran inside of a segment, where no comparison looks
+INSIDE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-RUNS = Runs()
-
-
-class Counted(Residuals):
-    """Its step 4, `normalize(1)`, counts its runs where no engine looks, anew in each forward."""
-
-    def forward(self, *inputs: Tensor | None) -> Any:
-        RUNS[self] = 0
-        return super().forward(*inputs)
+class Spoiled(Residuals):
+    """Does something in its step 4, `normalize(1)`, and may do it only inside of a segment."""
 
     def normalize(self, block: int, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         y, x = super().normalize(block, y, x)
         if block != 1:
             return y, x
-        RUNS[self] += 1
-        return self.spoil(y, RUNS[self] > 1), x
+        if thread.segment is not None:
+            INSIDE.add(self)
+        return self.spoil(y), x
 
-    def spoil(self, y: Tensor, again: bool) -> Tensor:
+    def spoil(self, y: Tensor) -> Tensor:
         return y
 
 
-class Scaled(Counted):
-    def spoil(self, y: Tensor, again: bool) -> Tensor:
-        return y * (1.5 if again else 1.0)
+class Scaled(Spoiled):
+    """Writes by NumPy, which no replay repeats."""
+
+    def spoil(self, y: Tensor) -> Tensor:
+        y = y * 1.0
+        y.detach().numpy()[...] *= 1.5
+        return y
 
 
 KINDS: dict[str, tuple[Callable[[], Chain], Callable[[], Any]]] = {
@@ -156,7 +144,7 @@ def test_no_plan_means_that_no_step_ran_again() -> None:
     assert "no step run again" in str(report)
 
 
-def test_a_second_run_that_differs_is_found_and_named() -> None:
+def test_a_replay_that_differs_is_found_and_named() -> None:
     report = verify(Scaled(rate=0.0), images(), ONE_SEGMENT)
     assert not report.exact
     assert report.deterministic
@@ -170,7 +158,7 @@ def test_a_second_run_that_differs_is_found_and_named() -> None:
         report.check()
 
 
-def test_a_kept_step_has_no_second_run_to_differ() -> None:
+def test_a_kept_step_has_no_replay_to_differ() -> None:
     verify(Scaled(rate=0.0), images(), ((0, 1, 2, 3), 4, 5, (6, 7, 8), 9)).check()
 
 
@@ -182,8 +170,8 @@ def test_the_first_bad_step_of_training_is_named() -> None:
             self.age += 1
             return super().forward(*inputs)
 
-        def spoil(self, y: Tensor, again: bool) -> Tensor:
-            return super().spoil(y, again and self.age == 2)
+        def spoil(self, y: Tensor) -> Tensor:
+            return super().spoil(y) if self.age == 2 else y
 
     report = verify(Late(rate=0.0), images(), ONE_SEGMENT)
     assert report.first.training_step == 2
@@ -193,19 +181,17 @@ def test_the_first_bad_step_of_training_is_named() -> None:
 def test_a_wrong_gradient_is_traced_to_its_step() -> None:
     class Doubling(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
-            ctx.save_for_backward(x)
-            ctx.model = model
+        def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+            ctx.factor = factor
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-            assert len(ctx.saved_tensors) == 1
-            return gradient * (2.0 if RUNS[ctx.model] > 1 else 1.0), None
+            return gradient * ctx.factor, None
 
-    class Unlike(Counted):
-        def spoil(self, y: Tensor, again: bool) -> Tensor:
-            return Doubling.apply(y, self)
+    class Unlike(Spoiled):
+        def spoil(self, y: Tensor) -> Tensor:
+            return Doubling.apply(y, 2.0 if self in INSIDE else 1.0)
 
     report = verify(Unlike(rate=0.0), images(), ONE_SEGMENT, steps=1)
     assert report.first.kind == "parameter gradient"
@@ -214,10 +200,8 @@ def test_a_wrong_gradient_is_traced_to_its_step() -> None:
 
 @pytest.mark.parametrize(("kind", "place"), [("buffer", 0), ("attribute", None)])
 def test_state_that_moves_otherwise_is_named(kind: str, place: int | None) -> None:
-    before: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-
-    class Tallying(Counted):
-        """Adds up, in a step that is kept, how often another one ran in the step before."""
+    class Tallying(Spoiled):
+        """Counts, in a step that is kept, steps of training with another one in a segment."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -226,13 +210,9 @@ def test_state_that_moves_otherwise_is_named(kind: str, place: int | None) -> No
             else:
                 self.tally = 0
 
-        def forward(self, *inputs: Tensor | None) -> Any:
-            before[self] = RUNS[self]
-            return super().forward(*inputs)
-
         def convolve(self, block: int, x: Tensor) -> tuple[Tensor, Tensor]:
             if block == 0:
-                self.tally += before[self]
+                self.tally += int(self in INSIDE)
             return super().convolve(block, x)
 
     report = verify(Tallying(), images(), (0, (1, 2, 3, 4, 5, 6), 7, 8, 9))
@@ -244,8 +224,8 @@ def test_state_that_moves_otherwise_is_named(kind: str, place: int | None) -> No
 def test_a_baseline_that_differs_from_itself_is_not_blamed_on_checkpointing(
     source: Callable[[], float],
 ) -> None:
-    class Clock(Counted):
-        def spoil(self, y: Tensor, again: bool) -> Tensor:
+    class Clock(Spoiled):
+        def spoil(self, y: Tensor) -> Tensor:
             return y + source()
 
     report = verify(Clock(), images(), ONE_SEGMENT)
@@ -258,8 +238,8 @@ def test_a_baseline_that_differs_from_itself_is_not_blamed_on_checkpointing(
 
 
 def test_random_modules_count_as_deterministic() -> None:
-    class Jitter(Counted):
-        def spoil(self, y: Tensor, again: bool) -> Tensor:
+    class Jitter(Spoiled):
+        def spoil(self, y: Tensor) -> Tensor:
             return y * (random.random() + torch.rand(()))
 
     assert verify(Jitter(), images(), ((0, 1, 2, 3), *range(4, 10))).exact
@@ -329,9 +309,13 @@ def test_loss_and_optimizer_are_the_user_s(make: str) -> None:
 def test_a_loss_that_is_a_method_of_the_model_uses_the_copy() -> None:
     seen: set[bool] = set()
 
-    class Own(Counted):
+    class Own(Residuals):
+        def forward(self, *inputs: Tensor | None) -> Any:
+            self.has_run = True
+            return super().forward(*inputs)
+
         def loss(self, output: Tensor) -> Tensor:
-            seen.add(RUNS[self] > 0)
+            seen.add(self.has_run)
             return output.sum() + self.fc.weight.square().sum()
 
     model = Own()
@@ -389,13 +373,13 @@ def test_a_model_inside_inference_mode_still_trains() -> None:
 
 
 def test_a_random_stream_that_moves_otherwise_is_named() -> None:
-    class Drawing(Counted):
-        """Draws when a gradient comes by, if its step ran twice."""
+    class Drawing(Spoiled):
+        """Draws when a gradient comes by, if its step was in a segment."""
 
-        def spoil(self, y: Tensor, again: bool) -> Tensor:
+        def spoil(self, y: Tensor) -> Tensor:
             y = y.clone()
-            if not again:
-                y.register_hook(lambda gradient: torch.rand(1) and None if RUNS[self] > 1 else None)
+            if self in INSIDE:
+                y.register_hook(lambda gradient: torch.rand(1) and None)
             return y
 
     report = verify(Drawing(), images(), ONE_SEGMENT, steps=1)

@@ -11,8 +11,6 @@ by a plan and changes nothing else. See README.md.
 from zoo.cli import starting as _starting
 
 # isort: split
-from zoo.adapter.entry import plan_of
-from zoo.adapter.front import chain_of, checkpoint, uncheckpoint
 from zoo.ahead import frontier, plan
 from zoo.anatomy import Anatomy, anatomy
 from zoo.catalog import (
@@ -51,7 +49,7 @@ from zoo.catalog import (
     wide_resnet101_2,
 )
 from zoo.chain import Chain
-from zoo.engine.recompute import is_recomputing, recompute, remember
+from zoo.engine.recompute import recompute
 from zoo.errors import (
     ArgumentError,
     BudgetError,
@@ -72,6 +70,7 @@ from zoo.plan import Plan
 from zoo.plan_frontier import Frontier
 from zoo.plan_report import PlanReport
 from zoo.ranks import RankReport, plan_rank
+from zoo.tracing.api import chain_of, checkpoint, plan_of, uncheckpoint
 from zoo.tracking import track
 from zoo.verify import verify
 from zoo.version import __version__
@@ -118,7 +117,6 @@ __all__ = [
     "gpt2_small",
     "gpt2_xl",
     "gru",
-    "is_recomputing",
     "largest",
     "list_models",
     "lstm",
@@ -127,7 +125,6 @@ __all__ = [
     "plan_of",
     "plan_rank",
     "recompute",
-    "remember",
     "resnet18",
     "resnet34",
     "resnet50",

@@ -6,13 +6,13 @@ The model may be on the meta device, its inputs too; it is afterwards what it wa
 import torch
 from torch import nn
 
-from zoo.adapter.entry import Entry
 from zoo.entry import Inputs, Invocation, Loss, check_loss
 from zoo.errors import ArgumentError
 from zoo.measure.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.plan_frontier import Frontier
 from zoo.plan_report import PlanReport
 from zoo.planning import Budget, Prospect, check_bounds
+from zoo.tracing.entry import Entry
 
 
 def plan(
@@ -49,9 +49,9 @@ def plan(
     peak rates; else each kind of step is timed once, where the model is.
 
     Raises:
-        ArgumentError: no module, one whose forward cannot be followed (`zoo.chain_of` says why),
-            a loss that does not take what it returns, not one of budget and overhead, or no such
-            form of them.
+        ArgumentError: no module, one that reads numbers which only a real step has, a loss that
+            does not take what the model returns, not one of budget and overhead, or no such form
+            of them.
         BudgetError: no plan keeps to the budget, with the least that one needs.
     """
     check_bounds(memory_budget, max_overhead)
@@ -93,12 +93,12 @@ def look_ahead(
         raise ArgumentError("a plan is for training; call model.train() first")
     check_loss(loss)
     with torch.inference_mode(False), torch.enable_grad():
-        found = Entry.of(model, Invocation.of(inputs))
+        found = Entry.of(model, Invocation.of(inputs), loss)
         return Prospect(
             model,
             found.outline,
             found.state,
             optimizer=optimizer,
-            loss=found.loss(loss),
+            loss=found.loss,
             device=device,
         )

@@ -21,10 +21,15 @@ from torch.overrides import TorchFunctionMode
 
 from zoo.chain import Chain, Outline, Runner, State
 from zoo.errors import ArgumentError, ZooError, shortened, shortened_text
-from zoo.measure.constants import as_data
+from zoo.measure.constants import NumbersNeeded, as_data
 
 # of what a model returns, whole, as in loss(model(inputs))
 Loss = Callable[[Any], Tensor]
+NUMBERS_READ = (
+    "It reads a number out of its targets or of what the model returns, which are not known while "
+    "planning: compute that number before, as one_hot(targets, classes) wants it, or leave loss= "
+    "out"
+)
 # what a user writes for what a model is called with
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -153,6 +158,10 @@ def check_loss(loss: object) -> None:
         )
 
 
+class UnknownTargets(ArgumentError):
+    """A loss reads numbers out of targets that have none."""
+
+
 def explained(loss: Loss, place: torch.device) -> Loss:
     """Returns a loss whose failures say that it was the loss, and that takes targets on meta.
 
@@ -161,9 +170,15 @@ def explained(loss: Loss, place: torch.device) -> Loss:
     """
 
     def explained_loss(outputs: Any) -> Tensor:
+        placed = _Placed(place)
         try:
-            with _Placed(place):
+            with placed:
                 found = loss(outputs)
+        except NumbersNeeded:
+            if not placed.known:
+                raise
+            said = f"loss={_name(loss)} has targets on meta. {NUMBERS_READ}"
+            raise UnknownTargets(said) from None
         except (ZooError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -182,11 +197,7 @@ def explained(loss: Loss, place: torch.device) -> Loss:
 
 def _way_out(error: Exception) -> str:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return (
-            "It reads a number out of its targets or of what the model returns, which are not "
-            "known while planning: compute that number before, as one_hot(targets, classes) wants "
-            "it, or leave loss= out"
-        )
+        return NUMBERS_READ
     return (
         "It is called with that alone and knows its targets, as lambda scores: "
         "cross_entropy(scores, targets) does; where several sizes are looked at, it makes targets "

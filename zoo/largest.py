@@ -22,8 +22,6 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
-from zoo.adapter.entry import follow
-from zoo.adapter.front import checkpoint as put_in_force
 from zoo.checkpointing import Checkpoint
 from zoo.entry import Inputs, Loss, check_loss, explained, nothing_trained, place_of
 from zoo.errors import ArgumentError, BudgetError
@@ -33,6 +31,7 @@ from zoo.measure.rehearsal import rehearse
 from zoo.plan import Plan
 from zoo.planner.search import MOST, Needed, largest_within
 from zoo.planning import Prospect
+from zoo.tracing.api import checkpoint as put_in_force
 from zoo.units import at_least, exact_bytes, format_bytes, format_seconds
 from zoo.vary import Vary, varied
 from zoo.verification.records import read_streams, set_streams
@@ -345,7 +344,6 @@ def _measured(question: Question, found: Largest, small: int | None) -> int | No
 
         def begin() -> None:
             put_in_force(model, found.plan if found.plan.depth() else False)
-            follow(model, inputs)
 
         if first is None:
             begin()

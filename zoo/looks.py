@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from zoo.adapter.entry import UnfollowedError, runner_of
 from zoo.ahead import look_ahead
 from zoo.checkpointing import Decide, PlannedRunner, runner_for
 from zoo.entry import Loss
@@ -26,6 +25,8 @@ from zoo.measure.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.measure.scaling import PATIENCE, Patient
 from zoo.plan import Plan
 from zoo.planning import Prospect
+from zoo.tracing.entry import runner_of
+from zoo.tracing.isolated import TraceError
 from zoo.units import format_bytes
 from zoo.vary import Varied
 
@@ -108,7 +109,7 @@ def _within_time(max_overhead: float, prospect: Prospect) -> Look:
     return Look(peak, peak, report.plan, report.predicted_time_ratio)
 
 
-def _is_of_size(error: InputError | UnfollowedError) -> bool:
+def _is_of_size(error: InputError | TraceError) -> bool:
     """Says whether the model may take another size."""
     return isinstance(error, InputError) or error.raised
 
@@ -140,12 +141,12 @@ class Looks:
     def first(self) -> tuple[int, Prospect]:
         """Looks at the sample's size, or at twice that: one example may be too few for a norm."""
         start = max(self.question.inputs.start // self.question.unit, 1)
-        refused: InputError | UnfollowedError | None = None
+        refused: InputError | TraceError | None = None
         for count in (start, 2 * start):
             try:
                 found = self.paper[count] = self._prospect(count)
                 return count, found
-            except (InputError, UnfollowedError) as error:
+            except (InputError, TraceError) as error:
                 if not _is_of_size(error):
                     raise
                 self.paper[count], refused = None, refused or error
@@ -226,7 +227,7 @@ class Looks:
         if count not in self.paper:
             try:
                 self.paper[count] = self._prospect(count)
-            except (InputError, UnfollowedError) as error:
+            except (InputError, TraceError) as error:
                 if not _is_of_size(error):
                     raise
                 self.paper[count] = None

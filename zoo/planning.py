@@ -38,8 +38,8 @@ from zoo.planner.simulate import least_possible, simulate
 from zoo.planner.thinned import thinned
 from zoo.units import at_least, exact_bytes, parse_bytes
 
-# states of random streams, which a second run swaps: 5 KiB each
-STREAMS = 8 * 5056
+# bytes of the state of a random stream: a segment keeps one for each kernel that draws
+STREAM = 5056
 # numbers that torch makes in C++ on the way, such as a learning rate: some bytes each
 NUMBERS = 64
 # plans of a kind that are worth a look where each look takes a step
@@ -178,13 +178,12 @@ class Prospect:
     def least(self) -> Point:
         """The plan of least peak, without the other best ones."""
         found = self._point(_kept_from(_planner().least(self.whole), self.steps))
-        # of what is tiny the random streams of a second run take more than it saves
+        # of what is tiny the random streams of a segment take more than it saves
         return min(self.baseline, found, key=lambda point: point.peak)
 
     def _point(self, found: Plan, name: str = "optimal") -> Point:
         result = simulate(found, self.whole)
-        streams = STREAMS if found.depth() else 0
-        activations = self.fixed.beside_activations + result.peak + streams
+        activations = self.fixed.beside_activations + result.peak + self._streams(found)
         peak = max(activations, self.fixed.optimizer_peak) + NUMBERS
         return Point(
             peak,
@@ -193,6 +192,14 @@ class Prospect:
             name,
             result.recomputed_flops / (sum(self.costs.flops) or 1),
         )
+
+    def _streams(self, found: Plan) -> int:
+        """Returns the bytes of the states of random streams that plans keep, and a replay swaps.
+
+        They are those of a plan that keeps no step, so that all plans are compared by the rest.
+        """
+        draws = sum(self.costs.draws)
+        return STREAM * (draws + 1) if draws and found.depth() else 0
 
     def _seconds(self) -> float:
         return sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0

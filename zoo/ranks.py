@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from zoo.adapter.blocks import block_paths
 from zoo.ahead import look_ahead
 from zoo.chain import is_hooked
 from zoo.entry import Inputs, Invocation, Loss, place_of
@@ -36,6 +35,7 @@ from zoo.plan import Plan
 from zoo.plan_report import PlanReport
 from zoo.planning import Budget, Prospect, check_bounds
 from zoo.report.markdown import markdown_table
+from zoo.tracing.blocks import block_paths
 from zoo.tracking import TrainingStep, mean_of
 from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
 from zoo.verification.records import read_streams, set_streams

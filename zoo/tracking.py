@@ -15,12 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo.adapter.entry import Entry, UnfollowedError, follow, named_steps, runner_of
-from zoo.adapter.front import checkpoint as put_in_force
+from zoo.chain import Chain
 from zoo.checkpointing import Checkpoint, PlannedRunner, runner_for
-from zoo.engine.recompute import is_recomputing
 from zoo.entry import Invocation, Loss, explained, nothing_trained, own_loss
 from zoo.errors import ArgumentError
 from zoo.measure.constants import Constants
@@ -30,6 +27,9 @@ from zoo.measure.optimizer import MakeOptimizer, made_by
 from zoo.measure.timeline import Timeline
 from zoo.measure.tracker import Tracker
 from zoo.plan import Plan
+from zoo.tracing.api import checkpoint as put_in_force
+from zoo.tracing.entry import Entry, named_steps, runner_of
+from zoo.tracing.isolated import TraceError
 
 
 def track(
@@ -70,7 +70,6 @@ def track(
         optimizer=optimizer,
         inputs=inputs,
         allocator=allocator,
-        recomputing=is_recomputing,
     )
 
 
@@ -102,7 +101,7 @@ class TrainingStep:
         try:
             with torch.enable_grad():
                 return Entry.of(self.model, self._weightless()).decided(runner)
-        except UnfollowedError:
+        except TraceError:
             if checkpoint not in (None, True, "blocks"):
                 raise
             return "blocks"
@@ -128,8 +127,10 @@ class TrainingStep:
         with self._on_paper():
             inputs, optimizer = self._fake_inputs, self._fake_optimizer
             self._put_in_force(model, plan)
-            follow(model, inputs)
             step = self._step(model, inputs, optimizer)
+            if plan is not None and not isinstance(model, Chain):
+                # the first one is traced
+                step()
             with track(model, optimizer=optimizer, inputs=inputs.tensors) as timeline:
                 step()
         return timeline
@@ -173,9 +174,7 @@ class TrainingStep:
             torch.enable_grad(),
             self._mode,
             FakeKernels(),  # type: ignore[no-untyped-call]
-            _Counters(),  # type: ignore[no-untyped-call]
-            # asked before `_Counters`: a constant is the same in a second run
-            Constants(),
+            Constants(self._mode),
         ):
             yield
 
@@ -254,18 +253,6 @@ def _fake(mode: FakeTensorMode, place: torch.device, tensor: Tensor) -> Tensor:
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
     return fake.requires_grad_(tensor.requires_grad)
-
-
-class _Counters(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a second run the value of a counter: that of a fake scratch copy nobody knows.
-
-    It changes no size, or the engine finds that the second run differs from the first.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and is_recomputing():
-            return 1
-        return func(*args, **(kwargs or {}))
 
 
 def _step_once(optimizer: torch.optim.Optimizer) -> None:

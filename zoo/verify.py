@@ -10,7 +10,7 @@ model would otherwise be blamed on checkpointing.
                                      equal    ->  exact
 
 Only when something differs is that pair trained again, and watched: every step's outputs, gradients
-and second runs. Watching costs memory and so is no part of what is verified.
+and replays. Watching costs memory and so is no part of what is verified.
 
 What a copy shares with its original is not protected: a function kept by a module that reaches the
 original through a closure trains the original.
@@ -18,7 +18,6 @@ original through a closure trains the original.
 
 import copy
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,17 +27,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zoo.adapter.entry import plan_of, watch_steps
-from zoo.adapter.front import checkpoint as put_in_force
-from zoo.adapter.front import uncheckpoint
+from zoo.chain import Chain
 from zoo.checkpointing import Checkpoint, runner_for
-from zoo.engine.sample import without_samples
+from zoo.engine.fingerprint import without_fingerprints
 from zoo.entry import Invocation, Loss, check_loss
 from zoo.errors import ArgumentError
 from zoo.measure.memory import tensors_in
 from zoo.measure.optimizer import MakeOptimizer, check_maker, made_by
 from zoo.plan import Plan
 from zoo.plan_report import PlanReport
+from zoo.tracing.api import checkpoint as put_in_force
+from zoo.tracing.api import plan_of, uncheckpoint
 from zoo.verification.records import (
     Name,
     Record,
@@ -88,7 +87,7 @@ def verify(
     runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
     streams = read_streams()
     try:
-        with torch.inference_mode(False), torch.enable_grad(), without_samples():
+        with torch.inference_mode(False), torch.enable_grad(), without_fingerprints():
             batches = [_batch(inputs, step) for step in range(steps)]
             setting = _Setting(
                 model, batches, loss or weighted_sum, optimizer or _momentum, streams
@@ -215,8 +214,6 @@ class _Side:
         inputs = _own(batch)
         outputs = self.call(inputs, self.model)
         loss = _checked(self.loss(outputs))
-        if self.watch is not None:
-            self.watch.forward_is_over = True
         torch.autograd.backward(loss)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -225,7 +222,8 @@ class _Side:
 
     def begin_watch(self, first: Difference) -> None:
         """Watches from now on what each step of the chain does."""
-        self.watch = watch_steps(self.model, functools.partial(Watch, first=first))
+        if isinstance(self.model, Chain):
+            self.model.runner = self.watch = Watch(self.model.runner, first)
 
     def _left(self, inputs: Invocation, outputs: Any, loss: Tensor) -> Iterator[tuple[Name, Any]]:
         yield from named("output", _as_dicts(outputs))

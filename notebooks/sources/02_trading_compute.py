@@ -315,7 +315,8 @@ table(["", "batches counted", "its running mean [0]", "buffers like plain's"], *
 # does. Old tutorials advise to replace the momentum by something like its square root. That repairs
 # the mean only if nothing else changes, and not the counter.
 #
-# Here the second run gets scratch statistics and leaves the real ones alone. No momentum to fake.
+# Here the layer runs once. What the backward needs again is made by its kernels, which get scratch
+# statistics. No momentum to fake.
 #
 # ## Dropout
 #
@@ -377,7 +378,7 @@ else:
 # >   is slow: convolutions.
 # > - The first half of the memory is cheap, the last megabytes are expensive.
 # > - Where weights are the memory, and at the end of the network, there is nothing to gain.
-# > - A second run must leave no trace: not in batch norm's statistics, not in the random numbers.
+# > - Recomputation must leave no trace: not in batch norm's statistics, not in the random numbers.
 # >   Check it.
 
 # %% [markdown] name="exercises"

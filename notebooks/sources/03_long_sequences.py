@@ -320,8 +320,8 @@ first, last = baseline_losses[0].exp(), baseline_losses[-5:].mean().exp()
 print(f"perplexity {first:.0f} -> {last:.0f}, with a vocabulary of {len(vocabulary)}")
 
 # %% [markdown] name="train-answer"
-# Two curves, one line. Dropout included: the second run of a chunk draws the very mask of the
-# first.
+# Two curves, one line. Dropout included: when a chunk is recomputed, its mask is the very one of
+# the forward.
 #
 # Why insist on the last bit? Because then there is nothing to discuss. A loss that is "close" may
 # hide a wrong mask or a state that moved twice. A loss that is *equal* hides nothing.

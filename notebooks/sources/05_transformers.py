@@ -267,8 +267,8 @@ Markdown(
     f"bfloat16 alone: × {peaks[True, False] / baseline:.2f}, and not × {1 / 2}. Norms and what is "
     "handed from block to block stay in float32, and autocast keeps a second, short copy of each "
     f"weight until it ends. Checkpointing alone: × {peaks[False, True] / baseline:.2f}. Both: "
-    f"× {peaks[True, True] / baseline:.2f}. The second run uses the autocast of the first, so that "
-    "its bits are the same."
+    f"× {peaks[True, True] / baseline:.2f}. A replay calls the short kernels of the forward, so "
+    "that its bits are the same."
 )
 
 # %% [markdown] name="accumulation"
@@ -463,8 +463,8 @@ else:
 #
 # <details><summary>Answer</summary>
 #
-# Yes, from the same seed. The second run of a segment draws the masks of the first again, and
-# afterwards the random numbers go on as if there had been no second run.
+# Yes, from the same seed. A replay draws the masks of the forward again, and afterwards the random
+# numbers go on as if there had been none.
 #
 # ```python
 # dropping = zoo.gpt2_small(

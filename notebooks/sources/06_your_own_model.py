@@ -169,9 +169,10 @@ axes.legend(frameon=False, loc="upper right")
 plt.show()
 
 # %% [markdown] name="how"
-# How did it know where to cut? It watched the first training forward on fake tensors, which have
-# shapes and no numbers, and wrote down the operations as a chain of *steps*. Then it checked that
-# the chain sends the same operations to the kernels as your code does. `zoo.chain_of` shows it.
+# How did it know where to cut? It watched the kernels of the first training forward and wrote them
+# down as a row of *steps*. From the next forward on it lets go of what the plan does not keep. Your
+# code runs as you wrote it, once; in the backward the kernels are replayed, not your code.
+# `zoo.chain_of` shows the steps.
 
 # %% name="chain"
 found = zoo.chain_of(yours(), {"images": images, "labels": labels})
@@ -313,8 +314,9 @@ except zoo.ArgumentError as error:
     print(textwrap.fill(f"{type(error).__name__}: {error}", 96))
 
 # %% [markdown] name="unfollowable"
-# Some code cannot be written down as a chain: it reads a number out of a tensor and decides by it.
-# Then each of its blocks runs again as a whole, and `zoo` says why.
+# Some code goes another way from batch to batch: it reads a number out of a tensor and decides by
+# it. A plan holds as long as the kernels are those that it was made for. From the first other one
+# each block is a segment, and the next forward that goes the new way has a plan of its own.
 
 # %% name="fallback"
 
@@ -336,8 +338,8 @@ print(zoo.chain_of(Decides().to(device), images))
 # - **DistributedDataParallel:** first `zoo.checkpoint(model)`, then
 #   `DistributedDataParallel(model)`. Nothing else. `find_unused_parameters=True` works
 #   too, as the cell `ready` below shows.
-# - **SyncBatchNorm:** convert first, then checkpoint. A norm that runs again asks the other GPUs
-#   again: the same bits, one message more.
+# - **SyncBatchNorm:** convert first, then checkpoint. What other GPUs sent is kept, so that nobody
+#   is asked twice.
 # - **FSDP2** (`fully_shard`): inside of a segment and around it. FSDP1 inside of a segment is
 #   refused.
 # - A budget is for *one* device: parameters count as they lie there. When they will be spread over
@@ -536,8 +538,8 @@ else:
 #
 # <details><summary>Answer</summary>
 #
-# 2 with torch's own, since the forward ran twice. 1 with `zoo`: the second run finds the attributes
-# as the first found them and leaves them as the first left them.
+# 2 with torch's own, since the forward ran twice. 1 with `zoo`: the forward ran once, and a replay
+# calls kernels alone.
 #
 # ```python
 # class Counts(nn.Linear):

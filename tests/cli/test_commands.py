@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zoo
-from tests.adapter.models import Net
+from tests.tracing.models import Net
 from tests.training import Residuals
 from zoo.catalog import model_arguments
 from zoo.cli.main import run
@@ -79,7 +79,7 @@ def test_info_shows_what_each_step_hands_on(command, numbers):
 
 
 def test_info_of_any_module_lists_the_steps_that_are_found(command, numbers):
-    arguments = "tests.adapter.models:Net", "--args", "8", "3", "--input", "4,4,8,8"
+    arguments = "tests.tracing.models:Net", "--args", "8", "3", "--input", "4,4,8,8"
     found, model = numbers("info", *arguments), Net(8, 3)
     expected = zoo.chain_of(model, images(4, 4, 8, 8))
     steps = [(part["name"], part["block"]) for part in found["parts"]]
@@ -101,7 +101,7 @@ def test_info_of_what_cannot_be_followed_lists_its_children_and_says_why(command
         ("first", [], 0),
         ("unused", [], 2),
     ]
-    assert "reads a number out of a tensor by item" in found["reason"]
+    assert "reads numbers out of tensors" in found["reason"]
     assert found["reason"] in command(*counted, "2,3").out
     wrong = command(*counted, "2,7")
     assert (wrong.code, wrong.out) == (2, "")

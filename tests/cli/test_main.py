@@ -20,7 +20,6 @@ from zoo.cli.starting import end_on_interrupt
 from zoo.errors import BudgetError, RecomputeError
 
 RESIDUALS = ("tests.training:Residuals", "--input", "4,4,8,8")
-READER = ("tests.adapter.models:Reader", "--input", "4,4,8,8")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -117,7 +116,6 @@ MISTAKES = [
     (["plan", "resnt", "--max-overhead=1", "--save", "/"], "--save: '/' cannot be written: Is a"),
     (["plan", *RESIDUALS, "--memory-budget", "-8GiB"], "size='-8GiB' is no size"),
     (["plan", *RESIDUALS, "--max-overhead=1", "--device", "cdua"], r"Did you mean cuda, cpu\?"),
-    (["plan", *READER, "--max-overhead=1"], "cannot be planned for: its code reads a number"),
     (["frontier", *RESIDUALS, "--points", "0"], "--points: takes a whole number from 1; got '0'"),
     (["frontier", "resnt", "--csv", "/no/x"], "--csv: '/no/x' cannot be written: No such"),
     (["frontier", "resnt", "--plot", "/no/x.svg"], "--plot: '/no/x.svg' cannot be written: No"),

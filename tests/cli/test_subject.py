@@ -59,14 +59,14 @@ def test_an_import_path_is_called_with_the_arguments(path):
 
 def test_inputs_may_have_names_all_of_them_or_none():
     named = ("--input", "pixels=2,4,8,8", "--input", "labels=2:int64")
-    given = found("tests.adapter.test_entry:Said", *named).meta_inputs()
+    given = found("tests.tracing.test_entry:Said", *named).meta_inputs()
     assert {name: tuple(value.shape) for name, value in given.items()} == {
         "pixels": (2, 4, 8, 8), "labels": (2,),
     }  # fmt: skip
     assert given["labels"].dtype is torch.int64
     for more in ("3,3", "labels=3"):
         with pytest.raises(ArgumentError, match="a name for each input, no two the same"):
-            found("tests.adapter.test_entry:Said", *named, "--input", more).meta_inputs()
+            found("tests.tracing.test_entry:Said", *named, "--input", more).meta_inputs()
 
 
 def test_a_module_in_the_folder_of_the_command_is_found(monkeypatch, tmp_path):

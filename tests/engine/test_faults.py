@@ -1,12 +1,12 @@
 """A fault at any point of a training step leaves what it leaves in the baseline.
 
-A point is the begin or the end of a step's call, in the forward and in a second run, and a gradient
-on its way through the backward:
+A point is the begin or the end of a step's call, a gradient on its way through the backward, and a
+kernel that is replayed there:
 
     forward       0 1 | 2 3 | ...                         calls, seen by baseline and plan alike
-    backward      a gradient, 4 5 | 6 7 (a second run), a gradient, ...
+    backward      a gradient, 0 1 2 (a replay), a gradient, ...
 
-At a forward's call or a gradient the baseline is interrupted at the same one. During a second run,
+At a forward's call or a gradient the baseline is interrupted at the same one. During a replay,
 which the baseline does not have, it is interrupted at the gradient that came last.
 """
 
@@ -20,13 +20,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import zoo
 from tests.training import Record, assert_same, everything, images, train
 from zoo.chain import Chain, outline
 from zoo.checkpointing import attach
-from zoo.engine import recompute
+from zoo.engine.operators import read_settings
+from zoo.engine.recording import thread
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import BasicUnit, PreactivationResNet
 from zoo.models.vit import ViT
@@ -73,16 +74,21 @@ class Point:
     number: int
 
 
+class Replays(TorchDispatchMode):
+    """Sees each kernel that is replayed."""
+
+    def __init__(self, pass_point: Callable[[str], None]) -> None:
+        super().__init__()
+        self.pass_point = pass_point
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if thread.replaying:
+            self.pass_point("replay")
+        return func(*args, **(kwargs or {}))
+
+
 class Watched:
-    """A model whose points are counted; at one of them an error is raised, if any is given.
-
-    What has attributes is given to a second run as the first found it; slots are not.
-    """
-
-    __slots__ = (
-        "buffers", "error", "fault", "flags", "inputs", "list_steps", "model", "phase", "points",
-        "start",
-    )  # fmt: skip
+    """A model whose points are counted; at one of them an error is raised, if any is given."""
 
     def __init__(self, model: Chain, inputs: Callable[[], Sequence[Any]]) -> None:
         self.model, self.inputs = model, inputs
@@ -91,11 +97,12 @@ class Watched:
         self.start = {key: value.clone() for key, value in model.state_dict().items()}
         self.flags = {name: part.training for name, part in model.named_modules()}
         self.buffers = dict(model.named_buffers())
+        self.settings = read_settings()
         self.forget()
 
     def forget(self, fault: Point | None = None, error: BaseException | None = None) -> None:
         """Begins to count anew."""
-        self.phase, self.points = "forward", list[Point]()
+        self.points = list[Point]()
         self.fault, self.error = fault, error
 
     def steps_for(self, *inputs: Any) -> Any:
@@ -104,14 +111,13 @@ class Watched:
         ]
 
     def run(self, step: Any, *state: Any) -> Any:
-        self.pass_point(self.phase)
+        self.pass_point("forward")
         value = step(*state)
-        self.pass_point(self.phase)
-        if self.phase == "forward":
-            for tensor in value if isinstance(value, tuple) else [value]:
-                known = any(tensor is other for other in state)
-                if isinstance(tensor, Tensor) and tensor.requires_grad and not known:
-                    tensor.register_hook(lambda gradient: self.pass_point("gradient"))
+        self.pass_point("forward")
+        for tensor in value if isinstance(value, tuple) else [value]:
+            known = any(tensor is other for other in state)
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not known:
+                tensor.register_hook(lambda gradient: self.pass_point("gradient"))
         return value
 
     def pass_point(self, phase: str) -> None:
@@ -128,8 +134,9 @@ class Watched:
         self.forget(fault, error)
         torch.manual_seed(0)
         output = self.call(*self.inputs())
-        self.phase = "second run"
-        output.square().mean().backward()
+        loss = output.square().mean()
+        with Replays(self.pass_point):
+            loss.backward()
         return everything(self.model)
 
     def interrupted(self, fault: Point, error: BaseException) -> Record:
@@ -155,7 +162,8 @@ class Watched:
         for part in self.model.modules():
             assert not any(hooks(part))
         assert not any(value for name, value in vars(torch_modules).items() if _is_hooks(name))
-        assert type(recompute._thread.mode) is recompute._Mode
+        assert (thread.segment, thread.replaying) == (None, False)
+        assert read_settings() == self.settings
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         assert not _get_current_dispatch_mode_stack()
         assert torch.is_grad_enabled()
@@ -202,7 +210,7 @@ def chosen(points: Sequence[Point]) -> list[Point]:
 
 def same_point(fault: Point, points: Sequence[Point]) -> Point:
     """Returns where the baseline is interrupted for a fault in the checkpointed model."""
-    if fault.phase != "second run":
+    if fault.phase != "replay":
         return fault
     gradients = [point for point in points[: points.index(fault)] if point.phase == "gradient"]
     return gradients[-1] if gradients else Point("gradient", 0)
@@ -213,12 +221,12 @@ def test_a_fault_at_any_point_leaves_what_it_leaves_in_the_baseline(family: str)
     baseline, checkpointed = watch(family)
     points = checkpointed.points
     faults = chosen(points)
-    assert {point.phase for point in faults} == {"forward", "second run", "gradient"}
+    assert {point.phase for point in faults} == {"forward", "replay", "gradient"}
     for number, fault in enumerate(faults):
         error = ERRORS[number % len(ERRORS)]
         expected = baseline.interrupted(same_point(fault, points), error("injected"))
         actual = checkpointed.interrupted(fault, error("injected"))
-        if fault.phase == "second run":
+        if fault.phase == "replay":
             expected, actual = without_gradients(expected), without_gradients(actual)
         assert_same(actual, expected)
         assert_same(checkpointed.after(), baseline.after())

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.test_plan import plans
@@ -19,6 +21,7 @@ from zoo.chain import outline
 from zoo.engine.schedule import run_plan
 from zoo.errors import PlanError
 from zoo.layers.drop_path import DropPath
+from zoo.measure.memory import trace
 from zoo.plan import DEEPEST, Plan
 
 PLANS = [
@@ -69,18 +72,9 @@ def test_buffers_stay_the_same_objects(plan: str) -> None:
     assert all(value is before[name] for name, value in model.named_buffers())
 
 
-class Log:
-    """Notes what happens in both runs: what has attributes is given to the second as it was."""
-
-    __slots__ = ("entries",)
-
-    def __init__(self) -> None:
-        self.entries: list[Any] = []
-
-
 @pytest.mark.parametrize("plan", PLANS)
-def test_runs_are_those_that_the_plan_counts(plan: str) -> None:
-    calls = Log()
+def test_each_step_runs_once(plan: str) -> None:
+    calls: list[int] = []
 
     class Counting(Residuals):
         def steps(self) -> Any:
@@ -88,12 +82,12 @@ def test_runs_are_those_that_the_plan_counts(plan: str) -> None:
             return [functools.partial(self.count, number, step) for number, step in enumerate(fine)]
 
         def count(self, number: int, step: Any, *state: Tensor) -> Any:
-            calls.entries.append(number)
+            calls.append(number)
             return step(*state)
 
     model = Counting()
     train(model, batch, steps=1, forward=by(plan, model))
-    assert tuple(map(calls.entries.count, range(10))) == Plan.parse(plan).runs()
+    assert calls == [*range(10)]
 
 
 class Varied(nn.Module):
@@ -239,21 +233,23 @@ class Interrupt(BaseException):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_interrupt_anywhere_leaves_everything_as_a_baseline_would(plan: str) -> None:
-    """Counts calls over forward and second runs, and raises at each in turn."""
+    """Counts calls and gradients on their way, and raises at each in turn."""
 
     class Faulty(Residuals):
         left = -1
 
         def convolve(self, block: int, x: Tensor) -> tuple[Tensor, Tensor]:
             self.tick()
-            return super().convolve(block, x)
+            y, x = super().convolve(block, x)
+            y.register_hook(self.tick)
+            return y, x
 
         def drop_and_add(self, y: Tensor, x: Tensor) -> Tensor:
             result = super().drop_and_add(y, x)
             self.tick()
             return result
 
-        def tick(self) -> None:
+        def tick(self, *gradient: Tensor) -> None:
             self.left -= 1
             if self.left == 0:
                 raise Interrupt
@@ -290,20 +286,25 @@ def test_an_interrupt_anywhere_leaves_everything_as_a_baseline_would(plan: str) 
 
 
 def test_intermediates_are_freed_after_the_forward_and_after_the_backward() -> None:
-    """Bytes that autograd holds: nothing inside a segment, and all gone without the collector."""
-    log = Log()
+    """Nothing inside a segment, and after the backward nothing but gradients."""
+    found: list[StorageWeakRef] = []
 
     class Watched(Residuals):
         def normalize(self, block: int, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            log.entries.append(torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage()))
+            found.append(StorageWeakRef(y.untyped_storage()))
             return super().normalize(block, y, x)
 
     model = Watched()
     out = by("(0-2) (3-5) (6-8) 9", model)(images())
-    assert [ref.expired() for ref in log.entries] == [True, True, True]
-    out.sum().backward()
-    assert len(log.entries) == 6
-    assert all(ref.expired() for ref in log.entries)
+    assert [ref.expired() for ref in found] == [True, True, True]
+    loss = out.sum()
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    gc.collect()
+    gc.disable()
+    try:
+        assert trace(loss.backward).kept == gradients
+    finally:
+        gc.enable()
 
 
 def test_a_segment_that_ends_with_a_convolution_does_not_convolve_again() -> None:
@@ -373,7 +374,7 @@ def test_a_segment_may_reach_a_buffer_that_another_step_moves() -> None:
 
 
 @pytest.mark.parametrize("plan", ["(0-2)", "0 (1-2)", "(0 (1-2))"])
-def test_the_state_of_every_step_of_a_segment_is_given_again(plan: str) -> None:
+def test_a_step_that_counts_counts_once(plan: str) -> None:
     class Counting(nn.Module):
         """Scales by how often it was called."""
 

@@ -12,6 +12,7 @@ from zoo.harness.collect import summary, thinned
 from zoo.harness.worker import work
 from zoo.measure.timeline import CATEGORIES, Allocation, Mark, Timeline
 from zoo.plan import Plan
+from zoo.planning import STREAM
 
 WITH_FRONTIER = replace(CELLS["baseline"], frontier=True)
 
@@ -68,7 +69,8 @@ def test_cells_record_the_step_that_was_measured(records: dict[str, Any]) -> Non
     for record in records.values():
         drawn, peak = record["timeline"], record["memory"]["peak"]
         assert record["missing"] == {}
-        assert drawn["peak"]["bytes"] == pytest.approx(peak, rel=0.01)
+        # the allocator counts the copies of random streams that segments keep, too
+        assert abs(peak - drawn["peak"]["bytes"]) <= 0.01 * peak + 2 * STREAM
         assert drawn["holders"][0]["bytes"] >= drawn["holders"][-1]["bytes"]
         assert not any(holder["line"].startswith("/") for holder in drawn["holders"])
     phases = {phase for _, phase in records["checkpointed"]["timeline"]["phases"]}

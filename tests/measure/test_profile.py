@@ -109,8 +109,8 @@ def test_functions_written_in_c_are_steps() -> None:
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_a_second_run_that_ends_with_dropout_runs_it_to_its_end(timed: bool) -> None:
-    """Its mask might still be written when it is saved; see `engine.recompute`."""
+def test_a_replay_that_ends_with_dropout_is_counted_to_its_end(timed: bool) -> None:
+    """Its mask may still be written when it is saved."""
     x = torch.rand(1 << 16).requires_grad_()
     model = Listed(torch.sin, nn.Dropout(0.5), torch.sin)
     costs = profile(model, outline(model.steps()), (x,), timed=timed)
@@ -124,7 +124,7 @@ def test_a_second_run_that_ends_with_dropout_runs_it_to_its_end(timed: bool) -> 
     step()
     x.grad = None
     assert costs.flops_until_saved == costs.flops
-    assert trace(step).peak >= simulate(Plan.parse("(0-1) 2"), costs).peak
+    assert trace(step).peak <= simulate(Plan.parse("(0-1) 2"), costs).peak
 
 
 def test_views_and_handed_on_tensors_share_their_storage() -> None:

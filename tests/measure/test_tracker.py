@@ -452,7 +452,7 @@ def test_to_ask_a_fake_tensor_where_it_is_is_no_operation(monkeypatch):
 
 def test_the_step_that_decides_a_plan_takes_no_more_than_the_next() -> None:
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)]
-    other, model = (zoo.checkpoint(nn.Sequential(*blocks)) for _ in range(2))
+    other, model = (zoo.checkpoint(nn.Sequential(*blocks), "blocks") for _ in range(2))
     inputs, peaks = torch.rand(512, 64), []
     other(inputs)  # what a process looks up once, in tensors of a few bytes
     for _ in range(2):

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from zoo.adapter.entry import Entry, UnfollowedError
-from zoo.adapter.rehearsal import Rehearsal
 from zoo.chain import Chain, Outline, step_names
-from zoo.entry import Inputs, Invocation, called, place_of
+from zoo.entry import Inputs, Invocation, called
 from zoo.measure.memory import tensors_in
+from zoo.tracing.entry import Entry
+from zoo.tracing.isolated import TraceError
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -55,8 +56,8 @@ class Parts:
             return cls(_steps(found, step_names(model, found.steps), state))
         try:
             return cls(_followed(model, given))
-        except UnfollowedError as error:
-            return cls(_children(model, given, error.opaque.raised), str(error))
+        except TraceError as error:
+            return cls(_children(model, given, error), str(error))
 
 
 def _steps(found: Outline, names: Sequence[str], value: Any) -> list[Part]:
@@ -72,19 +73,12 @@ def _steps(found: Outline, names: Sequence[str], value: Any) -> list[Part]:
 def _followed(model: nn.Module, given: Invocation) -> list[Part]:
     """Returns the steps that are found in any module, run on fake tensors."""
     entry = Entry.of(model, given)
-    assert entry.followed is not None, "it is no chain"
-    steps, placed = entry.followed.steps, given.at(place_of(model))
-    rehearsal = Rehearsal(model, model.forward, placed.args, placed.kwargs)
-    return rehearsal.on_fakes(
-        lambda tensors: _steps(steps.outline, steps.names, steps.state(tensors))
-    )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return _steps(entry.outline, entry.names, entry.state)
 
 
-def _children(model: nn.Module, given: Invocation, raised: Exception | None) -> list[Part]:
-    """Returns the children in the order of their first calls, then those that were not called.
-
-    `raised` is what it raised on fake tensors, if that is why it has no steps.
-    """
+def _children(model: nn.Module, given: Invocation, refused: TraceError) -> list[Part]:
+    """Returns the children in the order of their first calls, then those that were not called."""
     handed: dict[str, Shapes] = {}
     children = dict(model.named_children())
     handles = [
@@ -95,7 +89,7 @@ def _children(model: nn.Module, given: Invocation, raised: Exception | None) -> 
             given.on(model)
     except Exception:
         # else it reads a number, which is not there on the meta device
-        if raised is not None:
+        if refused.raised:
             raise
     finally:
         for handle in handles:

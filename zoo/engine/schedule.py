@@ -1,6 +1,5 @@
 """Runs the steps of a chain by a plan: kept steps as they are, segments through the engine."""
 
-import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +7,11 @@ from typing import Any
 import torch
 
 from zoo.chain import State, Step, fold
-from zoo.engine.ambient import Ambient
 from zoo.engine.compiled import Never, run_compiled_segment, uncompiled
-from zoo.engine.recompute import run_segment
-from zoo.plan import Item, Plan, indices
+from zoo.engine.recompute import segment
+from zoo.plan import Item, Plan
 
-# frames of Python's stack that a segment in a segment takes: five, and one where it runs again
+# frames of Python's stack that a segment in a segment takes, at most
 FRAMES = 6
 # frames that everything else may take: what Python allows to begin with
 ROOM = 1000
@@ -27,7 +25,7 @@ def run_plan(plan: Plan, steps: Sequence[Step], inputs: State) -> Any:
     """
     plan.check(len(steps))
     _make_room(plan.depth())
-    return _run(plan, steps, Ambient.capture(inputs), *inputs)
+    return _run(plan, steps, inputs)
 
 
 def _make_room(depth: int) -> None:
@@ -39,16 +37,15 @@ def _make_room(depth: int) -> None:
         sys.setrecursionlimit(max(sys.getrecursionlimit(), ROOM + depth * FRAMES))
 
 
-def _run(items: Sequence[Item], steps: Sequence[Step], ambient: Ambient, *state: Any) -> Any:
+def _run(items: Sequence[Item], steps: Sequence[Step], state: State) -> Any:
     value: Any = state
     for item in items:
         state = value if isinstance(value, tuple) else (value,)
         if isinstance(item, int):
             value = fold((steps[item],), state)
         else:
-            roots = [steps[step] for step in indices(item)]
-            inner = functools.partial(_run, item, steps, ambient)
-            value = run_segment(inner, state, ambient, roots)
+            with segment():
+                value = _run(item, steps, state)
     return value
 
 

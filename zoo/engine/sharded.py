@@ -1,72 +1,69 @@
-"""Parameters that FSDP2 gathers before a module runs and takes apart after it.
+"""Parameters that FSDP2 has gathered for a forward and freed since, gathered again for a replay.
 
-    forward    hook: shards -> whole    forward of the module    hook: whole -> shards
-    backward   hook: shards -> whole    second run, gradients    hook: whole -> shards
+    forward    whole parameters from the shards, kernels, storage freed
+    replay     whole parameters from the shards, kernels again, storage freed
+    backward   whole parameters from the shards, gradients, storage freed
 
-Which of the two a module has is up to torch's hooks, which run in a second run, too. So these are
-never given back: the shards of the first run would be in place when the hooks take the whole
-parameters to be there. The whole one lies in the same storage each time.
-
-The older FullyShardedDataParallel makes new tensors each time and is refused.
+They lie in the same storage each time. Mostly FSDP2's own hook has gathered them when a backward
+opens a segment. It has not where the segment goes beyond the sharded module and the backward begins
+behind that. The older FullyShardedDataParallel makes other tensors each time; theirs are kept.
 """
 
+import contextlib
 import sys
-from collections.abc import Iterable
-from operator import is_
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
-from zoo.errors import RecomputeError
+from zoo.engine.recording import storage_of
 
-
-class Sharded:
-    """The modules among some that FSDP2 has sharded.
-
-    `parts` has with them all below them: the modules whose parameters are exchanged.
-
-    Raises:
-        RecomputeError: one is of FSDP1.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-        self.modules: list[Any] = _sharded(modules, fsdp) if fsdp is not None else []
-        self.parts = {part for module in self.modules for part in module.modules()}
-        self.found: list[list[nn.Parameter]] | None = None
-
-    def is_between_hooks(self) -> bool:
-        """Says whether a module runs between two hooks that have to come in pairs.
-
-        In the backward of a module they do nothing. Elsewhere, as when only what follows it has
-        begun its backward, the first marks the module as running and the second ends that.
-        """
-        states = [module._get_fsdp_state() for module in self.modules]
-        return any(state._training_state.name == "FORWARD" for state in states)
-
-    def watch(self) -> None:
-        """Notes before a second run who is gathered."""
-        if self.found is None:
-            self.found = [list(module.parameters()) for module in self.modules]
-
-    def settle(self) -> None:
-        """Takes apart what a second run gathered and no backward did, as half of one would leave.
-
-        The next forward would take it for gathered, and use weights of before the optimizer's step.
-        """
-        for module, found in zip(self.modules, self.found or (), strict=False):
-            if not all(map(is_, found, module.parameters())):
-                module.reshard()
-        self.found = None
+# a context that does nothing
+_PLAIN = contextlib.nullcontext()
 
 
-def _sharded(modules: Iterable[nn.Module], fsdp: Any) -> list[Any]:
-    found = [m for m in modules if isinstance(m, fsdp.FSDPModule | fsdp.FullyShardedDataParallel)]
-    for module in found:
-        if isinstance(module, fsdp.FullyShardedDataParallel):
-            raise RecomputeError(
-                "a segment holds a FullyShardedDataParallel, whose parameters are other tensors "
-                "each time it runs. Shard with torch.distributed.fsdp.fully_shard, or put the "
-                "segments inside of what is sharded."
-            )
-    return found
+def gathered(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Gathers inside of the block those of these tensors whose storage FSDP2 has freed."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    return _PLAIN if states is None else _gathered(states, tensors)
+
+
+@contextlib.contextmanager
+def _gathered(states: Any, tensors: Iterable[Tensor]) -> Iterator[None]:
+    freed = {id(storage_of(tensor)) for tensor in tensors if is_freed(tensor)}
+    modules = _owners(states, freed) if freed else []
+    for module in modules:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Says whether a tensor has lost the memory of its numbers."""
+    storage = storage_of(tensor)
+    return storage is not None and storage.nbytes() == 0 and tensor.numel() > 0
+
+
+def _owners(states: Any, freed: set[int]) -> list[Any]:
+    """Returns the modules of FSDP2 whose whole parameters lie in freed storages, in their order."""
+    return [
+        module
+        for module in states._module_state_mapping
+        if any(id(tensor.untyped_storage()) in freed for tensor in _whole_parameters(module))
+    ]
+
+
+def _whole_parameters(module: Any) -> Iterator[Tensor]:
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    # torch 2.14 has several groups a module, before there was one
+    groups = getattr(state, "_fsdp_param_groups", None) or [
+        getattr(state, "_fsdp_param_group", None)
+    ]
+    for group in groups:
+        for parameter in getattr(group, "fsdp_params", ()):
+            if hasattr(parameter, "_unsharded_param"):
+                whole = parameter._unsharded_param
+                yield getattr(whole, "_local_tensor", whole)

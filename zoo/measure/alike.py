@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.engine.snapshot import BOOKKEEPING
+from zoo.measure.reach import BOOKKEEPING
 
 PLAIN = int | float | str | bool | None | torch.dtype
 

@@ -1,126 +1,184 @@
 """The numbers of constants while tensors are fake: `torch.arange(2, 5).tolist()` in a loss.
 
 A fake tensor has no numbers, and code that reads one raises DataDependentOutputException. But what
-code makes of its own numbers and of shapes alone is the same whatever the data. torch's mode for
-fake tensors keeps `torch.tensor(3)` and nothing larger, and before 2.14 does not read a real number
-(a counter such as `num_batches_tracked`). Here the numbers of small constants are computed beside
-their fake tensors. The fake tensors stay, so that bytes and kernels are counted as ever.
-
-Numbers of data stay unknown: of inputs, targets, weights and random streams.
+code makes of its own numbers and of shapes alone is the same whatever the data: a counter of its
+own, whether a mask that it was given masks anything. Beside each fake tensor whose numbers are
+known a real one is kept, and every kernel that gets only such tensors runs on these, too. The fake
+tensors stay, so that bytes and kernels are counted as ever. What is asked of any other tensor has
+no answer, and none is made up.
 """
 
 import contextlib
-from collections.abc import MutableMapping, Sequence
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
 )
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from zoo.engine.operators import effects_of
+from zoo.engine.recording import has_own_storage, is_plain, written_by
 from zoo.measure.memory import tensors_in
 
-# elements of a constant; who reads out more reads data
-MOST = 4096
+# numbers of a tensor, at most; who reads more reads data
+SMALL = 1 << 16
+CPU = torch.device("cpu")
+# of these only the shape and the type count
+OF_SHAPES = frozenset(
+    f"aten::{name}"
+    for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+)
 
-_aten = torch.ops.aten
-_READ = _aten._local_scalar_dense.default
-# `torch.tensor` hands the numbers that the code wrote to it
-_WRITTEN = _aten.lift_fresh.default
-_OF_SHAPES = frozenset(
-    (
-        _aten.zeros_like, _aten.ones_like, _aten.full_like,
-        _aten.new_zeros, _aten.new_ones, _aten.new_full,
-    )
-)  # fmt: skip
-# numbers that happen to lie there
-_ARBITRARY = frozenset(
-    (
-        _aten.empty, _aten.empty_like, _aten.empty_permuted, _aten.empty_strided,
-        _aten.new_empty, _aten.new_empty_strided, _aten.resize_,
-    )
-)  # fmt: skip
+
+class NumbersNeeded(BaseException):
+    """A forward asks for numbers that nobody knows; no `except Exception` of its own catches it."""
 
 
 class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows the numbers of constants among fake tensors; enter it inside of a `FakeTensorMode`."""
+    """Knows the numbers of some fake tensors; enter it inside of a `FakeTensorMode`."""
 
-    def __init__(self) -> None:
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, mode: FakeTensorMode, strict: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        known: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-        self.known: MutableMapping[Tensor, Tensor] = known
+        self.mode = mode
+        # raises NumbersNeeded, not torch's exceptions
+        self.strict = strict
+        # whether the forward asked for what is not known, also where it went on all the same
+        self.asked = False
+        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        # storages of such tensors, written by what is not known; all stay alive
+        self._stale: set[int] = set()
+        self._alive: list[Tensor] = []
+
+    def know(self, fake: Tensor, real: Tensor) -> None:
+        """Notes the numbers of a fake tensor."""
+        self._known[id(fake)] = weakref.ref(fake), real
+        self._alive.append(real)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Has what is known told by `tolist` and `numpy`, too, which are no kernels.
+
+        transformers masks otherwise when it sees fake tensors; now only where it cannot know.
+        """
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(
+                _replaced(FakeTensor, "tolist", lambda fake: self._numbers(fake).tolist())
+            )
+            undo.enter_context(
+                _replaced(FakeTensor, "numpy", lambda fake, **_: self._numbers(fake).numpy())
+            )
+            if (utils := sys.modules.get("transformers.utils.import_utils")) is not None:
+                undo.enter_context(_replaced(utils, "is_fake_tensor", self._is_unknown))
+            yield
+
+    def _is_unknown(self, value: Any) -> bool:
+        return isinstance(value, FakeTensor) and self._real_of(value) is None
+
+    def _numbers(self, tensor: Tensor) -> Tensor:
+        found = self._real_of(tensor)
+        if found is None:
+            self.asked = True
+            raise NumbersNeeded
+        return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation on fake tensors, and on the numbers of constants beside them."""
+        """Runs a kernel on fake tensors, and on the real ones beside them."""
+        if types and not all(map(has_own_storage, types)):
+            return NotImplemented
         kwargs = kwargs or {}
-        if func is _READ and (value := self._value(args[0])) is not None:
-            with _disable_current_modes():
-                return value.item()
         given = tensors_in((args, kwargs))
-        result = func(*args, **kwargs)
+        is_known = hasattr(func, "_schema") and _repeats(func) and self._knows(func, given)
+        if is_known and given and torch.Tag.data_dependent_output in func.tags:
+            return self._real(func, args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if is_known:
+                return self._faked(self._real(func, args, kwargs))
+            self.asked = True
+            if not self.strict:
+                raise
+            raise NumbersNeeded from error
         found = tensors_in(result)
-        values = None
-        if self._decides(func, given, found):
-            values = _values(func, *pytree.tree_map(self._real, (args, kwargs)))
-        if values is not None and list(map(_layout, found)) == list(map(_layout, values)):
-            for tensor, value in zip(found, values, strict=True):
-                self.known[tensor] = value
-        elif _shares(func):
-            # it may write what it is given, now or through what it returns
-            for tensor in given:
-                self.forget(tensor)
+        is_small = is_known and (func.is_view or sum(part.numel() for part in found) <= SMALL)
+        if is_small:
+            self._follow(func, args, kwargs, result)
+        elif hasattr(func, "_schema"):
+            self._forget_written(func, args, kwargs)
         return result
 
-    def forget(self, tensor: Tensor) -> None:
-        """Takes the numbers of a tensor, and of all that share its storage, for data."""
-        if (value := self.known.get(tensor)) is None:
-            return
-        storage = value.untyped_storage()._cdata
-        for other, value in list(self.known.items()):
-            if value.untyped_storage()._cdata == storage:
-                del self.known[other]
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        for tensor in written_by(effects_of(func), args, kwargs):
+            self.forget(tensor)
 
-    def _value(self, tensor: Tensor) -> Tensor | None:
-        is_real = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-        return tensor if is_real else self.known.get(tensor)
-
-    def _decides(self, func: Any, given: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
-        """Says whether constants alone decide what an operation writes and returns."""
-        if not (
-            isinstance(func, OpOverload)
-            and func.namespace == "aten"
-            and torch.Tag.nondeterministic_seeded not in func.tags
-            and func.overloadpacket not in _ARBITRARY
-        ):
-            return False
-        tensors = (*given, *found)
+    def _knows(self, func: Any, tensors: Sequence[Tensor]) -> bool:
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return False
-        if not func.is_view and any(tensor.numel() > MOST for tensor in tensors):
-            return False
-        if func is _WRITTEN and not isinstance(given[0], FakeTensor):
-            return True
-        return func.overloadpacket in _OF_SHAPES or all(tensor in self.known for tensor in given)
+        is_of_shapes = func._schema.name in OF_SHAPES
+        return is_of_shapes or all(self._real_of(tensor) is not None for tensor in tensors)
 
-    def _real(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if not isinstance(value, Tensor):
-            return value
-        if value in self.known:
-            return self.known[value]
-        with _disable_current_modes():
-            if not isinstance(value, FakeTensor):
-                return value.detach().clone()
-            # of these only the shape and the type count
-            return torch.empty((), dtype=value.dtype).expand(value.shape)
+    def _real_of(self, tensor: Tensor) -> Tensor | None:
+        found = self._known.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            stale = found[1].untyped_storage()._cdata in self._stale
+            return None if stale else found[1]
+        if isinstance(tensor, FakeTensor) or not is_plain(tensor) or tensor.numel() > SMALL:
+            return None
+        # a tensor that the code itself has, such as that of `torch.tensor([1, 2])`
+        if tensor.is_meta or tensor.requires_grad:
+            return None
+        self.know(tensor, copied(tensor))
+        return self._known[id(tensor)][1]
+
+    def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                found = self._real_of(leaf)
+                return _shaped(leaf) if found is None else found
+            return CPU if isinstance(leaf, torch.device) else leaf
+
+        args, kwargs = pytree.tree_map(real, (args, kwargs))
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def _faked(self, result: Any) -> Any:
+        def fake(real: Tensor) -> Tensor:
+            made: Tensor = self.mode.from_tensor(real, static_shapes=True)
+            self.know(made, real)
+            return made
+
+        return pytree.tree_map_only(Tensor, fake, result)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        try:
+            real = self._real(func, args, kwargs)
+        except Exception:
+            # a kernel of another device alone
+            self._forget_written(func, args, kwargs)
+            return
+        for fake, made in zip(tensors_in(result), tensors_in(real), strict=True):
+            self.know(fake, made)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Takes the numbers of a tensor, and of all that share its storage, for unknown."""
+        if (found := self._known.get(id(tensor))) is not None and found[0]() is tensor:
+            self._stale.add(found[1].untyped_storage()._cdata)
 
 
 def as_data(tensor: Tensor) -> Tensor:
@@ -131,18 +189,33 @@ def as_data(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _values(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
-    """Runs an operation on numbers; None where the CPU cannot, as with types of other devices."""
-    with contextlib.suppress(Exception), _disable_current_modes():
-        return tensors_in(func(*args, **kwargs))
-    return None
+def _shaped(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the same shape and type, with any numbers."""
+    with unset_fake_temporarily():
+        return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
-def _shares(func: Any) -> bool:
-    """Says whether an operation writes a tensor that it is given, or returns one of its storage."""
-    schema = getattr(func, "_schema", None)
-    return schema is None or any(argument.alias_info for argument in schema.arguments)
+def copied(tensor: Tensor) -> Tensor:
+    """Copies the numbers of a tensor to where they can be read."""
+    with unset_fake_temporarily(), torch.no_grad():
+        return tensor.detach().to(CPU, copy=True)
+
+
+def _repeats(operator: Any) -> bool:
+    """Says whether an operator makes the same of the same numbers."""
+    effects = effects_of(operator)
+    is_empty = effects.blank and "empty" in operator._schema.name
+    return not (effects.opaque or effects.seeded or effects.reshapes or is_empty)

@@ -80,7 +80,7 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
     if make is None:
         return OptimizerBytes()
     check_maker(make)
-    with FakeTensorMode(allow_non_fake_inputs=True), Constants():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, Constants(mode):
         # made anew: a fake of a parameter shares its version, which a graph may have noted
         fakes = [nn.Parameter(torch.empty_like(p)) for p in parameters if p.requires_grad]
         if not fakes:

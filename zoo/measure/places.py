@@ -9,7 +9,8 @@ import contextlib
 import functools
 import os
 import sys
-from types import CodeType, FrameType
+from collections.abc import Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,15 @@ _ZOO = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # these files run models, they are none
 _RUNNERS = tuple(
     _ZOO + name
-    for name in ("adapter", "engine", "measure", "chain.py", "checkpointing.py", "entry.py")
+    for name in (
+        "adapter",
+        "engine",
+        "measure",
+        "tracing",
+        "chain.py",
+        "checkpointing.py",
+        "entry.py",
+    )
 )
 # zoo's own training loop, in which nobody would look for a tensor
 _LOOP = _ZOO + "tracking.py"
@@ -106,12 +115,36 @@ class Places:
         return Place(block, step, module, line)
 
 
-def model_line(frame: FrameType | None, end: CodeType) -> str:
-    """Returns "file:line" of the model's code that a frame is called from; "" where `end` comes."""
+def modules_around(
+    frame: FrameType | None, paths: Mapping[int, str]
+) -> tuple[tuple[str, ...], str]:
+    """Returns the paths of the modules that run around a frame, outermost first, and its line.
+
+    `paths` are those of the modules by their ids. The line is "file:line" of the innermost
+    code that is not torch's; "" where no module runs.
+    """
+    found: list[str] = []
     line = None
-    while frame is not None and frame.f_code is not end and line is None:
-        line, frame = _line_at(frame), frame.f_back
-    return line or ""
+    while frame is not None:
+        if frame.f_code is _CALL:
+            path = paths.get(id(_local(frame, "self")))
+            if path is not None:
+                found.append(path)
+        elif line is None:
+            line = _line_at(frame)
+        frame = frame.f_back
+    return tuple(reversed(found)), line if line and found else ""
+
+
+def line_of_traceback(error: BaseException) -> str:
+    """Returns "file:line" of the model's code that raised an error; "" where none did."""
+    found, step = "", error.__traceback__
+    while step is not None:
+        filename = step.tb_frame.f_code.co_filename
+        if filename != _LOOP and not _is_hidden(filename):
+            found = f"{_shown(filename)}:{step.tb_lineno}"
+        step = step.tb_next
+    return found
 
 
 def is_differentiated(frame: FrameType | None) -> bool:

@@ -7,7 +7,7 @@ kept, only their kinds; so steps that do the same to the same kinds are run once
 
 What kernels allocate inside themselves (oneDNN's reordered tensors, cuDNN's workspaces) is not
 seen, unless each kind of step is also run for real (`timed`). What the steps reach is left as it
-was: buffers, hooks, attributes, variables, random streams; see `engine.scratch`.
+was: buffers, hooks, attributes, variables, random streams; see `scratch`.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from zoo.chain import Outline, State, Step
-from zoo.engine.unseen import unseen
 from zoo.errors import PlanError, ZooError
 from zoo.measure.alike import Names, identity
 from zoo.measure.constants import Constants
 from zoo.measure.devices import Device, device_named
+from zoo.measure.scratch import unseen
 from zoo.measure.sharded import gathered
 from zoo.measure.step import Given, Kind, Kinds, StepRun, Strided, kind_of, renumber, run_step
 from zoo.measure.trial import Trial, run_trial
@@ -79,10 +79,10 @@ class Profile:
     def _follow(self) -> None:
         chain = self.chain
         with (
-            untouched(chain, self.outline, self.inputs),
+            untouched(chain, self.outline),
             without_autocast_cache(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
-            Constants(),
+            Constants(mode),
             gathered(chain, mode),
         ):
             for module in chain.modules():
@@ -115,7 +115,7 @@ class Profile:
         with (
             _measuring(self.chain, "by running each kind alone"),
             unseen(),
-            untouched(self.chain, self.outline, self.inputs),
+            untouched(self.chain, self.outline),
             without_autocast_cache(),
         ):
             for module in self.chain.modules():
@@ -213,6 +213,7 @@ class _Profile:
             blocks=outline.blocks,
             parameter_gradients=self._left(outline, runs),
             gradients_made=tuple(run.made for run in runs),
+            draws=tuple(run.draws for run in runs),
         )
 
     def _left(self, outline: Outline, runs: Sequence[StepRun]) -> tuple[int, ...]:

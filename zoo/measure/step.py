@@ -76,6 +76,7 @@ class StepRun:
         parameter_gradients: bytes of the gradients of parameters that no other step shares.
         shared_gradients: for parameters that other steps share, by id, bytes of their gradients.
         made: bytes of gradients of parameters that the forward made; its peaks are without them.
+        draws: how many kernels of the forward draw random numbers.
         work, work_until_saved, work_backward: floating point operations and bytes of each kernel.
     """
 
@@ -89,6 +90,7 @@ class StepRun:
     parameter_gradients: int
     shared_gradients: Mapping[int, int]
     made: int
+    draws: int
     work: Work
     work_until_saved: Work
     work_backward: Work
@@ -158,6 +160,7 @@ def run_step(
         forward=watch.peak_without(behind.gradients),
         forward_until_saved=watch.peak_without(behind.gradients, until_saved[0]),
         made=watch.made(behind.gradients),
+        draws=watch.draws,
         backward=behind.peak,
         gives={
             kind.tensor: behind.gives[id(leaf)]
@@ -463,6 +466,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fixed = fixed
         self.bytes = 0
         self.peak = 0
+        self.draws = 0
         self.work: list[tuple[int, int]] = []
         self.known: dict[int, int] = {}
         self.events: list[tuple[int, int]] = []
@@ -470,6 +474,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = tensors_in((args, kwargs))
+        self.draws += torch.Tag.nondeterministic_seeded in func.tags
         given = {tensor.untyped_storage()._cdata for tensor in inputs}
         result = func(*args, **kwargs)
         outputs = tensors_in(result)

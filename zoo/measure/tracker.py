@@ -25,7 +25,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack
 from types import FrameType
 from typing import Any
@@ -40,6 +40,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from zoo.engine.recompute import is_recomputing, observed, origin
 from zoo.errors import ArgumentError, shortened
 from zoo.measure.lives import BEFORE, Life, Record, settle
 from zoo.measure.memory import AllocatorEvents, storages_of, tensors_in
@@ -57,8 +58,6 @@ _DEVICE = torch.ops.prim.device.default
 class Tracker(ContextDecorator):
     """Tracks a block of code; `timeline` is that of the latest one.
 
-    `recomputing` says whether the code that asks is in a second run.
-
     Raises:
         ArgumentError: no module, or the events of an allocator that is not the CPU's.
     """
@@ -70,7 +69,6 @@ class Tracker(ContextDecorator):
         optimizer: torch.optim.Optimizer | None = None,
         inputs: Any = (),
         allocator: bool = False,
-        recomputing: Callable[[], bool] = lambda: False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"tracking needs a torch.nn.Module; got {type(model).__name__}")
@@ -86,7 +84,7 @@ class Tracker(ContextDecorator):
                 f"{self.device}. Leave it out and compare with torch.cuda.max_memory_allocated()"
             )
         self.model, self.optimizer, self.inputs = model, optimizer, inputs
-        self.allocator, self.recomputing = allocator, recomputing
+        self.allocator = allocator
         self.timeline = Timeline()
         self._open: list[ExitStack] = []
 
@@ -113,7 +111,7 @@ class Tracker(ContextDecorator):
 
     @contextlib.contextmanager
     def _tracked(self, timeline: Timeline) -> Iterator[None]:
-        recorder = Recorder(self.model, self.recomputing)
+        recorder = Recorder(self.model)
         recorder.note_resident(self.optimizer, self.inputs)
         events = AllocatorEvents() if self.allocator else None
         try:
@@ -131,10 +129,9 @@ class Tracker(ContextDecorator):
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the storages that operations make on this thread, and in the backwards it starts."""
 
-    def __init__(self, model: nn.Module, recomputing: Callable[[], bool]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self.recomputing = recomputing
         self.places = Places(model)
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.record = Record()
@@ -155,6 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             after: Any = register_optimizer_step_post_hook(self._end_optimizer)
             hooks.callback(after.remove)
             hooks.enter_context(self._resizing())
+            hooks.enter_context(observed(lambda: self.place))
             hooks.enter_context(self)
             yield
 
@@ -193,7 +191,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(is_traceable_wrapper_subclass, given)):
             return NotImplemented  # operations on what it wraps follow
         place = self._begin_operation(sys._getframe(1))
-        for tensor in given:
+        # a replay reads copies, too, of what the program may have changed since
+        for tensor in () if is_recomputing() else given:
             for storage in storages_of(tensor):
                 if storage._cdata not in self.alive:
                     self._add(storage, tensor, place, resident=func is not _LIFT)
@@ -273,7 +272,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = self._place_of_node()
             self._set_phase("backward", place)
             return place
-        place = self.places.here(frame)
+        place = origin() or self.places.here(frame)
         if task != -1:
             self._set_phase("recompute", place)
             return place
@@ -299,7 +298,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # the backward of a GPU is on a thread of its own, whose stack does not say who began it
         own = threading.get_ident() == self.thread
         caller = frame if own else sys._current_frames().get(self.thread)
-        return self.recomputing() or not is_differentiated(caller)
+        return is_recomputing() or not is_differentiated(caller)
 
     def _place_of_node(self) -> Place:
         node: Any = torch._C._current_autograd_node()

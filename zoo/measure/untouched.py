@@ -1,4 +1,4 @@
-"""Runs the steps of a chain so that nothing of it shows afterwards: see also `engine.scratch`."""
+"""Runs the steps of a chain so that nothing of it shows afterwards: see also `scratch`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from zoo.chain import HOOKS, Outline, State
-from zoo.engine.scratch import on_scratch
+from zoo.chain import HOOKS, Outline
+from zoo.measure.scratch import on_scratch
 
 
 @contextlib.contextmanager
-def untouched(chain: nn.Module, outline: Outline, inputs: State) -> Iterator[None]:
+def untouched(chain: nn.Module, outline: Outline) -> Iterator[None]:
     """Lets the steps run without hooks; afterwards all that they reach is as it was."""
     before = {module: dict(vars(module)) for module in chain.modules()}
     hooks = {p: p._backward_hooks for p in chain.parameters() if p._backward_hooks}
@@ -23,7 +23,7 @@ def untouched(chain: nn.Module, outline: Outline, inputs: State) -> Iterator[Non
                 setattr(module, name, {})
         for parameter in hooks:
             parameter._backward_hooks = None
-        with on_scratch(outline.steps, inputs):
+        with on_scratch(outline.steps):
             yield
     finally:
         for parameter, own in hooks.items():

@@ -38,6 +38,7 @@ class StepCosts:
             to it. Empty where nobody does. A second run that makes one again makes another.
         gradients_made: for each step, bytes of such gradients that its forward makes beside the
             bytes above; none where it is empty.
+        draws: for each step, how many of its kernels draw random numbers; none where it is empty.
     """
 
     sizes: tuple[int, ...]
@@ -56,6 +57,7 @@ class StepCosts:
     parameter_gradients: tuple[int, ...] = ()
     returned: frozenset[int] = frozenset()
     gradients_made: tuple[int, ...] = ()
+    draws: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.saved)

@@ -1,9 +1,10 @@
-"""Finds where in a chain two trainings part: what each step returned, at its first and second run.
+"""Finds where in a chain two trainings part: what each step returned, in its forward and replayed.
 
 Watching costs as much memory as the baseline's activations, so it is no part of a verification: a
 pair that was found to differ trains once more, up to the step of training in question.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoo.chain import Outline, Runner, State, Step, fold, step_names
+from zoo.engine.saved import pack, unpack
+from zoo.errors import RecomputeError
 from zoo.measure.memory import tensors_in
 from zoo.verification.records import same, same_bits
 from zoo.verification.report import Difference, Place
@@ -21,18 +24,17 @@ class Watch:
 
     Which of these is to blame, in this order:
 
-        a first run returned something else than the baseline's   its output
-        a second run returned something else than its first       what the second run used
+        a step returned something else than the baseline's        its output
+        its kernels, replayed, make something else than it        what changed in between
         the gradient of an output is another than the baseline's  the last in the chain: it is the
                                                                   first in the backward
-        the step that moves the buffer in question                it moved once too often
+        the step that moves the buffer in question
     """
 
     def __init__(self, runner: Runner | None, first: Difference) -> None:
         self.runner = runner
         self.plan = runner.plan if runner is not None else None
         self.buffer = first.name if first.kind == "buffer" else None
-        self.forward_is_over = False
         self.names: list[str] = []
         self.outputs: dict[int, list[Tensor]] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
@@ -67,9 +69,9 @@ class Watch:
         ]
         found = (
             (min(outputs, default=None), "whose output differs"),
-            (min(other.unlike, default=None), "whose second run returned something else"),
+            (min(other.unlike, default=None), "whose replay makes something else"),
             (max(gradients, default=None), "whose output gets another gradient"),
-            (min(self.moving, default=None), "which moves this buffer"),
+            (min(self.moving | other.moving, default=None), "which moves this buffer"),
         )
         return next(
             (
@@ -81,24 +83,28 @@ class Watch:
         )
 
     def _run(self, chain: nn.Module, number: int, step: Step, *state: Any) -> Any:
-        before = self._moved(chain) if not self.forward_is_over else None
+        before = self._moved(chain)
         value = step(*state)
+        if number in self.outputs:
+            return value
         tensors = tensors_in(value)
-        if self.forward_is_over:
-            if not same(self.outputs.get(number, []), [tensor.detach() for tensor in tensors]):
-                self.unlike.add(number)
-        elif number not in self.outputs:
-            self.outputs[number] = [tensor.detach().clone() for tensor in tensors]
-            for position, tensor in enumerate(tensors):
-                if tensor.requires_grad and not any(tensor is given for given in state):
-                    note = functools.partial(self._note, (number, position))
-                    tensor.register_hook(note)  # type: ignore[no-untyped-call]
-            if before is not None and not same_bits(before, self._moved(chain)):
-                self.moving.add(number)
+        self.outputs[number] = [tensor.detach().clone() for tensor in tensors]
+        for position, tensor in enumerate(tensors):
+            if tensor.requires_grad and not any(tensor is given for given in state):
+                note = functools.partial(self._note, (number, position), pack(tensor))
+                tensor.register_hook(note)  # type: ignore[no-untyped-call]
+        if before is not None and not same_bits(before, self._moved(chain)):
+            self.moving.add(number)
         return value
 
-    def _note(self, key: tuple[int, int], gradient: Tensor) -> None:
+    def _note(self, key: tuple[int, int], packed: Any, gradient: Tensor) -> None:
+        """Notes the gradient of an output, and whether a replay makes that output again."""
+        number, position = key
         self.gradients.setdefault(key, gradient.detach().clone())
+        # one that was written since cannot be made again, and need not be
+        with contextlib.suppress(RecomputeError):
+            if not same_bits(unpack(packed), self.outputs[number][position]):
+                self.unlike.add(number)
 
     def _moved(self, chain: nn.Module) -> Any:
         buffers = dict(chain.named_buffers()) if self.buffer is not None else {}

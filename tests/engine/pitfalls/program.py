@@ -42,16 +42,6 @@ def assert_exact(program: Program) -> None:
     compare(outcome(program, zoo.recompute), expected)
 
 
-def assert_exact_or_refused(program: Program) -> None:
-    """Asserts that a program leaves the same bits or ends in a clear error."""
-    expected = outcome(program, plain)
-    try:
-        found = outcome(program, zoo.recompute)
-    except zoo.RecomputeError:
-        return
-    compare(found, expected)
-
-
 def assert_trains(
     make: Callable[[], nn.Module],
     batch: Callable[[], Sequence[Any]] | None = None,

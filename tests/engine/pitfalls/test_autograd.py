@@ -53,7 +53,7 @@ def test_double_backward(way: Way) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_retained_graph(way: Way) -> None:
-    """retain_graph=True: a second run per backward, with norm and dropout, three times."""
+    """retain_graph=True: a replay per backward, with norm and dropout, three times."""
 
     def program(call: Call) -> Any:
         model, (x,) = mixed(), rows()
@@ -68,7 +68,7 @@ def test_a_retained_graph(way: Way) -> None:
 
 
 def test_two_outputs_and_two_backwards() -> None:
-    """Partial backward: the segment runs for each."""
+    """Partial backward: a replay for each."""
 
     def program(call: Call) -> Any:
         model, other, (x,) = mixed(), mixed(), rows()

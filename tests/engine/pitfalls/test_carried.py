@@ -44,7 +44,7 @@ class Balanced(Logging):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Logging, Balanced])
 def test_an_auxiliary_loss_left_on_the_module(kind: type[Logging], way: Way) -> None:
-    """Megatron-LM#1330: appended twice; without a gradient where the first run has no graph."""
+    """Megatron-LM#1330: appended twice; without a gradient where a forward has no graph."""
 
     def program(call: Call) -> Any:
         model = kind()
@@ -104,7 +104,7 @@ class ActNorm(nn.Module):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_initialization_by_the_first_batch(way: Way) -> None:
-    """Lazy initialization takes another branch in the second run."""
+    """Lazy initialization takes another branch when it is called again."""
     assert_trains(lambda: net(ActNorm()), way=way)
 
 
@@ -124,8 +124,8 @@ class MakingItsLayer(nn.Module):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [MakingItsParameter, MakingItsLayer])
-def test_what_the_first_call_makes_is_made_again(kind: type[nn.Module], way: Way) -> None:
-    """The second run draws the same values; afterwards the module has those of the first."""
+def test_what_the_first_call_makes_is_made_once(kind: type[nn.Module], way: Way) -> None:
+    """Parameters drawn and layers built inside, and trained from then on."""
     assert_trains(lambda: net(kind(), nn.Linear(3 if kind is MakingItsLayer else 4, 4)), way=way)
 
 
@@ -145,7 +145,7 @@ class Caching(nn.Module):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_cache_is_filled_once(way: Way) -> None:
-    """Rotary tables, masks: the second run must not find what the first one left."""
+    """Rotary tables, masks: what is made in one step is read in all later ones."""
     assert_trains(Caching, way=way)
 
 

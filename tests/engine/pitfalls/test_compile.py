@@ -10,9 +10,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import zoo
 from tests.engine.pitfalls.program import (
+    WAYS,
     Call,
+    Way,
     assert_exact,
     compare,
+    frozen,
+    gradients,
     images,
     module,
     net,
@@ -129,11 +133,29 @@ def test_a_traced_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_scripted_module_in_a_segment_is_refused() -> None:
-    """Its buffers are not Python's: they would move twice."""
-    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    with pytest.raises(zoo.RecomputeError, match="of TorchScript"):
-        zoo.recompute(model, torch.rand(3, 4))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_scripted_module_in_a_segment(way: Way) -> None:
+    """Its buffers are not Python's; its code is called once, and its kernels are torch's."""
+
+    def make() -> nn.Module:
+        inner = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()))
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), inner, nn.Linear(4, 3))
+
+    # the first of all has other bits, without segments, too
+    trained_script(plain, make(), way)
+    assert_exact(lambda call: trained_script(call, make(), way))
+
+
+def trained_script(call: Call, model: nn.Module, way: Way) -> Any:
+    """Trains five steps: the code is compiled anew in the first of them."""
+    found = []
+    for _ in range(5):
+        (x,) = rows()
+        y = way(call, model, x)
+        model.zero_grad()
+        y.square().sum().backward()
+        found.append(frozen([y, x.grad, gradients(model), dict(model.named_buffers())]))
+    return found
 
 
 def test_a_symbolically_traced_model() -> None:
@@ -148,7 +170,7 @@ def test_a_symbolically_traced_model() -> None:
 
 
 def test_a_segment_of_the_recording_of_a_graph() -> None:
-    """make_fx of forward and backward: both runs are traced."""
+    """make_fx of forward and backward: the graph computes the gradient."""
     (x,) = rows()
 
     def step(call: Call) -> Any:

@@ -1,4 +1,4 @@
-"""Random streams: the second run draws what the first drew, and the streams go on as without."""
+"""Random streams: the replay has what the forward drew, and the streams go on as without."""
 
 import random
 from typing import Any

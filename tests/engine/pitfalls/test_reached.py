@@ -1,4 +1,4 @@
-"""State in places where programs keep it: found and given again, wherever the code leads."""
+"""State in places where programs keep it, wherever the code leads."""
 
 import sys
 import types
@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zoo
 from tests.engine.pitfalls.program import (
     WAYS,
     Call,
@@ -160,35 +158,5 @@ def test_a_hook_registered_in_the_forward_is_registered_once() -> None:
         after = len(linear._forward_hooks)
         output.sum().backward()
         return after, len(linear._forward_hooks), x.grad
-
-    assert_exact(program)
-
-
-def test_what_is_remembered_moves_the_streams_in_both_runs() -> None:
-    """A drawn number is not drawn again, but what follows it in the stream must follow it."""
-
-    def program(call: Call) -> Any:
-        linear, (x,) = nn.Linear(4, 4), rows()
-
-        def function(x: Tensor) -> Tensor:
-            drawn = zoo.remember(lambda: torch.rand(4))
-            return (F.dropout(linear(x), 0.5) * drawn).tanh().sin()
-
-        call(function, x).sum().backward()
-        return x.grad, torch.rand(2)
-
-    assert_exact(program)
-
-
-def test_what_a_remembered_value_saves_is_its_own() -> None:
-    def program(call: Call) -> Any:
-        linear, (x,) = nn.Linear(4, 4), rows()
-
-        def function(x: Tensor) -> Tensor:
-            gate = zoo.remember(lambda: linear(x).tanh().exp())
-            return (linear(x) * gate.detach()).tanh().sin()
-
-        call(function, x).sum().backward()
-        return x.grad, state_of(linear)
 
     assert_exact(program)

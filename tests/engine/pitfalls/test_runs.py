@@ -1,7 +1,10 @@
-"""What tells the runs apart: zoo.remember and zoo.is_recomputing."""
+"""A function runs once: what cannot be had a second time, and what happens while it is replayed."""
 
 import os
+import time
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,149 +14,94 @@ from torch import Tensor, nn
 import zoo
 from tests.engine.pitfalls.program import (
     WAYS,
+    Call,
     Way,
+    assert_exact,
+    plain,
     rows,
 )
 
-Log = list[Any]
+SOURCES: dict[str, Callable[[], list[int]]] = {
+    "operating system": lambda: [*os.urandom(4)],
+    "clock": lambda: [time.perf_counter_ns() % 251] * 4,
+    "uuid": lambda: [*uuid.uuid4().bytes[:4]],
+    "address": lambda: [id(object()) % 251] * 4,
+}
 
 
 class Outside(nn.Module):
-    """Scales by numbers of the operating system, which nobody can seed."""
+    """Scales by numbers that nobody can seed."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Callable[[], list[int]]) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.numbers: Callable[[], Tensor] = lambda: torch.tensor([*os.urandom(4)]) / 256.0
+        self.linear, self.numbers = nn.Linear(4, 4), numbers
+        self.seen: list[list[int]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = zoo.remember(self.numbers)
-        return torch.tanh(self.linear(x) * self.seen)
+        self.seen.append(self.numbers())
+        return torch.tanh(self.linear(x) * torch.tensor(self.seen[-1]) / 256)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_of_the_outside_are_asked_for_once(way: Way, source: str) -> None:
+    """The gradient is that of the numbers seen."""
+
+    def trained(call: Call, numbers: Callable[[], list[int]]) -> Any:
+        torch.manual_seed(0)
+        model, (x,) = Outside(numbers), rows()
+        way(call, model, x).square().sum().backward()
+        assert len(model.seen) == 1
+        return model.seen[0], [x.grad, model.linear.weight.grad, model.linear.bias.grad]
+
+    seen, found = trained(zoo.recompute, SOURCES[source])
+    _, expected = trained(plain, lambda: seen)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_remembered_numbers_are_those_of_the_first_run(way: Way) -> None:
-    """zoo.remember, also in a segment of a segment: the gradient is that of the numbers seen."""
-    model = Outside()
-    (x,) = rows()
-    output = way(zoo.recompute, model, x)
-    seen = model.seen
-    output.square().sum().backward()
-    model.numbers = lambda: seen
-    (twin,) = rows()
-    twin.data = x.data
-    found = x.grad, model.linear.weight.grad.clone()
-    model.zero_grad()
-    way(lambda function, *inputs: function(*inputs), model, twin).square().sum().backward()
-    assert torch.equal(found[0], twin.grad)
-    assert torch.equal(found[1], model.linear.weight.grad)
+def test_a_file_is_read_and_written_once(way: Way, tmp_path: Path) -> None:
+    """A stream of data, and a log."""
+    data, log = tmp_path / "data", tmp_path / "log"
+    data.write_bytes(bytes(range(1, 9)))
+
+    def program(call: Call) -> Any:
+        model, (x,) = nn.Module(), rows()
+        with data.open("rb") as file, log.open("w") as lines:
+
+            def forward(x: Tensor) -> Tensor:
+                scale = file.read(1)[0]
+                lines.write(f"{scale}\n")
+                return (x * scale).sin().exp()
+
+            model.forward = forward  # type: ignore[assignment]
+            for _ in range(3):
+                way(call, model, x).sum().backward()
+        return x.grad, log.read_text()
+
+    assert_exact(program)
 
 
-def test_remembered_functions_are_called_once_in_the_forward() -> None:
-    """zoo.remember: twice in one segment, in nested segments, with values of any kind."""
-    calls: list[str] = []
-    seen: list[Any] = []
+def test_a_segment_that_runs_inside_of_a_backward() -> None:
+    """A hook of a gradient that runs a segment of its own, with a backward, between replays."""
 
-    class Asking:
-        def ask(self, name: str) -> dict[str, Any]:
-            return zoo.remember(lambda: calls.append(name) or {"n": len(calls), "t": torch.ones(2)})
+    def program(call: Call) -> Any:
+        (x,), other, calls = rows(), torch.rand(3).requires_grad_(), [0]
 
-        def inner(self, x: Tensor) -> Tensor:
-            found = self.ask("inner")
-            seen.append(found["n"])
-            return (x * found["n"]).sin()
+        def inner(x: Tensor) -> Tensor:
+            calls[0] += 1
+            return x.exp().sin()
 
-        def outer(self, x: Tensor) -> Tensor:
-            first, second = self.ask("a"), self.ask("b")
-            return zoo.recompute(self.inner, (x * first["n"]).sin() * second["n"]).exp().sin()
+        def hook(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                call(inner, other).sum().backward()
 
-    x = torch.rand(3).requires_grad_()
-    zoo.recompute(Asking().outer, x).sum().backward()
-    assert len(calls) == 3
-    (gradient,) = torch.autograd.grad((((x * 1).sin() * 2) * 3).sin().exp().sin().sum(), x)
-    assert torch.equal(x.grad, gradient)
+        def function(x: Tensor) -> Tensor:
+            y = x.sin()
+            y.register_hook(hook)
+            return y.exp().sin()
 
+        call(lambda x: call(function, x).tanh(), x).sum().backward()
+        return x.grad, other.grad, calls
 
-@pytest.mark.parametrize("flag", [True, False])
-def test_a_remembered_tensor_needs_a_gradient_as_it_did(flag: bool) -> None:
-    """Without its history: a second run saves what the first saved."""
-
-    def function(x: Tensor) -> Tensor:
-        return (x * zoo.remember(lambda: torch.full((3,), 2.0).requires_grad_(flag))).sin()
-
-    x = torch.rand(3).requires_grad_()
-    zoo.recompute(function, x).sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(function(x).sum(), x)[0])
-
-
-def test_a_remembered_tensor_that_was_changed_is_refused() -> None:
-    found, x = Answers(), torch.rand(3).requires_grad_()
-    found.note(torch.ones(3))
-    loss = zoo.recompute(lambda x: (x + zoo.remember(found.first)).sin().exp(), x).sum()
-    found.first().add_(1)
-    with pytest.raises(zoo.RecomputeError, match="changed in place"):
-        loss.backward()
-
-
-def test_an_empty_memory_is_refused() -> None:
-    """A second run that asks more often than the first cannot be answered."""
-    more: list[int] = []
-
-    def function(x: Tensor) -> Tensor:
-        for _ in range(2 if zoo.is_recomputing() else 1):
-            x = x * zoo.remember(lambda: more.append(1) or 2.0)
-        return x.exp().sin()
-
-    loss = zoo.recompute(function, torch.rand(3).requires_grad_()).sum()
-    with pytest.raises(zoo.RecomputeError, match="remember"):
-        loss.backward()
-
-
-class Answers:
-    """Notes what is_recomputing says, on an object that no second run can give back."""
-
-    def __init__(self) -> None:
-        entries: Log = []
-        self.answers = entries
-        self.note = entries.append
-        self.first = lambda: entries[0]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_is_recomputing_tells_the_runs_apart(way: Way) -> None:
-    """torchgpipe and fairscale: False in the first run, True in the second, False outside."""
-    seen = Answers()
-    layer = nn.Linear(4, 4)
-
-    def forward(x: Tensor) -> Tensor:
-        seen.note(zoo.is_recomputing())
-        return torch.tanh(layer(x)).exp()
-
-    model = nn.Module()
-    model.forward = forward  # type: ignore[assignment]
-    loss = way(zoo.recompute, model, *rows()).sum()
-    assert not zoo.is_recomputing()
-    loss.backward()
-    assert not zoo.is_recomputing()
-    assert seen.answers[0] is False
-    assert len(seen.answers) >= 2
-    assert all(seen.answers[1:])
-
-
-def test_is_recomputing_is_false_in_a_forward_inside_of_a_backward() -> None:
-    """A hook of a gradient that runs a segment of its own; and after an error."""
-    seen = Answers()
-
-    def inner(x: Tensor) -> Tensor:
-        seen.note(zoo.is_recomputing())
-        return x.exp().sin()
-
-    x, other = torch.rand(3).requires_grad_(), torch.rand(3).requires_grad_()
-    y = x * 1
-
-    def hook(gradient: Tensor) -> None:
-        zoo.recompute(inner, other)
-
-    y.register_hook(hook)
-    zoo.recompute(lambda y: y.exp().sin(), y).sum().backward()
-    assert seen.answers == [False]
+    assert_exact(program)

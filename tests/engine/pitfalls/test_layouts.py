@@ -1,0 +1,321 @@
+"""Tensors that are no dense blocks of numbers: sparse, nested, quantized, and classes of users."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import zoo
+from tests.engine.pitfalls.program import (
+    WAYS,
+    Call,
+    Way,
+    assert_exact,
+    frozen,
+    net,
+    rows,
+    state_of,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:.*[Qq]uantiz"),
+]
+
+FORMS = ["to_sparse", "to_sparse_csr", "to_sparse_csc"]
+
+
+class Graph(nn.Module):
+    """Multiplies by an adjacency that is no dense tensor."""
+
+    def __init__(self, form: str, place: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        adjacency = getattr(torch.eye(6) * 2, form)()
+        if place == "buffer":
+            self.register_buffer("adjacency", adjacency)
+        else:
+            self.adjacency = adjacency
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        adjacency = self.adjacency if given is None else given
+        return torch.tanh(torch.sparse.mm(adjacency, self.linear(x)))
+
+
+@pytest.mark.parametrize("place", ["buffer", "attribute", "argument", "keyword"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sparse_adjacency(form: str, place: str) -> None:
+    """They have no storage, and the compressed ones cannot be compared."""
+
+    def program(call: Call) -> Any:
+        model, (x,) = Graph(form, place), rows()
+        adjacency = model.adjacency if place in ("argument", "keyword") else None
+        y = call(model, x, given=adjacency) if place == "keyword" else call(model, x, adjacency)
+        y.square().sum().backward()
+        return x.grad, [parameter.grad for parameter in model.parameters()]
+
+    assert_exact(program)
+
+
+def test_a_sparse_tensor_with_a_gradient() -> None:
+    """Made inside, of values with a history, and passed in."""
+
+    def program(call: Call) -> Any:
+        (x,), indices = rows(), torch.tensor([[0, 2, 5], [1, 1, 3]])
+        values = torch.rand(3).requires_grad_()
+        given = torch.sparse_coo_tensor(indices, values.sin(), (6, 4)).coalesce()
+
+        def function(x: Tensor, given: Tensor) -> Tensor:
+            own = torch.sparse_coo_tensor(indices, x[:3, 0].exp(), (6, 6))
+            y = torch.sparse.mm(own, x.sin()) + torch.sparse.mm(given, x[:4].cos())
+            return (y + given.to_dense()).tanh()
+
+        call(function, x, given).square().sum().backward()
+        return x.grad, values.grad
+
+    assert_exact(program)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sparse_gradients_of_tables(way: Way) -> None:
+    def program(call: Call) -> Any:
+        bag, layer = nn.EmbeddingBag(9, 4, mode="sum", sparse=True), nn.Linear(4, 4)
+        words, starts = torch.randint(9, (7,)), torch.tensor([0, 2, 5])
+        model = nn.Module()
+        model.forward = lambda words: layer(bag(words, starts).sin()).exp()  # type: ignore
+        way(call, model, words).sum().backward()
+        return bag.weight.grad.coalesce().to_dense(), state_of(layer)
+
+    assert_exact(program)
+
+
+def jagged(*parts: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor([*parts], layout=torch.jagged)
+
+
+def strided(*parts: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor([*parts])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("make", [jagged, strided])
+def test_nested_tensors(make: Callable[..., Tensor], depth: int, inside: bool) -> None:
+    """Made in the segment, or passed to it; a layer of them, and a table of parts after it."""
+
+    def program(call: Call) -> Any:
+        layer, (one,), (two,) = nn.Linear(4, 4), rows(2), rows(3)
+
+        def function(*parts: Tensor) -> Tensor:
+            both = make(*parts) if len(parts) > 1 else parts[0]
+            y = call(layer, both) if depth == 2 else layer(both)
+            return torch.nested.to_padded_tensor(torch.sin(y), 0.0).tanh()
+
+        parts = (one * 1, two * 1)
+        call(function, *(parts if inside else [make(*parts)])).sum().backward()
+        return one.grad, two.grad, state_of(layer)
+
+    assert_exact(program)
+
+
+def test_quantized_tensors() -> None:
+    """A table of eight bits, passed in, kept on a module, and made inside."""
+
+    def program(call: Call) -> Any:
+        linear, (x,) = nn.Linear(4, 4), rows()
+        table = torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 3, torch.qint8)
+        model = nn.Module()
+        model.table = table
+
+        def function(x: Tensor, given: Tensor) -> Tensor:
+            y = linear(x).sin() @ given.dequantize() @ model.table.dequantize()
+            own = torch.quantize_per_tensor(y.detach(), 0.05, 0, torch.quint8)
+            return (y * own.dequantize()).exp()
+
+        call(lambda x, t: call(function, x, t).sin(), x * 0.1, table).sum().backward()
+        return x.grad, state_of(linear)
+
+    assert_exact(program)
+
+
+def test_training_for_quantization() -> None:
+    """Fake quantization with observers that move, per tensor and per channel."""
+
+    def program(call: Call) -> Any:
+        model, (x,) = nn.Linear(4, 4), rows()
+        scale, point = torch.tensor([0.1]).requires_grad_(), torch.zeros(1).requires_grad_()
+        low, high = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+        sizes, points = torch.ones(4), torch.zeros(4, dtype=torch.int32)
+        size, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+        on = torch.ones(1, dtype=torch.long)
+
+        def function(x: Tensor) -> Tensor:
+            y = torch.fused_moving_avg_obs_fake_quant(
+                model(x), on, on, low, high, size, zero, 0.1, 0, 255, 0, False, False
+            )
+            y = torch.fake_quantize_per_channel_affine(y, sizes, points, 1, -8, 7)
+            return torch._fake_quantize_learnable_per_tensor_affine(y, scale, point, 0, 9, 1.0)
+
+        for _ in range(3):
+            call(lambda x: call(function, x).sin().exp(), x).sum().backward()
+        return x.grad, scale.grad, point.grad, low, high, size, zero, state_of(model)
+
+    assert_exact(program)
+
+
+class Scaled(Tensor):
+    """A wrapper of two tensors: numbers, and what they are multiplied with."""
+
+    numbers: Tensor
+    scale: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, numbers.shape, dtype=numbers.dtype, requires_grad=numbers.requires_grad
+        )
+
+    def __init__(self, numbers: Tensor, scale: Tensor) -> None:
+        self.numbers, self.scale = numbers, scale
+
+    def __tensor_flatten__(self) -> Any:
+        return ["numbers", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], *context: Any) -> "Scaled":
+        return Scaled(parts["numbers"], parts["scale"])
+
+    def dense(self) -> Tensor:
+        return self.numbers * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return Scaled(func(args[0].numbers), func(args[0].scale))
+        args, kwargs = pytree.tree_map_only(Scaled, Scaled.dense, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        keeps = func.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.sin, torch.ops.aten.mm)
+        return Scaled(out, torch.full((), 2.0)) if keeps else out
+
+
+@pytest.mark.parametrize("place", ["argument", "item", "closure", "parameter", "inside"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_wrapper_subclasses(depth: int, place: str) -> None:
+    """Taken apart by their own dispatch: their parts are recorded, and saved part by part."""
+
+    def program(call: Call) -> Any:
+        (x,), layer = rows(), nn.Linear(4, 4)
+        wrapped = Scaled(torch.rand(6, 4), torch.full((), 3.0))
+        if place == "parameter":
+            layer.table = nn.Parameter(wrapped)
+
+        def function(x: Tensor, given: Any = None) -> Tensor:
+            if place == "inside":
+                other: Any = Scaled(x.detach().sin(), torch.full((), 0.5))
+            else:
+                kept = {"closure": wrapped, "parameter": getattr(layer, "table", None)}
+                other = given[0] if place == "item" else kept.get(place, given)
+            y = layer(x) * other
+            return (y.sin() * y).exp().sum(1)
+
+        given = {"argument": wrapped, "item": [wrapped]}.get(place)
+        if place == "item" or depth == 1:
+            loss = call(function, x * 0.1, given)
+        else:
+            loss = call(lambda x: call(function, x, given).sin(), x * 0.1)
+        loss = loss.sum()
+        if isinstance(loss, Scaled):
+            loss = loss.dense()
+        loss.backward()
+        grads = [x.grad, *[parameter.grad for parameter in layer.parameters()]]
+        return [grad.dense() if isinstance(grad, Scaled) else grad for grad in grads]
+
+    assert_exact(program)
+
+
+def test_a_wrapper_is_freed_with_its_graph() -> None:
+    (x,), seen = rows(), []
+
+    def function(x: Tensor) -> Any:
+        wrapped = Scaled(x.detach().sin(), torch.full((), 0.5))
+        seen.append(weakref.ref(wrapped.numbers))
+        return (x * wrapped).sin()
+
+    y = zoo.recompute(function, x)
+    assert seen[0]() is None
+    del y
+
+
+class Tagged(Tensor):
+    """A tensor of a class of the user's, with an attribute."""
+
+    unit = "m"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_subclasses_without_a_dispatch_of_their_own(way: Way) -> None:
+    def program(call: Call) -> Any:
+        model = net(nn.Dropout(0.3), nn.BatchNorm1d(4))
+        x = torch.randn(6, 4).as_subclass(Tagged)
+        x.unit = "km"
+        x.requires_grad_()
+        y = way(call, model, x)
+        y.square().sum().backward()
+        return type(y).__name__, type(x.grad).__name__, frozen(x.grad), state_of(model)
+
+    assert_exact(program)
+
+
+def test_parameters_of_classes_of_the_user() -> None:
+    class Weight(nn.Parameter):
+        pass
+
+    def program(call: Call) -> Any:
+        model, (x,) = nn.Linear(4, 4), rows()
+        model.weight = Weight(torch.rand(4, 4))
+        call(lambda x: model(model(x).sin()).exp(), x).sum().backward()
+        return x.grad, state_of(model)
+
+    assert_exact(program)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.rand(6, 4).to(torch.float8_e4m3fn),
+        lambda: torch.rand(6, 4) > 0.5,
+        lambda: torch.randint(9, (6, 4), dtype=torch.uint8),
+        lambda: torch.complex(torch.rand(6, 4), torch.rand(6, 4)).conj(),
+        lambda: torch._neg_view(torch.rand(6, 4)),
+        lambda: torch.rand(6, 4, dtype=torch.float16),
+        lambda: torch.rand(4, 6).t(),
+        lambda: torch.rand(1, 4).expand(6, 4),
+        lambda: torch._efficientzerotensor(6, 4),
+        lambda: torch.rand(6, 4, 0),
+    ],
+)
+def test_numbers_of_every_kind(make: Callable[[], Tensor]) -> None:
+    """As an argument, in a closure, and written over inside."""
+
+    def program(call: Call) -> Any:
+        (x,), given, held = rows(), make(), make()
+
+        def function(x: Tensor, given: Tensor) -> Tensor:
+            own = given.clone()
+            y = x.sin() * (given + 0 if given.is_complex() else given.float()).sum().abs()
+            if own.numel() and own.dtype is not torch.float8_e4m3fn:
+                own[0] = own[1]
+                y = y + own.to(torch.complex64).abs().sum() * x
+            return (y * held.to(torch.complex64).abs().sum()).sin().exp()
+
+        call(lambda x, g: call(function, x, g).tanh(), x, given).sum().backward()
+        return x.grad
+
+    assert_exact(program)

@@ -1,0 +1,124 @@
+"""Writes that torch does not see are noticed before a gradient is used."""
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from tests.engine.pitfalls.program import Call, assert_exact
+from zoo.engine.fingerprint import Fingerprint, fingerprint, without_fingerprints
+
+
+def by_numpy(tensor: Tensor) -> None:
+    tensor.detach().numpy()[...] *= 2
+
+
+def by_address(tensor: Tensor) -> None:
+    ctypes.memset(tensor.data_ptr(), 1, tensor.nbytes)
+
+
+FOREIGN = [by_numpy, by_address]
+
+
+def written(write: Callable[[Tensor], None]) -> Callable[[Tensor], Tensor]:
+    """Returns a function that has foreign code write what it made, before others read it."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x * 0.5
+        write(y)
+        return y.exp().sin()
+
+    return function
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("write", FOREIGN)
+def test_a_write_by_foreign_code_is_refused(write: Callable[[Tensor], None], size: int) -> None:
+    weight, x = torch.rand(size).requires_grad_(), torch.rand(size).requires_grad_()
+    loss = (zoo.recompute(written(write), x) * weight).sum()
+    with pytest.raises(zoo.RecomputeError, match="has other numbers than in the forward: code"):
+        loss.backward()
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("write", FOREIGN)
+def test_a_write_inside_of_a_nested_segment_is_refused(write: Callable[[Tensor], None]) -> None:
+    x = torch.rand(5).requires_grad_()
+    loss = zoo.recompute(lambda x: zoo.recompute(written(write), x.sin()).cos(), x).sum()
+    with pytest.raises(zoo.RecomputeError, match="has other numbers than in the forward"):
+        loss.backward()
+    assert x.grad is None
+
+
+def test_without_fingerprints_nothing_is_noticed() -> None:
+    """`verify`, which compares every bit, asks for that; the numbers are those of the kernels."""
+    x = torch.rand(5).requires_grad_()
+    with without_fingerprints():
+        loss = zoo.recompute(written(by_numpy), x).sum()
+    loss.backward()
+    found, x.grad = x.grad, None
+    written(lambda y: None)(x).sum().backward()
+    assert torch.equal(found, x.grad)
+    with pytest.raises(zoo.RecomputeError, match="has other numbers"):
+        zoo.recompute(written(by_numpy), x).sum().backward()
+
+
+@pytest.mark.parametrize("write", FOREIGN)
+def test_a_write_into_memory_without_content_is_exact(write: Callable[[Tensor], None]) -> None:
+    """What NumPy fills is kept, as it was born empty."""
+
+    def program(call: Call) -> Any:
+        x = torch.rand(5).requires_grad_()
+
+        def function(x: Tensor) -> Tensor:
+            table = torch.zeros(5)
+            table.numpy()[...] = 1.5
+            write(table)
+            return (x * table).sin().exp()
+
+        call(function, x).sum().backward()
+        return x.grad
+
+    assert_exact(program)
+
+
+def test_not_a_number_is_equal_to_itself() -> None:
+    def program(call: Call) -> Any:
+        x = torch.tensor([1.0, -1.0, math.inf, math.nan]).requires_grad_()
+        call(lambda x: (x.log() - x).exp().sin(), x).sum().backward()
+        return x.grad
+
+    assert_exact(program)
+
+
+def kept(tensor: Tensor) -> Fingerprint:
+    found = fingerprint(tensor)
+    assert found is not None
+    return found
+
+
+def test_a_fingerprint_tells_a_change_of_a_whole_tensor() -> None:
+    x = torch.rand(1000).requires_grad_() * 1
+    assert kept(x).matches(x.clone())
+    assert kept(x.view(10, 100)).matches(x)
+    assert not kept(x).matches(x + 1)
+    assert not kept(x[:3]).matches(x[1:4])
+    assert kept(x * math.nan).matches(x * math.nan)
+    # each end counts
+    for place in (0, -1):
+        other = x.detach().clone()
+        other[place] += 1
+        assert not kept(x).matches(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.detach(), lambda x: x.t(), lambda x: x.to("meta")],
+)
+def test_what_does_not_tell_has_no_fingerprint(change: Callable[[Tensor], Tensor]) -> None:
+    assert fingerprint(change(torch.rand(3, 4).requires_grad_() * 1)) is None

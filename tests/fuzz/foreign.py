@@ -1,0 +1,516 @@
+"""Plain modules drawn from a description, with all that a forward written in Python can do.
+
+A description is plain data, so that Hypothesis can shrink it and a failing example can be read:
+
+    operation   one line of a forward: it reads some of the tensors that there are, and makes or
+                writes one
+    block       a module whose forward runs operations in order
+    model       blocks over a list of tensors
+
+Operations do what a second run of Python, a trace, or a recording could get wrong: views and writes
+in place, tensors that one block leaves for another or for the next step, control flow that goes by
+numbers, by a counter or by chance, hooks, a backward inside of the forward, compiled parts. What
+plain training refuses, training by a plan must refuse, too.
+
+A model trains in one of three ways: blocks in nested segments, segments cut anywhere between two
+kernels, or `zoo.checkpoint` of the whole.
+"""
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import zoo
+from tests.engine.pitfalls.program import compare, frozen, state_of
+from tests.test_plan import plans
+from zoo.engine.ranges import Conductor, Script
+from zoo.engine.recompute import recompute
+from zoo.engine.recording import thread
+from zoo.plan import Item, Plan
+
+ROWS, WIDTH, STEPS = 4, 6, 3
+OPTIONS = (True, 2, "sqrt", "blocks", "cheap")
+WAYS = ("blocks", "cuts", "checkpoint")
+BACKWARDS = ("once", "once", "retained", "partial", "two", "double", "summed")
+BRANCHES = ("by a number", "by the step", "by chance", "twice")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of a forward: what it does, and with which of the tensors that there are."""
+
+    kind: str
+    one: int = 0
+    other: int = 0
+    parts: tuple["Operation", ...] = ()
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A model, and how it trains: its segments, and what its backward is."""
+
+    blocks: tuple[tuple[Operation, ...], ...]
+    hooked: bool
+    input_gradient: bool
+    way: str
+    plan: Plan
+    cuts: tuple[float, ...]
+    option: Any
+    backward: str
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(lambda one, other: (one.sin() * other).tanh() + one, backend="aot_eager")
+
+
+class Sine(torch.autograd.Function):
+    """Saves what is no input and no result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (slope,) = ctx.saved_tensors
+        return gradient * slope
+
+
+def _in_half(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return block.linear(one).float()
+
+
+def _filled(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    table = torch.zeros(ROWS, WIDTH)
+    table[:, ::2] = 0.5
+    return one * table + table
+
+
+def _product_into(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    found = torch.empty(ROWS, WIDTH)
+    torch.mul(one.detach(), 0.7, out=found)
+    return found * other
+
+
+def _added_list(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    found = one.detach() * 0.5
+    torch._foreach_add_([found, found.new_zeros(2)], 0.25)
+    return found * other
+
+
+def _set_column(block: "Block", one: Tensor, other: Tensor) -> None:
+    one[:, 1] = 0.25
+
+
+def _moved_rows(block: "Block", one: Tensor, other: Tensor) -> None:
+    one.t()[2:4].sub_(0.1)
+
+
+def _averaged(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    block.mean.lerp_(one.detach().mean(0), 0.3)
+    return one * (1 + block.mean)
+
+
+def _counted(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    block.shared.calls += 1
+    return one * (1 + 0.01 * block.shared.calls)
+
+
+def _logged(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    block.shared.seen.append(one.detach().sum().item())
+    return one / (1 + len(block.shared.seen) % 3)
+
+
+def _left(block: "Block", one: Tensor, other: Tensor) -> None:
+    block.shared.left = one
+
+
+def _taken(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    left = block.shared.left
+    return one if left is None else one + left.sin()
+
+
+def _carried(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    last, block.shared.carried = block.shared.carried, one.detach()
+    return one + 0.1 * last * other
+
+
+def _hooked(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    found = one * 1.25
+    if found.requires_grad:
+        found.register_hook(lambda gradient: gradient * 0.5)
+        found.register_hook(block.shared.note)
+    return found.sin()
+
+
+def _lossy(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda tensor: tensor * 0.5, lambda tensor: tensor * 1.5):
+        return one.sin() * other
+
+
+def _sloped(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    with torch.enable_grad():
+        there = one.detach().requires_grad_()
+        (found,) = torch.autograd.grad((there.sin() * other.detach()).sum(), there)
+    return one + found
+
+
+def _differentiated(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    if not one.requires_grad:
+        return one
+    found = one.sin().exp()
+    (slope,) = torch.autograd.grad(found.sum(), one, retain_graph=True)
+    return found * slope
+
+
+def _without_grad(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = block.linear(other).exp().clamp(max=2)
+    return one * scale
+
+
+def _tagged(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    found: Any = one * 0.75
+    found.tag = getattr(one, "tag", 0) + 1
+    return found * found.tag
+
+
+def _read(block: "Block", one: Tensor, other: Tensor) -> None:
+    # an external reader of the graph: what is saved is looked at before the backward
+    found = one.sin().exp()
+    if found.grad_fn is not None:
+        block.shared.seen.append(found.grad_fn._saved_result.sum().item())
+
+
+Line = Callable[["Block", Tensor, Tensor], Tensor | None]
+MAKES: dict[str, Line] = {
+    "linear": lambda block, one, other: block.linear(one),
+    "tied": lambda block, one, other: F.linear(one, block.shared.weight),
+    "layer norm": lambda block, one, other: block.layer_norm(one),
+    "batch norm": lambda block, one, other: block.batch_norm(one),
+    "dropout": lambda block, one, other: F.dropout(one, 0.3, True),
+    "rrelu": lambda block, one, other: F.rrelu(one, training=True),
+    "gelu": lambda block, one, other: F.gelu(one),
+    "tanh": lambda block, one, other: torch.tanh(one),
+    "exp": lambda block, one, other: one.sin().exp(),
+    "softmax": lambda block, one, other: one.softmax(1),
+    "multiply": lambda block, one, other: one.sigmoid() * other,
+    "add": lambda block, one, other: one + other,
+    "attend": lambda block, one, other: F.scaled_dot_product_attention(one[None], other[None],
+                                                                       one[None])[0],
+    "lstm": lambda block, one, other: block.lstm(one)[0],
+    "cat": lambda block, one, other: torch.cat([other.chunk(2, 1)[1], one.split(3, 1)[0]], 1),
+    "where": lambda block, one, other: torch.where(one > 0, other, one * 0.5),
+    "sort": lambda block, one, other: one.sort(0).values + other.amax(1, keepdim=True),
+    "cumsum": lambda block, one, other: one.cumsum(0) / 4,
+    "mask": lambda block, one, other: one.masked_fill(torch.ones(ROWS, WIDTH).tril() == 0, 0.1),
+    "half": lambda block, one, other: (one.bfloat16() * 1.5).float(),
+    "autocast": _in_half,
+    "generator": lambda block, one, other: one * torch.rand(ROWS, WIDTH,
+                                                            generator=block.generator),
+    "custom": lambda block, one, other: Sine.apply(one),
+    "filled": _filled,
+}  # fmt: skip
+WRITES: dict[str, Line] = {
+    "relu": lambda block, one, other: torch.relu_(one + other),
+    "scale": lambda block, one, other: one.mul_(0.5),
+    "add": lambda block, one, other: one.add_(other.detach(), alpha=0.3),
+    "column": _set_column,
+    "transposed": _moved_rows,
+    "detached": lambda block, one, other: one.detach().mul_(0.9),
+    "data": lambda block, one, other: one.data.mul_(0.9),
+    "out": _product_into,
+    "list": _added_list,
+    "copied": lambda block, one, other: torch.empty_like(one).copy_(other) * one,
+    "index": lambda block, one, other: one.clone().index_add_(0, torch.tensor([0, 2]), other[:2]),
+}
+VIEWS: dict[str, Line] = {
+    "whole": lambda block, one, other: one[:],
+    "flat": lambda block, one, other: one.reshape(-1).view(ROWS, WIDTH),
+    "transposed twice": lambda block, one, other: one.t().t(),
+    "detached view": lambda block, one, other: one.detach(),
+    "expanded": lambda block, one, other: one[:1].expand(ROWS, WIDTH),
+}
+PYTHON: dict[str, Line] = {
+    "python random": lambda block, one, other: one * (0.5 + random.random()),
+    "average": _averaged,
+    "count": _counted,
+    "log": _logged,
+    "leave": _left,
+    "take": _taken,
+    "carry": _carried,
+    "hook": _hooked,
+    "lossy hooks": _lossy,
+    "slope": _sloped,
+    "gradient": _differentiated,
+    "no grad": _without_grad,
+    "tag": _tagged,
+    "read": _read,
+    "segment": lambda block, one, other: block.shared.call(torch.sin, one.exp().clamp(max=3)),
+}
+COMPILED: dict[str, Line] = {"compiled": lambda block, one, other: _compiled()(one, other)}
+LINES = MAKES | {f"write {name}": line for name, line in WRITES.items()} | VIEWS | PYTHON | COMPILED
+
+
+def operations(compiled: bool) -> st.SearchStrategy[Operation]:
+    """Draws operations; most of them make something."""
+    place = st.integers(0, 5)
+
+    def of(kinds: Sequence[str]) -> st.SearchStrategy[Operation]:
+        return st.builds(Operation, st.sampled_from(list(kinds)), place, place)
+
+    makes, python = of([*MAKES]), of([*PYTHON, *COMPILED] if compiled else [*PYTHON])
+    writes = of([f"write {name}" for name in WRITES])
+    simple = st.one_of(makes, makes, makes, makes, writes, of([*VIEWS]), python, python)
+    parts = st.lists(simple, min_size=1, max_size=2).map(tuple)
+    branch = st.builds(Operation, st.sampled_from(BRANCHES), place, place, parts)
+    return st.one_of(*[simple] * 6, branch)
+
+
+@st.composite
+def foreign(draw: st.DrawFn, compiled: bool = False, ways: Sequence[str] = WAYS) -> Foreign:
+    """Draws models of one to six blocks."""
+    plan = draw(plans(most=6))
+    count = len(plan.flatten())
+    block = st.lists(operations(compiled), min_size=1, max_size=5).map(tuple)
+    return Foreign(
+        tuple(draw(st.lists(block, min_size=count, max_size=count))),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.sampled_from(ways)),
+        plan,
+        tuple(draw(st.lists(st.floats(0.01, 0.99), min_size=count - 1, max_size=count - 1))),
+        draw(st.sampled_from(OPTIONS)),
+        draw(st.sampled_from(BACKWARDS)),
+    )
+
+
+class Shared:
+    """What the blocks of a model share, on which no module knows."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.carried = torch.zeros(ROWS, WIDTH)
+        self.left: Tensor | None = None
+        self.calls = self.steps = 0
+        self.seen: list[float] = []
+        self.call: Callable[..., Any] = _plainly
+
+    def note(self, gradient: Tensor) -> None:
+        self.seen.append(gradient.sum().item())
+
+
+def _plainly(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+class Block(nn.Module):
+    """Runs its operations on a list of tensors (4, 6)."""
+
+    def __init__(self, lines: tuple[Operation, ...], shared: Shared, path: str) -> None:
+        super().__init__()
+        self.lines, self.shared, self.path = lines, shared, path
+        self.linear, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
+        self.layer_norm, self.batch_norm = nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        found = list(tensors)
+        for line in self.lines:
+            self.run(line, found)
+        return (*found[-4:-1], torch.tanh(found[-1]))
+
+    def run(self, line: Operation, tensors: list[Tensor]) -> None:
+        """Runs a line, or those of a branch as often as it is taken now."""
+        one, other = tensors[line.one % len(tensors)], tensors[line.other % len(tensors)]
+        if line.parts:
+            for _ in range(self.times(line.kind, one)):
+                for part in line.parts:
+                    self.run(part, tensors)
+        elif (made := LINES[line.kind](self, one, other)) is not None:
+            tensors.append(made)
+
+    def times(self, kind: str, one: Tensor) -> int:
+        """Returns how often a branch is taken now."""
+        if kind == "by a number":
+            return int(one.detach().sum().item() > 0)
+        if kind == "by the step":
+            return self.shared.steps % 2
+        return int(random.random() > 0.5) if kind == "by chance" else 2
+
+
+class Model(nn.Module):
+    """Blocks one after the other, in the segments of a plan where it is run by one."""
+
+    def __init__(self, description: Foreign) -> None:
+        super().__init__()
+        self.shared = Shared()
+        self.weight = self.shared.weight
+        self.blocks = nn.ModuleList(
+            Block(lines, self.shared, f"blocks.{number}")
+            for number, lines in enumerate(description.blocks)
+        )
+        self.plan: Sequence[Item] = range(len(self.blocks))
+        if description.hooked:
+            block = self.blocks[-1]
+            block.register_forward_hook(lambda block, args, out: (*out[:-1], out[-1] * 1.5))
+            block.register_full_backward_hook(lambda block, gradient, out: self.note(out))
+
+    def note(self, gradients: tuple[Tensor | None, ...]) -> None:
+        self.shared.seen += [value.sum().item() for value in gradients if value is not None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.left = None
+        tensors = self.run(self.plan, x * 1, x.cos())
+        return torch.stack([value.float() for value in tensors]).sum(0)
+
+    def run(self, items: Sequence[Item], *tensors: Tensor) -> tuple[Tensor, ...]:
+        for item in items:
+            if isinstance(item, int):
+                tensors = self.blocks[item](*tensors)
+            else:
+                tensors = recompute(self.run, item, *tensors)
+        return tensors
+
+
+def check_foreign(description: Foreign) -> int:
+    """Trains a model plainly and by its plan, every bit must agree; returns the steps trained."""
+    expected = trained(description, plainly=True)
+    found = trained(description, plainly=False)
+    if isinstance(expected[-1], str) and isinstance(found[-1], str):
+        # refused alike, and until then all is equal; the words may differ
+        expected, found = expected[:-1], found[:-1]
+    compare(found, expected)
+    return len(expected)
+
+
+def trained(description: Foreign, plainly: bool) -> list[Any]:
+    """Trains for some steps; returns what each leaves, and at last the error that ended it."""
+    torch.default_generator.manual_seed(1)
+    random.seed(0)
+    model = Model(description)
+    batch = torch.randn(ROWS, WIDTH, requires_grad=description.input_gradient)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, foreach=False)
+    forward = _plainly if plainly else _forward_by(description, model)
+    record: list[Any] = []
+    for step in range(STEPS):
+        model.shared.steps = step
+        optimizer.zero_grad()
+        batch.grad = None
+        try:
+            outputs = [forward(model, batch) for _ in range(1 + (description.backward == "summed"))]
+            BACKWARD[description.backward](model, batch, sum(outputs, torch.zeros(())))
+        except RuntimeError as error:
+            return [*record, f"{type(error).__name__}: {error}"]
+        shared = model.shared
+        record.append(frozen([
+            outputs, batch.grad, state_of(model), [block.generator for block in model.blocks],
+            shared.carried, shared.calls, shared.seen, torch.get_rng_state(), random.random(),
+        ]))  # fmt: skip
+        optimizer.step()
+    return record
+
+
+def _forward_by(description: Foreign, model: Model) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Returns what calls a model by the plan of a description."""
+    if description.way == "blocks":
+        model.plan = description.plan
+        model.shared.call = recompute
+    if description.way == "checkpoint":
+        zoo.checkpoint(model, description.option)
+    return Cut(description) if description.way == "cuts" else _plainly
+
+
+class Cut:
+    """Calls a model with its kernels cut into the segments of a plan, after a first step."""
+
+    def __init__(self, description: Foreign) -> None:
+        self.description = description
+        self.script: Script | None = None
+
+    def __call__(self, model: Model, batch: Tensor) -> Tensor:
+        conductor = Conductor([] if self.script is None else [self.script])
+        with conductor, _marked(model):
+            result: Tensor = model(batch)
+        if self.script is None:
+            count = len(conductor.operators)
+            starts = sorted({int(cut * count) for cut in self.description.cuts} - {0})
+            plan = self.description.plan if len(starts) == len(self.description.cuts) else [(0,)]
+            starts = starts if len(starts) == len(self.description.cuts) else []
+            self.script = Script(conductor.operators, [0, *starts], Plan(plan), conductor.visits)
+        return result
+
+
+@contextlib.contextmanager
+def _marked(model: Model) -> Iterator[None]:
+    """Tells the conductor where blocks begin and end."""
+    hooks = []
+    for block in model.blocks:
+        hooks += [
+            block.register_forward_pre_hook(lambda block, args: thread.conductor.enter(block.path)),
+            block.register_forward_hook(
+                lambda block, args, out: thread.conductor.leave(), always_call=True
+            ),
+        ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def _backward_once(model: Model, batch: Tensor, output: Tensor) -> None:
+    _loss(output).backward()
+
+
+def _backward_retained(model: Model, batch: Tensor, output: Tensor) -> None:
+    loss = _loss(output)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _backward_partial(model: Model, batch: Tensor, output: Tensor) -> None:
+    loss = _loss(output)
+    wanted = [value for value in (batch, model.weight) if value.requires_grad]
+    for gradient in torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True):
+        model.shared.seen.append(0.0 if gradient is None else gradient.sum().item())
+    loss.backward()
+
+
+def _backward_of_two(model: Model, batch: Tensor, output: Tensor) -> None:
+    output[:2].sum().backward(retain_graph=True)
+    output[2:].sin().sum().backward()
+
+
+def _backward_double(model: Model, batch: Tensor, output: Tensor) -> None:
+    wanted = [value for value in (batch, model.weight) if value.requires_grad]
+    found = torch.autograd.grad(_loss(output), wanted, create_graph=True, allow_unused=True)
+    slopes = [value.square().sum() for value in found if value is not None]
+    sum(slopes, _loss(output)).backward()
+
+
+BACKWARD = {
+    "once": _backward_once,
+    "retained": _backward_retained,
+    "partial": _backward_partial,
+    "two": _backward_of_two,
+    "double": _backward_double,
+    "summed": _backward_once,
+}

@@ -1,0 +1,256 @@
+"""What the tests of graphs share: models with their inputs, and a tracer that keeps the inputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import monai.networks.nets
+import timm
+import torch
+import torch.nn.functional as F
+import torchvision
+import transformers
+from torch import Tensor, nn
+
+from zoo.entry import Invocation
+from zoo.tracing.graph import Graph
+from zoo.tracing.tracer import Tracer
+
+
+class Keeping(Tracer):  # type: ignore[no-untyped-call]
+    """Also keeps the tensors that came from outside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.inputs: dict[int, Tensor] = {}
+
+    def note_input(self, number: int, tensor: Tensor) -> None:
+        super().note_input(number, tensor)
+        self.inputs[number] = tensor
+
+
+def traced(model: nn.Module, given: Invocation) -> Graph:
+    """Returns the graph of a forward for real."""
+    tracer = Tracer(model)
+    with tracer:
+        tracer.note_outputs(given.on(model))
+    return tracer.graph
+
+
+class Block(nn.Module):
+    """Statistics, a mask, a skip, in-place writes and a norm in a row."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels, momentum=None)
+        self.drop = nn.Dropout(0.3)
+        self.scale = nn.Parameter(torch.full((channels, 1, 1), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.conv(x)), inplace=True)
+        y = self.drop(y) * self.scale
+        y += x
+        return F.relu_(y)
+
+
+class Net(nn.Module):
+    def __init__(self, channels: int = 4, blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(4, channels, 1)
+        self.blocks = nn.Sequential(*(Block(channels) for _ in range(blocks)))
+        self.fc = nn.Linear(channels, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Skips over the whole depth, two inputs, a keyword and a dict with a None in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(3))
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor, weight: Tensor, *, scale: float = 1.0) -> dict[str, Tensor | None]:
+        skips = []
+        for conv in self.down:
+            x = F.gelu(conv(x))
+            skips.append(x)
+            x = F.avg_pool2d(x, 2)
+        for conv in self.up:
+            x = F.interpolate(x, scale_factor=2)
+            x = F.gelu(conv(torch.cat([x, skips.pop()], 1)))
+        return {"logits": self.head(x) * weight * scale, "aux": None}
+
+
+class InPlace(nn.Module):
+    """Writes views in place, and what it has made before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.first(x))
+        z = y * 2
+        z[:, :3].mul_(y[:, 3:6].detach())
+        z[:, 5] = 0
+        z.t()[1:2].add_(1)
+        return self.second(z) + x
+
+
+class Tied(nn.Module):
+    """Reads one weight in two places, a view of it in a third, and writes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.decode = nn.Linear(8, 12, bias=False)
+        self.decode.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        self.seen += x.detach().mean((0, 1))
+        x = torch.tanh(x * self.seen)
+        scale = self.embed.weight[2:10].t().sum()
+        return self.decode(x) * scale
+
+
+class Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = torch.exp(x.detach())
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Tensor:
+        (result,) = ctx.saved_tensors
+        return given * result
+
+
+class Custom(nn.Module):
+    """Uses a function of its own, whose kernels run without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.first(x).abs().max()
+        return self.second(Exp.apply(self.first(x) / scale))
+
+
+class Deciding(nn.Module):
+    """Does what the numbers say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if y.sum() > 0:
+            y = y * y.max().item()
+        return self.second(F.gelu(y))
+
+
+class Adapted(nn.Module):
+    """Trains behind frozen parameters, from inputs that are told to require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.frozen(x)
+        y.requires_grad_()
+        return self.trained(torch.tanh(self.frozen(torch.tanh(y))))
+
+
+class Mixed(InPlace):
+    """Runs under autocast, with casts that are used twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.first(x) + self.first(x * 2)
+            return self.second(F.softmax(y, 1)).float()
+
+
+def _rows() -> Tensor:
+    return torch.randn(5, 6)
+
+
+def _tokens() -> Tensor:
+    return torch.randint(50, (2, 8))
+
+
+def _named(model: Callable[[], nn.Module], **extra: Any) -> tuple[Any, Any]:
+    return model, lambda: Invocation(kwargs={"input_ids": _tokens(), **extra})
+
+
+def _gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0
+        )
+    )
+
+
+_SMALL: Any = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 50,
+}  # fmt: skip
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(**_SMALL, num_key_value_heads=1)
+    return transformers.LlamaForCausalLM(config)
+
+
+def _bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL))
+
+
+def _pictures(*shape: int) -> Callable[[], Invocation]:
+    return lambda: Invocation((torch.randn(*shape),))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Invocation]]] = {
+    "net": (Net, _pictures(4, 4, 6, 6)),
+    "unet": (UNet, lambda: Invocation((torch.randn(2, 4, 16, 16), torch.rand(2, 1, 1, 1)))),
+    "resnet": (torchvision.models.resnet18, _pictures(2, 3, 32, 32)),
+    "densenet": (
+        lambda: torchvision.models.DenseNet(8, (2, 2), 8),
+        _pictures(2, 3, 32, 32),
+    ),
+    "vit": (
+        lambda: timm.create_model("vit_tiny_patch16_224", depth=2, drop_rate=0.1, img_size=32),
+        _pictures(2, 3, 32, 32),
+    ),
+    "gpt2": _named(_gpt2),
+    "llama": _named(_llama, labels=torch.arange(16).view(2, 8)),
+    "bert": _named(_bert, attention_mask=torch.ones(2, 8, dtype=torch.long)),
+    "bert with a mask": _named(_bert, attention_mask=torch.arange(16).view(2, 8).clamp(max=1)),
+    "monai": (
+        lambda: monai.networks.nets.UNet(2, 1, 2, (4, 8, 16), (2, 2), num_res_units=1),
+        _pictures(1, 1, 16, 16),
+    ),
+    "lstm": (lambda: nn.LSTM(6, 8, 2, dropout=0.2), _pictures(5, 2, 6)),
+    "attention": (
+        lambda: nn.MultiheadAttention(8, 2, 0.1),
+        lambda: Invocation((torch.randn(5, 2, 8), torch.randn(4, 2, 8), torch.randn(4, 2, 8))),
+    ),
+    "in place": (InPlace, lambda: Invocation((_rows(),))),
+    "tied": (Tied, lambda: Invocation((torch.randint(12, (3, 4)),))),
+    "custom": (Custom, lambda: Invocation((_rows(),))),
+    "deciding": (Deciding, lambda: Invocation((_rows(),))),
+    "adapted": (Adapted, lambda: Invocation((_rows(),))),
+    "mixed": (Mixed, lambda: Invocation((_rows(),))),
+}

@@ -1,0 +1,215 @@
+"""What an option takes, and what is refused with the reason and the way out."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.tracing.models import Net, Reader
+from tests.training import assert_same, images, train
+
+
+class Switched(Net):
+    grad_checkpointing = False
+
+
+@pytest.mark.parametrize("name", ["grad_checkpointing", "gradient_checkpointing"])
+def test_a_model_that_checkpoints_itself_is_refused(name: str) -> None:
+    model = Net()
+    setattr(model.blocks, name, True)
+    with pytest.raises(zoo.ArgumentError, match=rf"blocks\.{name} is True.*\(|by model"):
+        zoo.checkpoint(model)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("option", [2, "sqrt", "cheap", True, "blocks"])
+def test_every_option_takes_a_forward_that_reads_numbers(option: Any) -> None:
+    plain = Reader()
+    model = zoo.checkpoint(copy.deepcopy(plain), option)
+    assert_same(train(model, lambda: [images()]), train(plain, lambda: [images()]))
+    assert zoo.plan_of(model).depth() == 1
+
+
+def test_a_plan_of_another_number_of_steps_is_refused_at_the_forward() -> None:
+    model = zoo.checkpoint(Reader(), zoo.Plan((0,)))
+    with pytest.raises(zoo.PlanError, match="the plan covers 1 steps but the chain has 27"):
+        model(images())
+
+
+class Settled(Net):
+    """Settles on its first call what it is for, as classifiers of transformers do."""
+
+    class Settings:
+        purpose = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = self.Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.settings.purpose is None:
+            self.settings.purpose = "regression"
+        return super().forward(x)
+
+
+def test_what_a_first_call_settles_is_settled_by_the_first_call() -> None:
+    model = Settled()
+    assert zoo.plan(model, images(), max_overhead=1.0).plan
+    assert model.settings.purpose is None
+    zoo.checkpoint(model)(images())
+    assert model.settings.purpose == "regression"
+
+
+class Capturing(Net):
+    """Needs what a hook on a block sees, as Segformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def capture(self) -> None:
+        self.blocks[0].register_forward_hook(lambda *call: self.seen.append(call[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.seen.pop().mean()
+
+
+class Starting(Capturing):
+    """Puts up the hook itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.blocks[0]._forward_hooks:
+            self.capture()
+        return super().forward(x)
+
+
+def test_hooks_that_a_forward_needs_or_registers_act() -> None:
+    capturing, starting = Capturing(), Starting()
+    capturing.capture()
+    for plain in (capturing, starting):
+        assert zoo.plan(plain, images(), max_overhead=1.0).plan
+        assert not plain.seen
+    assert not starting.blocks[0]._forward_hooks
+    starting.capture()
+    for plain in (capturing, starting):
+        other = type(plain)()
+        other.capture()
+        other.load_state_dict(plain.state_dict())
+        model = zoo.checkpoint(other)
+        assert_same(train(model, lambda: [images()]), train(plain, lambda: [images()]))
+
+
+def test_a_budget_needs_no_numbers_of_a_small_model() -> None:
+    model = zoo.checkpoint(Reader(), memory_budget="1GiB", inputs=images())
+    assert zoo.plan_of(model).depth() == 0
+    with pytest.raises(zoo.ArgumentError, match=r"have none yet.*without a budget needs none"):
+        zoo.checkpoint(Reader().to("meta"), memory_budget="1GiB", inputs=images().to("meta"))
+
+
+def test_a_refused_call_leaves_the_plan_that_was_in_force() -> None:
+    model = zoo.checkpoint(Net(), "sqrt")
+    before = {module: dict(vars(module)) for module in model.modules()}
+    with pytest.raises(zoo.ArgumentError, match="does not take these inputs"):
+        zoo.checkpoint(model, memory_budget="1GiB", inputs=images(2, 3))
+    assert {module: dict(vars(module)) for module in model.modules()} == before
+
+
+class Lone(nn.Module):
+    """Has no blocks that repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).sin() * x.sum().item()
+
+
+@pytest.mark.parametrize("option", [True, "sqrt", "blocks", 2])
+@pytest.mark.parametrize("steps", [None, ["fc"]])
+def test_a_model_without_blocks_is_planned_for(option: Any, steps: Any) -> None:
+    plain = Lone()
+    model = zoo.checkpoint(copy.deepcopy(plain), option, steps=steps)
+    assert_same(train(model, lambda: [torch.rand(2, 4)]), train(plain, lambda: [torch.rand(2, 4)]))
+    assert len(zoo.chain_of(model, torch.rand(2, 4), steps=steps).names) == 4
+
+
+def test_a_wrong_call_raises_what_it_raises_without() -> None:
+    model = zoo.checkpoint(Net())
+    with pytest.raises(RuntimeError, match="expected input"):
+        model(torch.rand(2, 7, 6, 6))
+    model(images())
+    with pytest.raises(RuntimeError, match="expected input"):
+        model(torch.rand(2, 7, 6, 6))
+    model(images()).sum().backward()
+    assert zoo.plan_of(model) is not None
+
+
+class Faulty(Net):
+    """Raises in the middle where it is told to."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[:2](self.stem(x))
+        if self.fails:
+            raise ValueError("no")
+        return self.fc(self.blocks[2:](x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_a_forward_that_raises_leaves_training_as_it_is_without(when: int) -> None:
+    def batches(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(0)
+        found = []
+        for step in range(4):
+            model.fails = step == when
+            try:
+                loss = model(images()).square().mean()
+            except ValueError:
+                continue
+            loss.backward()
+            found += [loss, *(parameter.grad.clone() for parameter in model.parameters())]
+        return [*found, *model.state_dict().values(), torch.get_rng_state()]
+
+    plain = Faulty()
+    model = zoo.checkpoint(copy.deepcopy(plain))
+    for one, other in zip(batches(model), batches(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [nn.Linear, 3, None])
+def test_what_is_no_module_is_refused(value: Any) -> None:
+    with pytest.raises(zoo.ArgumentError, match=r"needs a torch\.nn\.Module"):
+        zoo.checkpoint(value)
+    with pytest.raises(zoo.ArgumentError, match=r"in a torch\.nn\.Module"):
+        zoo.chain_of(value, images())
+
+
+def test_hooks_for_all_modules_act() -> None:
+    seen: list[nn.Module] = []
+
+    def halve(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        seen.append(module)
+        return output * 0.5 if isinstance(module, nn.Conv2d) else None
+
+    plain = Net()
+    model = zoo.checkpoint(copy.deepcopy(plain))
+    handle = nn.modules.module.register_module_forward_hook(halve)
+    try:
+        one, count = train(model, lambda: [images()]), len(seen)
+        assert_same(one, train(plain, lambda: [images()]))
+        assert count == len(seen) / 2
+    finally:
+        handle.remove()
+
+
+def test_names_of_steps_must_be_there() -> None:
+    with pytest.raises(zoo.ArgumentError, match=r"steps='block\.\*'"):
+        zoo.chain_of(Net(), images(), steps=["block.*"])
+    found = zoo.chain_of(Net(), images(), steps=["blocks.*"])
+    assert len(set(found.blocks)) == 6
+    assert zoo.chain_of(Net(), images(), steps="blocks.*") == found

@@ -1,0 +1,218 @@
+"""Any module trains by any option bit for bit as it trains without."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.tracing.models import Net, Reader, Skipper, Tagger, UNet
+from tests.training import assert_same, images, train
+from zoo.measure.memory import measure_step, trace
+
+
+def pictures() -> list[Tensor]:
+    return [images().requires_grad_()]
+
+
+def pairs() -> list[Tensor]:
+    return [images(2, size=16), torch.rand(2, 1, 1, 1)]
+
+
+def tokens() -> list[Tensor]:
+    return [torch.randint(20, (6, 3))]
+
+
+def sequences() -> list[Tensor]:
+    return [torch.randn(2, 5, 16), torch.randn(2, 4, 16)]
+
+
+def first(model: nn.Module) -> Callable[..., Tensor]:
+    def forward(*inputs: Tensor) -> Any:
+        output = model(*inputs)
+        if isinstance(output, dict):
+            return output["logits"]
+        return output[0] if isinstance(output, tuple) else output
+
+    return forward
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Sequence[Tensor]]]] = {
+    "net": (Net, pictures),
+    "unet": (UNet, pairs),
+    "lstm": (Tagger, tokens),
+    "layer drop, off": (Skipper, pictures),
+    "transformer": (lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True), sequences),
+}
+
+
+def check(model: nn.Module, inputs: Callable[[], Sequence[Tensor]], option: Any) -> nn.Module:
+    other = zoo.checkpoint(copy.deepcopy(model), option)
+    assert_same(
+        train(other, inputs, 4, forward=first(other)), train(model, inputs, 4, forward=first(model))
+    )
+    return other
+
+
+@pytest.mark.parametrize("option", [True, 2, "sqrt", "blocks", "cheap"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_option_is_exact(name: str, option: Any) -> None:
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    check(build(), inputs, option)
+
+
+class Rows(nn.Module):
+    """Its blocks are Sequentials in a list, and it keeps what they returned on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.3))
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.means = []
+        for row in self.rows:
+            x = x + row(x)
+            self.means.append(x.mean())
+        return x * sum(self.means)
+
+
+def test_sequentials_in_a_row_are_blocks_where_there_are_no_others() -> None:
+    model = check(Rows(), pictures, True)
+    assert zoo.plan_of(model).depth() == 1
+    names = zoo.chain_of(Rows(), images()).names
+    assert [f"rows.{row}.0" in names for row in range(4)] == [True, True, True, False]
+
+
+def test_a_number_that_is_read_out_of_a_tensor_does_not_coarsen_the_plan() -> None:
+    names = zoo.chain_of(Reader(), images()).names
+    assert len(names) == len(zoo.chain_of(Net(), images()).names) + 4
+    assert set(names) >= {"blocks.0.conv", "blocks.3.drop.mul"}
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 1e-9])
+@pytest.mark.parametrize("option", [True, "blocks", 2])
+def test_a_branch_that_a_draw_decides_is_exact(rate: float, option: Any) -> None:
+    check(Skipper(rate), pictures, option)
+
+
+class Asking(nn.Module):
+    """Takes the branch that a condition on a draw says, in either of which it computes."""
+
+    def __init__(self, says: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.says = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), says
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x).sin()
+        return y.exp() if self.says(torch.rand([])) else (y * 2).cos().exp() * y
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        lambda draw: draw < 0,
+        lambda draw: draw >= 0.0,
+        lambda draw: draw < 0.5,
+        lambda draw: draw == 0,
+        lambda draw: draw.sub_(0.5) < 0,
+        lambda draw: (draw < 0.5).logical_not_(),
+        lambda draw: torch.randn([]) < 0,
+    ],
+)
+def test_a_comparison_with_a_draw_is_exact(says: Callable[[Tensor], Tensor]) -> None:
+    check(Asking(says), lambda: [torch.randn(2, 4, requires_grad=True)], True)
+
+
+def test_layer_drop_may_be_switched_on_later() -> None:
+    model, plain = zoo.checkpoint(Skipper()), Skipper()
+    plain.load_state_dict(model.state_dict())
+    for rate in (0.0, 0.5, 0.0):
+        model.rows.rate = plain.rows.rate = rate
+        assert_same(train(model, pictures), train(plain, pictures))
+    assert zoo.plan_of(model).depth() > 0
+
+
+def test_a_plan_of_steps_that_were_found_is_exact() -> None:
+    steps = len(zoo.chain_of(Net(), images()).names)
+    plan = zoo.Plan([0, tuple(range(1, 9)), tuple(range(9, steps))])
+    assert zoo.plan_of(check(Net(), pictures, plan)) == plan
+
+
+def test_a_nested_plan_is_exact() -> None:
+    steps = len(zoo.chain_of(Net(), images()).names)
+    plan = zoo.Plan([0, (1, (2, 3, (4, 5), 6), 7, 8), (9, (10, 11)), *range(12, steps)])
+    assert zoo.plan_of(check(Net(), pictures, plan)).depth() == 3
+
+
+def test_inputs_that_another_model_made_warn_of_nothing() -> None:
+    # as in a GAN's step of the generator; torch warns of the `.grad` of what is no leaf
+    made = images() * torch.ones((), requires_grad=True)
+    model = zoo.checkpoint(Net())
+    for _ in range(2):
+        first(model)(made).sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("build", [Net, Reader, Skipper])
+def test_less_memory_is_taken(build: Callable[..., Net]) -> None:
+    inputs = torch.rand(4, 4, 32, 32)
+
+    def deep() -> nn.Module:
+        torch.manual_seed(0)
+        model = build()
+        rows = model.rows if isinstance(model, Skipper) else model.blocks
+        rows.extend(copy.deepcopy(rows[0]) for _ in range(8))
+        return model
+
+    def peak(model: nn.Module) -> int:
+        model(inputs).sum().backward()  # plans
+        return trace(lambda: model(inputs).sum().backward()).peak
+
+    assert peak(zoo.checkpoint(deep())) < 0.5 * peak(deep())
+
+
+def test_the_first_step_takes_less_memory_too() -> None:
+    model, inputs = Net(blocks=12), torch.rand(4, 4, 32, 32)
+    plain = trace(lambda: copy.deepcopy(model)(inputs).sum().backward()).peak
+    zoo.checkpoint(model)
+    assert trace(lambda: model(inputs).sum().backward()).peak < 0.6 * plain
+
+
+def test_a_budget_is_kept_to() -> None:
+    model, inputs = Net(16, blocks=12), torch.rand(4, 4, 32, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(inputs).sum().backward()
+        optimizer.step()
+
+    step()
+    budget = measure_step(step, model, optimizer, [inputs]).peak * 6 // 10
+    zoo.checkpoint(model, memory_budget=budget, inputs=inputs)
+    # from the first step on
+    assert measure_step(step, model, optimizer, [inputs]).peak <= budget
+    assert measure_step(step, model, optimizer, [inputs]).peak <= budget
+    plan = zoo.plan_of(model)
+    with pytest.raises(zoo.BudgetError, match="needs at least"):
+        zoo.checkpoint(model, memory_budget=1, inputs=inputs)
+    step()
+    assert zoo.plan_of(model) == plan
+
+
+def test_a_smaller_last_batch_goes_by_the_plan_there_is() -> None:
+    def batches() -> Callable[[], list[Tensor]]:
+        counts = iter([4, 4, 3, 4])
+        return lambda: [images(next(counts)).requires_grad_()]
+
+    plain = Net()
+    model = zoo.checkpoint(copy.deepcopy(plain))
+    assert_same(train(model, batches(), 4), train(plain, batches(), 4))
+    plan = zoo.plan_of(model)
+    model(images(2).requires_grad_()).sum().backward()
+    assert zoo.plan_of(model) is plan, "nothing was planned anew"

@@ -1,0 +1,183 @@
+"""A model under a plan is the same object, and itself again afterwards."""
+
+import copy
+import inspect
+import io
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.tracing.models import Block, Net, Reader
+from tests.training import assert_same, images, train
+
+
+def batch() -> list[Tensor]:
+    return [images()]
+
+
+@pytest.mark.parametrize("build", [Net, Reader])
+def test_uncheckpoint_leaves_no_trace(build: type[nn.Module]) -> None:
+    model = build()
+    before = {module: dict(vars(module)) for module in model.modules()}
+    assert zoo.checkpoint(model, "blocks") is model
+    model(images()).sum().backward()
+    assert zoo.uncheckpoint(model) is model
+    assert {module: dict(vars(module)) for module in model.modules()} == before
+
+
+def test_names_keys_and_the_signature_stay() -> None:
+    plain, model = Net(), zoo.checkpoint(Net())
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert type(model) is Net
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+
+
+@pytest.mark.parametrize("build", [Net, Reader])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
+def test_a_copy_is_planned_and_independent(build: type[nn.Module], way: str) -> None:
+    model = zoo.checkpoint(build(), "blocks")
+    model(images())
+    model(images())
+    if way == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert zoo.plan_of(twin) is None, "it plans anew"
+    weights = [value.clone() for value in model.parameters()]
+    plain = zoo.uncheckpoint(copy.deepcopy(model))
+    assert_same(train(twin, batch), train(plain, batch))
+    assert zoo.plan_of(twin) == zoo.plan_of(model)
+    for value, before in zip(model.parameters(), weights, strict=True):
+        torch.testing.assert_close(value, before, rtol=0, atol=0)
+    zoo.uncheckpoint(twin)
+    assert "forward" not in vars(twin)
+    assert "forward" in vars(model)
+
+
+def test_evaluation_is_that_of_the_model_as_it_is_written() -> None:
+    model = zoo.checkpoint(Net(), "blocks").eval()
+    planned = model(images(1) * 0 + 1)
+    assert zoo.plan_of(model) is None
+    torch.testing.assert_close(planned, zoo.uncheckpoint(model)(images(1) * 0 + 1), rtol=0, atol=0)
+
+
+def test_steps_of_training_and_of_evaluation_take_turns() -> None:
+    def losses(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(0)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-4), []
+        for _ in range(4):
+            found.append(model.train()(images()).square().mean())
+            found[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                found.append(model(images()).square().mean())
+                found.append(model.eval()(images()).square().mean())
+        return found
+
+    plain = Net()
+    model = zoo.checkpoint(copy.deepcopy(plain))
+    for one, other in zip(losses(model), losses(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_new_head_is_used() -> None:
+    model = zoo.checkpoint(Net(), "blocks")
+    assert model(images()).shape == (4, 5)
+    model.fc = nn.Linear(4, 7)
+    plain = zoo.uncheckpoint(copy.deepcopy(model))
+    assert_same(train(model, batch), train(plain, batch))
+    assert model(images()).shape == (4, 7)
+
+
+@pytest.mark.parametrize("registered", ["before", "between"])
+def test_hooks_fire_once(registered: str) -> None:
+    model, seen = zoo.checkpoint(Net(), "blocks"), []
+    if registered == "between":
+        model(images())
+    for module in (model, model.blocks, model.blocks[1], model.blocks[1].conv):
+        module.register_forward_hook(lambda module, args, output: seen.append(type(module)))
+    for _ in range(3):
+        seen.clear()
+        model(images()).sum().backward()
+        assert seen == [nn.Conv2d, Block, nn.Sequential, Net]
+
+
+def test_a_hook_on_a_module_whose_inside_was_cut_acts() -> None:
+    def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+    model = zoo.checkpoint(Net(), "blocks")
+    model(images())
+    model.blocks[2].register_forward_hook(double)
+    plain = zoo.uncheckpoint(copy.deepcopy(model))
+    assert_same(train(model, batch), train(plain, batch))
+
+
+def test_a_checkpointed_part_of_a_model_works() -> None:
+    model = nn.Sequential(Net(), nn.Linear(5, 2))
+    plain = copy.deepcopy(model)
+    zoo.checkpoint(model[0], "blocks")
+    assert_same(train(model, batch), train(plain, batch))
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Answering(Net):
+    def forward(self, x: Tensor) -> Any:
+        return {"answer": [Answer(super().forward(x))], "kind": "net", "none": (None, 3)}
+
+
+def test_a_dataclass_within_containers_comes_back() -> None:
+    model = zoo.checkpoint(Answering(), "blocks")
+    for _ in range(3):
+        output = model(images())
+        assert isinstance(output["answer"][0], Answer)
+        assert output["answer"][0].logits.shape == (4, 5)
+        assert output["answer"][0].loss is None
+        assert (output["kind"], output["none"]) == ("net", (None, 3))
+        output["answer"][0].logits.sum().backward()
+    assert zoo.plan_of(model).depth() == 1
+
+
+def test_options_replace_each_other() -> None:
+    model = zoo.checkpoint(zoo.checkpoint(Net(), 2), "cheap")
+    model(images())
+    ones = zoo.checkpoint(Net(), "cheap")
+    ones(images())
+    assert zoo.plan_of(model) == zoo.plan_of(ones)
+    zoo.checkpoint(model, False)
+    assert "forward" not in vars(model)
+
+
+def test_what_was_found_is_named_as_in_the_model() -> None:
+    found = zoo.chain_of(Net(blocks=2), images())
+    assert found.names[:3] == ("stem", "blocks.0.conv", "blocks.0.norm blocks.0.relu_")
+    assert "blocks.0.mul" in found.names[5]
+    assert found.blocks == (0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3)
+    assert "13 steps in 4 blocks" in str(found)
+
+
+def test_the_steps_of_a_chain_are_its_own() -> None:
+    model = zoo.gpt2_small(width=8, depth=2, heads=2, vocabulary=9, positions=4, checkpoint=1)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    found = zoo.chain_of(model, (tokens.to("meta"), tokens.to("meta")))
+    model(tokens, tokens).backward()
+    assert model.plan is not None
+    assert len(found.names) == len(model.plan.flatten())
+    assert "blocks.0" in found.names[1]

@@ -1,0 +1,200 @@
+"""Steps cut from a graph compute what the model does, and cost what it costs."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import timm
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.tracing.runs import MODELS, Keeping, traced
+from zoo.chain import fold
+from zoo.engine.recompute import segment
+from zoo.entry import Invocation, own_loss, with_loss
+from zoo.measure.memory import trace
+from zoo.measure.profile import profile
+from zoo.plan import Plan
+from zoo.planner.costs import StepCosts
+from zoo.planner.simulate import simulate
+from zoo.tracing.blocks import block_paths
+from zoo.tracing.graph import tensors_held_by
+from zoo.tracing.isolated import graph_of
+from zoo.tracing.partition import Steps, partition
+from zoo.tracing.tracer import Tracer
+
+every = pytest.mark.parametrize("name", MODELS)
+
+
+def made(name: str) -> tuple[nn.Module, Invocation]:
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    return build(), inputs()
+
+
+def cut(model: nn.Module, given: Invocation, **options: Any) -> Steps:
+    return partition(model, graph_of(model, given, **options), block_paths(model))
+
+
+def backward(outputs: list[Tensor]) -> None:
+    sum(output.float().square().sum() for output in outputs).backward()  # type: ignore[union-attr]
+
+
+@every
+def test_the_steps_compute_what_the_model_computes(name: str) -> None:
+    model, given = made(name)
+    twin = copy.deepcopy(model)
+    tracer = Keeping(model)
+    torch.manual_seed(1)
+    with tracer:
+        returned = given.on(model)
+        tracer.note_outputs(returned)
+    outputs = [output for output in tensors_held_by(returned) if output.requires_grad]
+    backward(outputs)
+
+    steps = partition(twin, tracer.graph, block_paths(twin))
+    torch.manual_seed(1)
+    state = fold(steps.outline.steps, steps.state(tracer.inputs))
+    again = [output for output in steps.outputs(state) if output.requires_grad]
+    backward(again)
+    pairs = [
+        *zip(outputs, again, strict=True),
+        *((p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True)),
+        *zip(model.buffers(), twin.buffers(), strict=True),
+    ]
+    for value, other in pairs:
+        assert (value is None) == (other is None)
+        if value is not None:
+            torch.testing.assert_close(other, value, rtol=0, atol=0)
+
+
+@every
+def test_a_look_ahead_sees_the_operators_that_a_segment_will(name: str) -> None:
+    model, given = made(name)
+    graph = graph_of(model, given)
+    tracer = Tracer(model)
+    with segment(), tracer:
+        given.on(model)
+    if name == "deciding":
+        # zeros stand in for nothing here: the inputs are real
+        assert "aten._local_scalar_dense.default" in graph.operators
+    assert graph.operators == tuple(tracer.operators)
+    assert graph.overloads()[0].name() == tracer.operators[0].replace(".", "::", 1).removesuffix(
+        ".default"
+    )
+
+
+@every
+def test_boundaries_cut_the_sequence_of_operators(name: str) -> None:
+    model, given = made(name)
+    graph = traced(model, given)
+    steps = partition(model, graph, block_paths(model))
+    assert steps.boundaries[0] == 0
+    assert list(steps.boundaries) == sorted(set(steps.boundaries))
+    assert steps.boundaries[-1] < len(graph.operators)
+    for place, start in enumerate(steps.boundaries[1:], 1):
+        before = [call for call in graph.calls if call.index < start]
+        behind = [call for call in graph.calls if call.index >= start]
+        origins = {origin for call in before for origin in call.origins}
+        assert not any(origins & call.writes for call in behind), steps.names[place]
+
+
+def test_names_say_which_module_did_what() -> None:
+    model, given = made("net")
+    assert cut(model, given).names[:6] == (
+        "stem",
+        "blocks.0.conv",
+        "blocks.0.norm blocks.0.relu_",
+        "blocks.0.drop.bernoulli_ blocks.0.drop.div_",
+        "blocks.0.drop.mul",
+        "blocks.0.mul blocks.0.add_ blocks.0.relu_",
+    )
+
+
+def test_equal_steps_of_equal_blocks_are_one_part() -> None:
+    model, given = made("net")
+    steps = cut(model, given)
+    assert steps.outline.blocks == (0, *(n for n in range(1, 5) for _ in range(5)), 5, 5)
+    parts = [id(step.func) for step in steps.outline.steps]  # type: ignore[union-attr]
+    assert parts[1:6] == parts[6:11] == parts[11:16]
+
+
+@every
+def test_the_steps_can_be_measured(name: str) -> None:
+    model, given = made(name)
+    before = [value.clone() for value in model.state_dict().values()]
+    steps = cut(model, given)
+    costs = profile(model, steps.outline, steps.fake_state(), timed=name in ("net", "deciding"))
+    assert len(costs) == len(steps.names) == len(steps.boundaries)
+    after = model.state_dict().values()
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def costs_of(model: nn.Module, given: Invocation, loss: Any) -> StepCosts:
+    steps = cut(model, given, loss=loss)
+    found = profile(model, with_loss(steps.outline, steps.loss), steps.fake_state())
+    return replace(found, returned=found.live[len(steps.names)] | found.live[-1])
+
+
+def square(output: Any) -> Tensor:
+    found: Tensor = (output if isinstance(output, Tensor) else output[0]).square().sum()
+    return found
+
+
+def rows() -> nn.Module:
+    layers = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1)) for _ in range(6)]
+    return nn.Sequential(*(layer for row in layers for layer in row))
+
+
+def vit() -> nn.Module:
+    model: nn.Module = timm.create_model("vit_tiny_patch16_224", depth=3, drop_rate=0.1)
+    return model
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2,
+            num_key_value_heads=1, vocab_size=50,
+        )
+    )  # fmt: skip
+
+
+def tokens() -> Invocation:
+    words = torch.randint(50, (4, 64))
+    return Invocation(kwargs={"input_ids": words, "labels": words})
+
+
+LARGER: dict[str, tuple[Callable[[], nn.Module], Callable[[], Invocation], Any]] = {
+    "rows": (rows, lambda: Invocation((torch.rand(256, 64),)), square),
+    "vit": (vit, lambda: Invocation((torch.rand(2, 3, 224, 224),)), square),
+    "llama": (llama, tokens, None),
+    "encoder": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2, enable_nested_tensor=False
+        ),
+        lambda: Invocation((torch.rand(8, 32, 32),)),
+        square,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
+    build, inputs, loss = LARGER[name]
+    torch.manual_seed(0)
+    model, given = build(), inputs()
+    costs = costs_of(model, given, loss).with_parameter_gradients()
+
+    def step() -> None:
+        output = given.on(model)
+        (own_loss(output) if loss is None else loss(output)).backward()
+
+    step()
+    model.zero_grad()
+    measured = trace(step).peak
+    predicted = simulate(Plan.keep_all(len(costs)), costs).peak
+    assert predicted == pytest.approx(measured, rel=0.01)

@@ -1,0 +1,106 @@
+"""A tracer changes nothing, holds nothing, and never breaks a forward."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tracing.runs import MODELS, Deciding, InPlace, traced
+from zoo.entry import Invocation
+from zoo.errors import ArgumentError
+from zoo.tracing.graph import Attribute, Value
+from zoo.tracing.tracer import Tracer
+
+
+@pytest.mark.parametrize("name", ["net", "lstm", "in place", "custom"])
+def test_a_traced_forward_is_the_plain_one(name: str) -> None:
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    model, given = build(), inputs()
+    found = []
+    for around in (Tracer(model), torch.enable_grad()):
+        model.zero_grad()
+        twin = copy.deepcopy(model)
+        tracer = Tracer(twin) if isinstance(around, Tracer) else around
+        torch.manual_seed(1)
+        with tracer:
+            output = given.on(twin)
+        output = output if isinstance(output, Tensor) else output[0]
+        output.square().sum().backward()
+        found.append([output, *(p.grad for p in twin.parameters()), *twin.buffers()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    model, x = InPlace(), torch.rand(5, 6)
+    kept: list[weakref.ref[Tensor]] = []
+    model.first.register_forward_hook(lambda *given: kept.append(weakref.ref(given[2])))
+    tracer = Tracer(model)
+    with tracer:
+        output = model(x)
+    kept += [weakref.ref(output), weakref.ref(x)]
+    gc.disable()
+    try:
+        del output, x
+        assert [reference() for reference in kept] == [None] * 3
+    finally:
+        gc.enable()
+    assert tracer.graph.calls
+
+
+def test_a_graph_pickles() -> None:
+    model = Deciding()
+    graph = traced(model, Invocation((torch.rand(4, 6),)))
+    assert pickle.loads(pickle.dumps(graph)) == graph
+
+
+def test_tensors_are_numbers_and_paths() -> None:
+    graph = traced(nn.Sequential(nn.Linear(6, 3)), Invocation((torch.rand(4, 6),)))
+    transposed, product = graph.calls
+    assert transposed.args == (Attribute("0", "weight"),)
+    assert product.args == (Attribute("0", "bias"), Value(1), Value(0))
+    assert product.within == ("", "0")
+    assert (product.index, product.grad, graph.outputs) == (1, True, (2,))
+
+
+def test_questions_are_counted_and_no_calls() -> None:
+    model = Deciding()
+    graph = traced(model, Invocation((torch.rand(4, 6),)))
+    assert "aten._local_scalar_dense.default" in graph.operators
+    assert "aten._local_scalar_dense.default" not in [call.operator for call in graph.calls]
+    assert all(graph.operators[call.index] == call.operator for call in graph.calls)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.sparse.mm(torch.eye(4).to_sparse(), x))
+
+
+def test_what_cannot_be_written_down_fails_the_graph_and_not_the_forward() -> None:
+    model, x = Sparse(), torch.rand(4, 6)
+    tracer = Tracer(model)
+    with tracer:
+        output = model(x)
+    assert torch.equal(output, model(x))
+    with pytest.raises(ArgumentError, match="kernels of Sparse cannot be planned for"):
+        _ = tracer.graph
+
+
+def test_other_threads_are_not_traced() -> None:
+    model, x = nn.Linear(6, 6), torch.rand(4, 6)
+    tracer = Tracer(model)
+    with tracer:
+        thread = threading.Thread(target=lambda: model(x))
+        thread.start()
+        thread.join()
+    assert tracer.operators == []

@@ -1,0 +1,228 @@
+"""Segments that are ranges of the kernels of a forward, whatever Python calls them.
+
+A plan of a model's forward names ranges of its sequence of operators. The forward runs as it is
+written; a dispatch mode counts its kernels and opens and closes segments between them:
+
+    kernels     0  1  2 | 3  4  5 | 6  7 | 8 ...
+    plan        (  step 0  step 1  ) step 2 ...
+    segments    open 0 ............ close 6
+
+As long as the operators are those of the script, the plan holds. From the first that is another
+(control flow) until the forward comes to a known place again, each block of the model is a segment
+of its own. What is kept then differs, and never what is computed.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from zoo.engine.recompute import records
+from zoo.engine.recording import Recorder, Segment, has_own_storage, thread
+from zoo.engine.saved import Handle, living, pack, prune, unpack
+from zoo.plan import Item, Plan
+
+# numbers of the segments around a kernel, the outermost first
+Path = tuple[int, ...]
+# a block of the model by its path, and for the how-manieth time the forward comes to it
+Visit = tuple[str, int]
+
+
+class Script:
+    """The operators of a forward in order, and the segments that a plan makes of them.
+
+    Args:
+        operators: all that the forward dispatches, views and questions for numbers included.
+        boundaries: for each step of the plan the place of its first operator; the first is 0.
+        plan: which steps are segments.
+        visits: where the blocks of the model begin.
+    """
+
+    def __init__(
+        self,
+        operators: Sequence[Any],
+        boundaries: Sequence[int],
+        plan: Plan,
+        visits: dict[Visit, int],
+    ) -> None:
+        self.operators = operators
+        self.boundaries = boundaries
+        self.visits = visits
+        self.paths = list(_paths(plan, (), iter(range(len(boundaries) + 1))))
+        self.turns = {
+            boundary: path
+            for boundary, path, before in zip(
+                boundaries, self.paths, [None, *self.paths], strict=False
+            )
+            if path != before
+        }
+
+    def path_at(self, place: int) -> Path:
+        """Returns the segments around an operator."""
+        return self.paths[bisect.bisect_right(self.boundaries, place) - 1]
+
+
+def _paths(items: Sequence[Item], around: Path, numbers: Iterator[int]) -> Iterator[Path]:
+    """Yields for each step the segments around it."""
+    for item in items:
+        if isinstance(item, int):
+            yield around
+        else:
+            yield from _paths(item, (*around, next(numbers)), numbers)
+
+
+class Conductor(Recorder):  # type: ignore[no-untyped-call]
+    """Opens and closes segments between the kernels of one forward.
+
+    It goes by the first of some scripts until the operators are those of another.
+
+    Attributes:
+        synchronized: whether the operators so far are those of the script.
+        operators: those that came, where there is no script.
+        visits: the places at which blocks of the model began.
+    """
+
+    def __init__(self, scripts: Sequence[Script]) -> None:
+        super().__init__(None)
+        self.scripts = scripts
+        self.script = scripts[0] if scripts else None
+        self.synchronized = bool(scripts)
+        self.lost = not scripts
+        self.place = 0
+        self.path: Path = ()
+        self.open: list[Segment] = []
+        self.operators: list[Any] = []
+        self.visits: dict[Visit, int] = {}
+        self.counts: dict[str, int] = {}
+        self.blocks: list[str] = []
+        self.sequence = -1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a kernel, in the segment that it belongs to."""
+        if types and not all(map(has_own_storage, types)):
+            return NotImplemented
+        # fake tensors dispatch looks at what they are, which no real one does
+        if thread.replaying or getattr(func, "namespace", "") == "prim":
+            return func(*args, **(kwargs or {}))
+        self._advance(func)
+        if self.recording is None:
+            out = func(*args, **(kwargs or {}))
+        else:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.sequence = torch._C._autograd._get_sequence_nr()
+        return out
+
+    def _advance(self, func: Any) -> None:
+        place, script = self.place, self.script
+        self.place = place + 1
+        if script is None:
+            self.operators.append(func)
+        elif self.synchronized:
+            if place < len(script.operators) and script.operators[place] is func:
+                path = script.turns.get(place)
+                if path is not None:
+                    self._turn(path)
+            else:
+                self._stray(func, place)
+
+    def _stray(self, func: Any, place: int) -> None:
+        """Goes on by another script of the same beginning; where there is none, by blocks."""
+        assert self.script is not None
+        before = self.script.operators[:place]
+        for script in self.scripts:
+            operators = script.operators
+            if place < len(operators) and operators[place] is func and operators[:place] == before:
+                self.script = script
+                self._turn(script.path_at(place), fresh=True)
+                return
+        self.synchronized, self.lost = False, True
+        self._turn((-1,) if self.blocks else ())
+
+    def enter(self, block: str) -> None:
+        """Is told that a block of the model begins."""
+        count = self.counts.get(block, 0)
+        self.counts[block] = count + 1
+        visit = block, count
+        if self.script is None:
+            self.visits[visit] = self.place
+        else:
+            known = self.script.visits.get(visit)
+            if known is not None and (known != self.place or not self.synchronized):
+                self.place, self.synchronized = known, True
+                self._turn(self.script.path_at(known), fresh=True)
+        self.blocks.append(block)
+        if not self.synchronized:
+            self._turn((-1,), fresh=True)
+
+    def leave(self) -> None:
+        """Is told that a block of the model ends."""
+        self.blocks.pop()
+        if not self.synchronized:
+            self._turn(())
+
+    def _turn(self, path: Path, fresh: bool = False) -> None:
+        """Closes and opens segments until those of a path are open; all of them anew if fresh."""
+        shared = 0
+        if not fresh:
+            for one, other in zip(self.path, path, strict=False):
+                if one != other:
+                    break
+                shared += 1
+        pending = self._pending() if len(self.open) > shared else ()
+        if not shared:
+            for handle in pending:
+                handle.keep()
+        while len(self.open) > shared:
+            self._close()
+        for _ in path[shared:]:
+            around = self.open[-1] if self.open else None
+            self.open.append(Segment(around))
+        if shared:
+            for handle in pending:
+                handle.move_to(self.open[-1])
+        self.path = path
+        self._settle()
+
+    def _settle(self) -> None:
+        thread.segment = self.open[-1] if self.open else None
+        self.recording = self.open[-1].recording if self.open else None
+
+    def _close(self) -> None:
+        part = self.open.pop()
+        part.close()
+        if not self.open:
+            prune(part)
+
+    def _pending(self) -> list[Handle]:
+        """Returns what the operation saved that is about to run its kernel in another segment.
+
+        Autograd saves an operation's inputs before its kernel runs, and numbers operations first.
+        """
+        latest = reversed(living(self.open[-1]))
+        return list(itertools.takewhile(lambda handle: handle.sequence > self.sequence, latest))
+
+    def __enter__(self) -> Any:
+        thread.conductor = self
+        self.hooks = saved_tensors_hooks(pack, unpack)
+        found = super().__enter__()  # type: ignore[no-untyped-call]
+        self.hooks.__enter__()
+        if self.script is not None and 0 in self.script.turns:
+            self._turn(self.script.turns[0])
+        return found
+
+    def __exit__(self, *raised: Any) -> None:
+        self.hooks.__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        thread.conductor = None
+        while self.open:
+            self._close()
+        self._settle()
+
+
+def conducts() -> bool:
+    """Says whether a forward that begins now may be cut into segments."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return records() and hooks is None and thread.segment is None and thread.conductor is None
