@@ -541,3 +541,17 @@ def test_a_tensor_that_gets_other_memory_by_data_has_its_numbers(function: Any, 
         sum(part.square().sum() for part in out).backward()
         found.append(frozen([*out, x.grad, w.grad]))
     compare(*found)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_norm_of_half_precision_with_whole_statistics(affine: bool) -> None:
+    """The kernel adds up in another precision where nothing of the norm is of another type."""
+    found = []
+    for call in (lambda function, x: function(x), zoo.recompute):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(4, affine=affine)
+        x = torch.randn(4, 4, 6, requires_grad=True)
+        y = call(lambda x, norm=norm: norm(x.bfloat16()).sin(), x)
+        y.float().square().sum().backward()
+        found.append(frozen([y, x.grad, *norm.buffers()]))
+    compare(*found)

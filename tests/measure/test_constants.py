@@ -14,7 +14,7 @@ import zoo
 from tests.training import images, needs_numpy
 from zoo.chain import outline
 from zoo.errors import ArgumentError
-from zoo.measure.constants import SMALL, Constants, as_data
+from zoo.measure.constants import MOST, Constants, as_data
 from zoo.measure.optimizer import optimizer_bytes
 from zoo.measure.profile import profile
 
@@ -54,7 +54,7 @@ def widened(x: Tensor) -> list[float]:
         lambda x: torch.linspace(0, 1, 5).double().tolist(),
         lambda x: bool((torch.ones(3, requires_grad=True) > 0).all()),
         lambda x: [int(size) for size in torch.tensor(x.shape)],
-        lambda x: torch.arange(SMALL).sum().item(),
+        lambda x: torch.arange(MOST).sum().item(),
     ],
 )
 def test_a_constant_is_read_as_it_is_without_fake_tensors(make: Callable[[Tensor], Any]) -> None:
@@ -85,7 +85,7 @@ def mixed(x: Tensor) -> Any:
         lambda x: torch.zeros(2).uniform_().tolist(),
         lambda x: torch.empty(2).tolist(),
         lambda x: F.dropout(torch.ones(9)).tolist(),
-        lambda x: torch.arange(SMALL + 1).tolist(),
+        lambda x: torch.arange(MOST + 1).tolist(),
         lambda x: torch.eye(2).to_sparse().sum().item(),
         lambda x: as_data(torch.ones(2)).tolist(),
     ],

@@ -15,6 +15,8 @@ copy is taken before a kernel writes over what a replay may read. So what cannot
 memory and never changes a number.
 """
 
+import bisect
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -216,6 +218,19 @@ class Outside:
         return self.unpack()
 
 
+class Blank:
+    """Memory that a kernel writes and nobody reads."""
+
+    __slots__ = ("device", "dtype", "size")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.size, self.dtype, self.device = tensor.size(), tensor.dtype, tensor.device
+
+    def now(self) -> Tensor:
+        """Returns such memory."""
+        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+
+
 class Listed:
     """An argument that is a list with references in it."""
 
@@ -325,7 +340,7 @@ class Write:
 
 NO_TARGETS: dict[int, Write] = {}
 # what has a tensor, or a list of them, for a replay
-REFERENCES = {Value, View, Outside, Listed, Write}
+REFERENCES = {Value, View, Outside, Blank, Listed, Write}
 
 
 class Segment:
@@ -358,11 +373,13 @@ class Segment:
 
     def backwards(self) -> Iterator[Node]:
         """Yields the nodes of this segment and of those inside, the last one first."""
-        for node in reversed(self.recording.nodes):
-            if node.index < self.first:
-                return
-            if self.end is None or node.index < self.end:
-                yield node
+        nodes = self.recording.nodes
+        place = len(nodes)
+        if self.end is not None:
+            place = bisect.bisect_left(nodes, self.end, key=operator.attrgetter("index"))
+        while place and nodes[place - 1].index >= self.first:
+            place -= 1
+            yield nodes[place]
 
     def close(self) -> None:
         """Ends the range."""
@@ -639,11 +656,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _without_statistics(self, args: Any) -> Any:
-        """Returns the arguments of a norm that updates running statistics and reads none."""
+        """Returns the arguments of a norm that updates running statistics and reads none.
+
+        Statistics of another data type choose another kernel, which gets scratch memory for them.
+        """
+        scratch: list[Any] = []
         for tensor in args[STATISTICS]:
             if tensor is not None:
                 self.recording.before_write(tensor)
-        return (*args[:3], None, None, *args[TRAINING:])
+            is_alike = tensor is None or tensor.dtype is args[0].dtype
+            scratch.append(None if is_alike else Blank(tensor))
+        return (*args[:3], *scratch, *args[TRAINING:])
 
     def _run_outside(
         self, func: Any, effects: Effects, written: list[Tensor], args: Any, kwargs: Any

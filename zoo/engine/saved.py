@@ -281,10 +281,12 @@ def fill(segment: Segment) -> None:
 def _fill(segment: Segment) -> None:
     given = segment.given or {}
     waiting = [handle for handle in living(segment) if handle.tensor is None]
+    needs = {part: given_to(part) for part in inner(segment) if part.given is None}
     if segment.scheduled is not None and segment.scheduled[0] == len(waiting):
         found = segment.scheduled[1]
     else:
-        found = schedule(segment.backwards(), wanted(segment), given)
+        goals = {value for handle in waiting for value in handle.wants()}
+        found = schedule(segment.backwards(), goals.union(*needs.values()), given)
     for value, tensor in given.items():
         value.made = tensor
     try:
@@ -292,9 +294,8 @@ def _fill(segment: Segment) -> None:
             replay(found)
         for handle in waiting:
             handle.fill()
-        for part in inner(segment):
-            if part.given is None:
-                part.given = {value: _made(value) for value in given_to(part)}
+        for part, values in needs.items():
+            part.given = {value: _made(value) for value in values}
         if not _is_graph_kept():
             segment.given = None
     finally:

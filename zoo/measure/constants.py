@@ -31,6 +31,8 @@ from zoo.engine.recording import has_own_storage, is_plain, written_by
 from zoo.measure.memory import tensors_in
 
 # numbers of a tensor, at most; who reads more reads data
+MOST = 1 << 12
+# in a process of its own, which need not save memory
 SMALL = 1 << 16
 CPU = torch.device("cpu")
 # of these only the shape and the type count
@@ -58,6 +60,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.mode = mode
         # raises NumbersNeeded, not torch's exceptions
         self.strict = strict
+        self.most = SMALL if strict else MOST
         # whether the forward asked for what is not known, also where it went on all the same
         self.asked = False
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
@@ -116,7 +119,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise
             raise NumbersNeeded from error
         found = tensors_in(result)
-        is_small = is_known and (func.is_view or sum(part.numel() for part in found) <= SMALL)
+        is_small = is_known and (func.is_view or sum(part.numel() for part in found) <= self.most)
         if is_small:
             self._follow(func, args, kwargs, result)
         elif hasattr(func, "_schema"):
@@ -138,7 +141,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is not None and found[0]() is tensor:
             stale = found[1].untyped_storage()._cdata in self._stale
             return None if stale else found[1]
-        if isinstance(tensor, FakeTensor) or not is_plain(tensor) or tensor.numel() > SMALL:
+        if isinstance(tensor, FakeTensor) or not is_plain(tensor) or tensor.numel() > self.most:
             return None
         # a tensor that the code itself has, such as that of `torch.tensor([1, 2])`
         if tensor.is_meta or tensor.requires_grad:
