@@ -377,7 +377,7 @@ MUTANTS = (
     Mutant(
         "a nested segment is given what it starts from",
         "saved.py",
-        "part.given = {value: _made(value) for value in given_to(part)}",
+        "part.given = {value: _made(value) for value in values}",
         "part.given = {}",
         (
             "test_schedule.py",
