@@ -11,6 +11,7 @@ import torchvision
 import transformers
 from torch import Tensor, nn
 
+from tests.tracing.models import Net, UNet
 from zoo.entry import Invocation
 from zoo.tracing.graph import Graph
 from zoo.tracing.tracer import Tracer
@@ -34,55 +35,6 @@ def traced(model: nn.Module, given: Invocation) -> Graph:
     with tracer:
         tracer.note_outputs(given.on(model))
     return tracer.graph
-
-
-class Block(nn.Module):
-    """Statistics, a mask, a skip, in-place writes and a norm in a row."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(channels, momentum=None)
-        self.drop = nn.Dropout(0.3)
-        self.scale = nn.Parameter(torch.full((channels, 1, 1), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm(self.conv(x)), inplace=True)
-        y = self.drop(y) * self.scale
-        y += x
-        return F.relu_(y)
-
-
-class Net(nn.Module):
-    def __init__(self, channels: int = 4, blocks: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(4, channels, 1)
-        self.blocks = nn.Sequential(*(Block(channels) for _ in range(blocks)))
-        self.fc = nn.Linear(channels, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
-
-
-class UNet(nn.Module):
-    """Skips over the whole depth, two inputs, a keyword and a dict with a None in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
-        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(3))
-        self.head = nn.Conv2d(4, 2, 1)
-
-    def forward(self, x: Tensor, weight: Tensor, *, scale: float = 1.0) -> dict[str, Tensor | None]:
-        skips = []
-        for conv in self.down:
-            x = F.gelu(conv(x))
-            skips.append(x)
-            x = F.avg_pool2d(x, 2)
-        for conv in self.up:
-            x = F.interpolate(x, scale_factor=2)
-            x = F.gelu(conv(torch.cat([x, skips.pop()], 1)))
-        return {"logits": self.head(x) * weight * scale, "aux": None}
 
 
 class InPlace(nn.Module):

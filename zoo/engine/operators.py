@@ -4,7 +4,7 @@ A schema tells nearly all of it. What no schema tells is listed here by name and
 `tests/operators`, which runs torch's own database of operators with and without a recording.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -134,11 +134,6 @@ def _possible_writes(
     if not schema.name.startswith("c10d"):
         return declared
     return tuple((place, argument.name) for place, argument in enumerate(schema.arguments))
-
-
-def argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str) -> Any:
-    """Returns an argument that may be given by its position or its name, None without one."""
-    return args[position] if position < len(args) else kwargs.get(name)
 
 
 Settings = tuple[Any, ...]

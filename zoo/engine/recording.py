@@ -16,7 +16,6 @@ memory and never changes a number.
 """
 
 import bisect
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,10 +26,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.engine.fingerprint import constant_of, is_still
 from zoo.engine.generators import Draws, draws_of
+from zoo.engine.modes import KernelMode
 from zoo.engine.operators import (
     KNOWN,
     STATISTICS,
@@ -287,10 +286,7 @@ def check_version(tensor: Tensor, version: int) -> None:
     Raises:
         RecomputeError: it was.
     """
-    try:
-        now = tensor._version
-    except RuntimeError:
-        now = 0
+    now = version_of(tensor)
     # a fake tensor has no numbers, and FSDP2 gives its parameters other versions
     if now != version and type(tensor) is not FakeTensor:
         raise RecomputeError(
@@ -376,7 +372,7 @@ class Segment:
         nodes = self.recording.nodes
         place = len(nodes)
         if self.end is not None:
-            place = bisect.bisect_left(nodes, self.end, key=operator.attrgetter("index"))
+            place = bisect.bisect_left(nodes, self.end, key=lambda node: node.index)
         while place and nodes[place - 1].index >= self.first:
             place -= 1
             yield nodes[place]
@@ -588,20 +584,11 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(KernelMode):
     """Writes down the kernels of an outermost segment."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Lets a compiled block inside of a segment stay compiled; what it saves is kept."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Has torch not import its compiler to keep it away from here, where it is off anyway."""
-        return False
+    # what a compiled block saves is kept
+    keeps_compiled = True
 
     def __init__(self, recording: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

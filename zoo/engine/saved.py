@@ -27,8 +27,6 @@ from zoo.engine.replay import outer_reads, outside_of, replay, schedule
 from zoo.engine.sharded import gathered
 from zoo.errors import RecomputeError
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
 
 class Handle:
     """A saved tensor that is not kept: the first one that is opened replays its segment.
@@ -246,11 +244,15 @@ def inner(segment: Segment) -> list[Segment]:
 def wanted(segment: Segment) -> set[Value]:
     """Returns the values that a replay of a segment has to leave: not those of segments inside."""
     waiting = [handle for handle in living(segment) if handle.tensor is None]
-    found = {value for handle in waiting for value in handle.wants()}
+    found = _goals(waiting)
     for part in inner(segment):
         if part.given is None:
             found |= given_to(part)
     return found
+
+
+def _goals(handles: list[Handle]) -> set[Value]:
+    return {value for handle in handles for value in handle.wants()}
 
 
 def given_to(segment: Segment) -> set[Value]:
@@ -285,8 +287,8 @@ def _fill(segment: Segment) -> None:
     if segment.scheduled is not None and segment.scheduled[0] == len(waiting):
         found = segment.scheduled[1]
     else:
-        goals = {value for handle in waiting for value in handle.wants()}
-        found = schedule(segment.backwards(), goals.union(*needs.values()), given)
+        goals = _goals(waiting).union(*needs.values())
+        found = schedule(segment.backwards(), goals, given)
     for value, tensor in given.items():
         value.made = tensor
     try:
@@ -330,8 +332,7 @@ def prune(segment: Segment) -> None:
     handles = _all_living(segment)
     for handle in handles:
         handle.settle()
-    goals = {value for handle in handles for value in handle.wants()}
-    found = schedule(segment.backwards(), goals, ())
+    found = schedule(segment.backwards(), _goals(handles), ())
     segment.recording.close([node for node, _ in found])
     if not segment.inner:
         segment.scheduled = len(handles), found

@@ -24,8 +24,9 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from zoo.engine.modes import KernelMode
 from zoo.engine.operators import effects_of
 from zoo.engine.recording import has_own_storage, is_plain, written_by
 from zoo.measure.memory import tensors_in
@@ -46,14 +47,8 @@ class NumbersNeeded(BaseException):
     """A forward asks for numbers that nobody knows; no `except Exception` of its own catches it."""
 
 
-class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Constants(KernelMode):
     """Knows the numbers of some fake tensors; enter it inside of a `FakeTensorMode`."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(self, mode: FakeTensorMode, strict: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

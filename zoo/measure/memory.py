@@ -321,7 +321,9 @@ def storages_of(tensor: Any) -> list[Any]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Lists the tensors in nested containers and dataclasses."""
+    """Lists the tensors in nested containers and dataclasses, or of a single one."""
+    if isinstance(value, Tensor):
+        return [value]
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):

@@ -20,7 +20,7 @@ from zoo.plan import Plan
 from zoo.plan_report import PlanReport
 from zoo.planning import Budget
 from zoo.tracing.entry import Entry, patched_forward, paths_of, steps_of
-from zoo.tracing.graph import Graph, resolved
+from zoo.tracing.graph import Graph
 from zoo.tracing.isolated import graph_of
 from zoo.tracing.patched_forward import BlockMark, PatchedForward, Traced, take_back_all
 from zoo.tracing.switches import check_switches
@@ -207,7 +207,7 @@ class OptionPlanner(NamedTuple):
         """Plans without a step."""
         check_switches(model)
         graph = graph_of(model, Invocation(tuple(args), dict(kwargs)))
-        return self._planned(model, graph, [resolved(name) for name in graph.operators],
+        return self._planned(model, graph, graph.overloads(),
                              _visits(graph, paths_of(model, self.patterns)))  # fmt: skip
 
     def of_forward(self, model: nn.Module, run: Callable[[], Any]) -> tuple[Any, Traced | None]:

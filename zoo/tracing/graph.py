@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 # a storage of a parameter or buffer, as the origin of a value that looks at it
 OWNED = -1
@@ -226,13 +225,6 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if kind is dict:
         return {key: mapped(part, change) for key, part in value.items()}
     return change(value)
-
-
-def tensors_of(result: Any) -> list[Tensor]:
-    """Returns the tensors in what a kernel returned, in order."""
-    if isinstance(result, Tensor):
-        return [result]
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def tensors_held_by(value: Any) -> list[Tensor]:

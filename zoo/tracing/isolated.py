@@ -36,15 +36,16 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from zoo.engine.modes import KernelMode
 from zoo.engine.recording import detached
 from zoo.entry import Invocation, Loss, UnknownTargets, explained, own_loss, place_of
 from zoo.errors import ArgumentError, ZooError, shortened
 from zoo.measure.constants import SMALL, Constants, NumbersNeeded, copied
+from zoo.measure.memory import tensors_in
 from zoo.measure.places import line_of_traceback
 from zoo.measure.sharded import is_spread
-from zoo.tracing.graph import Graph, tensors_of
+from zoo.tracing.graph import Graph
 from zoo.tracing.patched_forward import take_back_all
 from zoo.tracing.tracer import Tracer, spec_of
 from zoo.verification.records import read_streams, set_streams
@@ -298,14 +299,8 @@ def _is_of_fakes(error: BaseException) -> bool:
     return isinstance(error, OF_FAKES) or "data pointer" in text or ".numpy()" in text
 
 
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Alone(KernelMode):  # type: ignore[no-untyped-call]
     """Refuses to wait for other processes."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "namespace", "") in COLLECTIVE:
@@ -316,14 +311,8 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Limited(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Limited(KernelMode):
     """Gives up when kernels have made many bytes."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -332,7 +321,7 @@ class _Limited(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not getattr(func, "is_view", False):
-            self.made += sum(tensor.nbytes for tensor in tensors_of(result))
+            self.made += sum(tensor.nbytes for tensor in tensors_in(result))
         if self.made > MOST_MADE:
             raise NumbersNeeded
         return result

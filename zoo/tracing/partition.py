@@ -25,8 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zoo.chain import Outline, Source, Step, Titled
 from zoo.errors import PlanError
+from zoo.measure.memory import tensors_in
 from zoo.tracing.blocks import block_of_each
-from zoo.tracing.graph import OWNED, Attribute, Call, Graph, Value, mapped, tensors_of
+from zoo.tracing.graph import OWNED, Attribute, Call, Graph, Value, mapped
 
 # kernels whose results wait for who writes them
 EMPTY = ("aten.empty", "aten.new_empty")
@@ -106,7 +107,7 @@ class Part:
                 args, kwargs = mapped(call.args, fill), mapped(call.kwargs, fill)
                 for number in last:
                     known.pop(number, None)
-                tensors = tensors_of(_called(call, args, kwargs))
+                tensors = tensors_in(_called(call, args, kwargs))
                 del args, kwargs
                 _check_count(call, tensors)
                 known.update(zip(call.results, tensors, strict=True))

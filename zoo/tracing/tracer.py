@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from zoo.engine.modes import KernelMode
 from zoo.engine.operators import KERNELS, effects_of
 from zoo.engine.recording import has_own_storage, is_plain, storage_of, written_by
 from zoo.errors import ArgumentError
+from zoo.measure.memory import tensors_in
 from zoo.measure.places import modules_around
 from zoo.tracing.graph import (
     DETACH,
@@ -40,7 +41,6 @@ from zoo.tracing.graph import (
     mapped,
     name_of,
     tensors_held_by,
-    tensors_of,
 )
 
 CONSTANTS = (
@@ -88,23 +88,14 @@ class _Made(NamedTuple):
     row: int
 
 
-class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracer(KernelMode):
     """Writes down the kernels that this thread runs inside of `with`.
 
     A fault of its own never reaches the forward: it ends the graph, and `graph` raises.
     """
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Lets a compiled block stay compiled: it is one operator, which does not run again."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Has torch not import its compiler to keep it away from here, where it is off anyway."""
-        return False
+    # a compiled block does not run again
+    keeps_compiled = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -226,7 +217,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = Call(name_of(func), (), {}, (), index, within, torch.is_grad_enabled(), line=line)
         if kind is STANDS:
             call.operator = StandIn(name_of(func), ())
-            call.args = tuple(self._place(tensor, call) for tensor in tensors_of((args, kwargs)))
+            call.args = tuple(self._place(tensor, call) for tensor in tensors_in((args, kwargs)))
             return call
         effects = effects_of(func)
         written = [args[0]] if effects.reshapes else written_by(effects, args, kwargs)
@@ -240,7 +231,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _after(self, call: Call, result: Any) -> None:
         """Numbers what a kernel returned."""
-        found = tensors_of(result)
+        found = tensors_in(result)
         if isinstance(call.operator, StandIn):
             found = [tensor for tensor in found if self._storage(tensor) is None]
             specs = tuple(map(spec_of, found))
@@ -441,4 +432,4 @@ def _returns_first(operator: Any) -> bool:
 
 
 def _has_mask(args: Any) -> bool:
-    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_of(args[1:]))
+    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1:]))

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zoo.measure.reach import BOOKKEEPING
 from zoo.verification.report import Difference
 
 Name = tuple[str, str]  # the kind and the name of something compared
 Record = dict[Name, Any]  # tensors as they are, everything else as its repr
 
-BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"} | {"runner"}
+ASIDE = BOOKKEEPING | {"runner"}
 
 
 def first_difference(expected: Record, actual: Record, step: int) -> Difference | None:
@@ -99,7 +100,7 @@ def attributes(model: nn.Module) -> Iterator[tuple[Name, Any]]:
     """Yields what modules keep beside parameters and buffers: counters, flags, caches, state."""
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if key not in BOOKKEEPING:
+            if key not in ASIDE:
                 for (_, name), leaf in named("", value):
                     yield ("attribute", f"{path}.{key}{name}".lstrip(".")), leaf
 
