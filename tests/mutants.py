@@ -258,8 +258,8 @@ MUTANTS = (
     Mutant(
         "a block that is compiled stays compiled",
         "recording.py",
-        'what it saves is kept."""\n        return True',
-        'what it saves is kept."""\n        return False',
+        "    keeps_compiled = True",
+        "    keeps_compiled = False",
         (
             "test_recording.py",
             "pitfalls/test_compile.py",
