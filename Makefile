@@ -19,9 +19,9 @@ test: .venv/.installed
 # other kernels, which take other workspaces, and has none for some types
 test-avx2: .venv/.installed
 	ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile \
-		test_memory_optimized.py tests/harness/test_worker.py tests/measure/test_memory.py \
-		tests/measure/test_tracker.py tests/models/test_lstm.py tests/models/test_vnet.py \
-		tests/test_planning.py::test_a_peak_in_a_real_optimizers_step_keeps_to_the_budget
+		test_memory_optimized.py tests/harness/test_worker.py tests/profiling/test_allocator.py \
+		tests/profiling/test_memory_tracker.py tests/models/test_lstm.py tests/models/test_vnet.py \
+		tests/policy/test_budget.py::test_a_peak_in_a_real_optimizers_step_keeps_to_the_budget
 
 lint: .venv/.installed
 	.venv/bin/ruff check .
@@ -52,8 +52,8 @@ mutants: .venv/.installed
 
 # tests that need no extras, on the oldest and on the newest torch that setup.cfg admits, with what
 # `pip install .` brings and nothing else
-BARE ?= tests/test_chain.py tests/test_checkpointing.py tests/tracing/test_exact.py \
-	tests/tracing/test_engines.py tests/measure tests/models
+BARE ?= tests/test_chain.py tests/policy/test_options.py tests/tracing/test_exact.py \
+	tests/tracing/test_engines.py tests/profiling tests/models
 oldest newest: %: .venv-%/.installed
 	.venv-$*/bin/python -c 'import torch; print("torch", torch.__version__)'
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest $(BARE)

@@ -18,9 +18,8 @@ from dataclasses import asdict
 from typing import Any
 
 try:
-    from zoo.cli.comparison import compare
+    from zoo.cli.comparison import in_ranks, is_one_of_many, run_compare
     from zoo.cli.main import exit_code
-    from zoo.cli.ranks import in_ranks, is_one_of_many
     from zoo.harness.cells import expand
     from zoo.harness.config import FRONT, config_folder, read
     from zoo.harness.worker import work
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compared(arguments: Sequence[str]) -> int:
-    return exit_code("test_memory_optimized.py", lambda: compare(arguments, FRONT))
+    return exit_code("test_memory_optimized.py", lambda: run_compare(arguments, FRONT))
 
 
 def pytest_generate_tests(metafunc: Any) -> None:

@@ -34,12 +34,12 @@ from torch.utils.checkpoint import checkpoint
 
 import zoo
 from zoo.chain import Chain, fold, outline
+from zoo.engine.executor import run_plan
 from zoo.engine.recompute import segment
 from zoo.engine.recording import thread
 from zoo.engine.replay import Scheduled, replay
-from zoo.engine.schedule import run_plan
-from zoo.measure.memory import trace
 from zoo.planner.schemes import each_block
+from zoo.profiling.allocator import trace
 from zoo.units import format_bytes
 
 MODELS: dict[str, tuple[Callable[[], Chain], tuple[int, ...], int]] = {

@@ -51,11 +51,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import zoo
-from zoo.ahead import look_ahead
-from zoo.entry import Invocation
-from zoo.measure.memory import gradient_addresses, measure_step, tensors_in, trace
-from zoo.measure.profile import profile
-from zoo.tracing.entry import Entry
+from zoo.api.plan import planner_for
+from zoo.invocation import Invocation
+from zoo.profiling.allocator import gradient_addresses, measure_step, tensors_in, trace
+from zoo.profiling.chain_profile import profile
+from zoo.tracing.traced_steps import Entry
 
 DRAWN = 50
 RESULTS = Path("results/models.jsonl")
@@ -398,7 +398,7 @@ def at_most(model: nn.Module, args: Any, kwargs: Any, most: int) -> tuple[nn.Mod
 
 def by_budget(model: nn.Module, args: Any, kwargs: Any, plain: Cost) -> tuple[nn.Module, str]:
     """Puts in force what the planner finds for a budget, and says what a step by it takes."""
-    ahead = look_ahead(
+    ahead = planner_for(
         zoo.uncheckpoint(model),
         Invocation(args, kwargs),
         optimizer=None,
@@ -425,7 +425,7 @@ def candidates(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
 
     entry = Entry.of(zoo.uncheckpoint(model), Invocation(args, kwargs))
     points = frontier(profile(model, entry.outline, entry.state, timed=True))
-    return [point.plan for point in sorted(points, key=lambda point: point.peak)]
+    return [point.plan for point in points]
 
 
 def row(subject: Subject, budget: bool = True) -> list[str]:

@@ -29,14 +29,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from zoo.chain import Chain, outline
-from zoo.harness.digests import step_digests
-from zoo.measure.memory import gradient_addresses, trace
-from zoo.measure.profile import profile
-from zoo.plan import Plan
+from zoo.harness.training import step_digests
 from zoo.planner.costs import StepCosts
-from zoo.planner.optimal import Table
+from zoo.planner.optimal import frontier
+from zoo.planner.plan import Plan
 from zoo.planner.schemes import each_block, sqrt
 from zoo.planner.simulate import simulate
+from zoo.profiling.allocator import gradient_addresses, trace
+from zoo.profiling.chain_profile import profile
 
 ROUNDS = 5
 
@@ -76,15 +76,17 @@ class Subject:
 
     def plans(self) -> dict[str, Plan]:
         """Returns the plans to compare by their names."""
-        table = Table(self.costs)
+        best = frontier(self.costs)
         found = {"keep everything": Plan.keep_all(len(self.costs))}
         schemes = (("each block", each_block), ("sqrt(n) segments", sqrt))
         for name, scheme in schemes:
             found[name] = scheme(self.outline.blocks)
             result = simulate(found[name], self.costs)
-            found[f"{name}: at its memory"] = table.plan(result.peak)
-            found[f"{name}: at its time"] = table.plan_within(result.recomputed_seconds)
-        return found | {"least": table.frontier()[0].plan}
+            small = [point.plan for point in best if point.peak <= result.peak]
+            seconds = result.recomputed_seconds
+            fast = [point.plan for point in best if point.recomputed_seconds <= seconds]
+            found |= {f"{name}: at its memory": small[-1], f"{name}: at its time": fast[0]}
+        return found | {"least": best[0].plan}
 
     def with_plan(self, plan: Plan) -> "Subject":
         """Puts a plan in force on the model as it was built."""

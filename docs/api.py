@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import zoo
-import zoo.checkpointing
-import zoo.entry
-import zoo.measure.optimizer
-import zoo.planning
+import zoo.invocation
+import zoo.policy.budget
+import zoo.policy.options
+import zoo.profiling.optimizer
 from zoo.catalog import OPTIONS, list_models, model_arguments
 
 TARGET = Path(__file__).parent / "api.md"
@@ -49,16 +49,16 @@ MODELS = Group(
 )
 GROUPS = (
     MODELS,
-    Group("Checkpointing", "", ("zoo.tracing", "zoo.engine", "zoo.plan")),
+    Group("Checkpointing", "", ("zoo.tracing", "zoo.engine", "zoo.planner.plan")),
     Group(
         "Planning",
         "Before a step is run; inputs and models may be on the meta device.",
-        ("zoo.ahead", "zoo.largest", "zoo.plan_report", "zoo.plan_frontier", "zoo.ranks"),
+        ("zoo.api.plan", "zoo.sizing", "zoo.policy.report"),
     ),
     Group(
         "Measuring and verifying",
         "",
-        ("zoo.anatomy", "zoo.measure", "zoo.tracking", "zoo.verify", "zoo.version"),
+        ("zoo.profiling", "zoo.api.track", "zoo.api.verify", "zoo.version"),
     ),
     Group(
         "Errors",
@@ -67,11 +67,11 @@ GROUPS = (
     ),
 )
 TYPES: dict[str, ModuleType] = {
-    "Budget": zoo.planning,
-    "Checkpoint": zoo.checkpointing,
-    "Inputs": zoo.entry,
-    "Loss": zoo.entry,
-    "MakeOptimizer": zoo.measure.optimizer,
+    "Budget": zoo.policy.budget,
+    "Checkpoint": zoo.policy.options,
+    "Inputs": zoo.invocation,
+    "Loss": zoo.invocation,
+    "MakeOptimizer": zoo.profiling.optimizer,
 }
 
 

@@ -224,7 +224,7 @@ def one_plan() -> None:
         return zoo.Plan([tuple(range(rank + 1)), *range(rank + 1, count)])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zoo.checkpointing._planned", decide)
+        patch.setattr("zoo.policy.options._planned", decide)
         for build in (Net, Residuals):
             model = zoo.checkpoint(build(), "auto", memory_budget="1GiB")
             model(images()).sum().backward()

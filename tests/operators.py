@@ -309,7 +309,7 @@ def _check_sample(found: Outcome, title: str, operator: Operator, sample: Any, w
         found.left_out[title, NOT_REPEATED] += 1
         return
     # a dispatch mode around the backward would have autograd take other formulas
-    with mock.patch("zoo.engine.saved.replay", wraps=replay) as replays:
+    with mock.patch("zoo.engine.saved_tensors.replay", wraps=replay) as replays:
         recomputed = run(recompute, operator, sample)
     what = difference(one, recomputed)
     if what and not is_same_below_modes and not difference(watched, recomputed):

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import zoo
 from zoo.catalog import OPTIONS, model_arguments
@@ -19,9 +20,25 @@ def test_names_are_listed_by_pattern() -> None:
 def test_each_name_is_a_function_with_its_arguments(name: str) -> None:
     factory = getattr(zoo, name)
     assert factory.__name__ == name
-    assert factory.__doc__
-    assert list(inspect.signature(factory).parameters) == [*OPTIONS, *model_arguments(name)]
+    signature = inspect.signature(factory)
+    assert list(signature.parameters) == [*OPTIONS, *model_arguments(name)]
     assert "drop_rate" in model_arguments(name)
+    with torch.device("meta"):
+        model = factory(**{key: value.default for key, value in signature.parameters.items()})
+    assert type(model) is signature.return_annotation
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    shown = f"{millions:.0f}" if name.startswith("gpt2") else f"{millions:.1f}"
+    assert f" {shown} million parameters." in factory.__doc__
+
+
+def test_arguments_are_those_that_leave_the_architecture_as_it_is() -> None:
+    resnet50 = ["classes", "in_channels", "drop_rate", "drop_path_rate"]
+    assert list(model_arguments("resnet50")) == list(model_arguments("resnet1001")) == resnet50
+    assert list(model_arguments("densenet100")) == ["growth_rate", *resnet50[:3]]
+    defaults = [model_arguments("densenet190")[key].default for key in ("growth_rate", "classes")]
+    assert defaults == [40, 10]
+    with pytest.raises(ArgumentError, match=r"resnet18 takes no argument 'depths'\. .*It takes"):
+        zoo.resnet18(depths=(1, 1, 1, 1))
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import zoo
-from zoo.entry import Invocation
 from zoo.errors import ArgumentError, BudgetError
-from zoo.measure.rehearsal import rehearse
+from zoo.invocation import Invocation
+from zoo.sizing.trial_step import train_twice
 
 images, meta = torch.rand(3, 4), torch.empty(3, 4, device="meta")
 DIGITS = "9" * 400
@@ -86,9 +86,9 @@ WRONG = {
         "sizes 1 and 4294967296 need the same .*pass vary= what makes inputs that grow",
     ),
     "more ranks than there are": (
-        lambda: rank(network(), images, world_size=10**12), "world_size=1000000000000 is beyond"
+        lambda: rank(network(), images, world_size=10**12), "=1000000000000 is no number from 1 to"
     ),
-    "digits of ranks": (lambda: rank(network(), images, world_size=10**5000), "is beyond 65536"),
+    "digits of ranks": (lambda: rank(network(), images, world_size=10**5000), "from 1 to 65536"),
     "digits of a budget": (lambda: plan(network(), images, memory_budget=DIGITS), "any memory"),
     "number of a budget": (lambda: plan(network(), images, memory_budget=10**400), "any memory"),
     "digits for auto": (lambda: zoo.checkpoint(network(), memory_budget=DIGITS), "any memory"),
@@ -158,7 +158,7 @@ def test_errors_of_ours_and_of_memory_pass_through_a_call_of_a_model() -> None:
 
 def test_a_frozen_model_trains_its_inputs() -> None:
     given = images.clone().requires_grad_()
-    found = rehearse(frozen(), Invocation.of(given), torch.optim.AdamW, None)
+    found = train_twice(frozen(), Invocation.of(given), torch.optim.AdamW, None)
     assert found >= 4 * (4 * 4 + 4 + 4 * 2 + 2 + 3 * 4)
     assert largest(frozen(), given, verify=False).size > 1
 

@@ -13,7 +13,7 @@ import torch
 
 import zoo
 from zoo.errors import WeightsError
-from zoo.weights import TIMM, TORCHVISION, TRANSFORMERS
+from zoo.weights import SOURCES
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,9 +44,13 @@ def test_what_torchvision_fetched_is_loaded(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_name_is_one_of_the_catalog_and_of_its_library() -> None:
-    assert {*TORCHVISION, *TIMM, *TRANSFORMERS} <= set(zoo.list_models())
-    assert set(TORCHVISION) <= set(library("torchvision").models.list_models())
-    assert set(TIMM.values()) <= set(library("timm").list_models(pretrained=False))
+    assert set(SOURCES) <= set(zoo.list_models())
+    known = {
+        "torchvision": library("torchvision").models.list_models(),
+        "timm": library("timm").list_models(pretrained=False),
+        "transformers": ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"],
+    }
+    assert all(theirs in known[source] for source, theirs in SOURCES.values())
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16", "gpt2_small"])

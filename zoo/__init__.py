@@ -1,18 +1,19 @@
-"""Trains the same network in a fraction of the memory, bit for bit.
+"""Activation checkpointing that is exact: the same training in a fraction of the memory.
 
     import zoo
     model = zoo.resnet50(checkpoint=True)
 
-A model is a chain of steps, a plan says which are kept and which run again, the engine runs a chain
-by a plan and changes nothing else. See README.md.
+Also called gradient checkpointing or rematerialization. A model is a chain of nodes, a plan says
+whose activations are saved and whose are recomputed, and nothing else changes. See README.md.
 """
 
 # before torch, which takes a second to import
-from zoo.cli import starting as _starting
+from zoo.cli import interrupts as _interrupts
 
 # isort: split
-from zoo.ahead import frontier, plan
-from zoo.anatomy import Anatomy, anatomy
+from zoo.api.plan import RankReport, frontier, plan, plan_rank
+from zoo.api.track import Anatomy, anatomy, track
+from zoo.api.verify import verify
 from zoo.catalog import (
     create,
     densenet100,
@@ -63,20 +64,16 @@ from zoo.errors import (
     WeightsError,
     ZooError,
 )
-from zoo.largest import Largest, largest, max_batch_size
 from zoo.layers.transformer import TransformerBlock
-from zoo.measure.timeline import Timeline
-from zoo.plan import Plan
-from zoo.plan_frontier import Frontier
-from zoo.plan_report import PlanReport
-from zoo.ranks import RankReport, plan_rank
+from zoo.planner.plan import Plan
+from zoo.policy.report import Frontier, PlanReport
+from zoo.profiling.timeline import Timeline
+from zoo.sizing.max_size import Largest, largest, max_batch_size
 from zoo.tracing.api import chain_of, checkpoint, plan_of, uncheckpoint
-from zoo.tracking import track
-from zoo.verify import verify
 from zoo.version import __version__
 
 # a program of somebody else's may have the command's name, too
-_starting.raise_on_interrupt()
+_interrupts.raise_on_interrupt()
 
 __all__ = [
     "Anatomy",

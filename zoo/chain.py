@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registries
 
 from zoo.errors import ArgumentError, WeightsError, nearest
-from zoo.plan import Plan
+from zoo.planner.plan import Plan
 
 State = tuple[Tensor | None, ...]
 Step = Callable[..., Any]
@@ -42,7 +42,7 @@ class Source(NamedTuple):
     line: str
 
 
-class Titled(functools.partial[Any]):
+class NamedStep(functools.partial[Any]):
     """A step that has a name of its own.
 
     One that repeats calls has the `sources` of these; its function counts them in `place`.
@@ -80,7 +80,7 @@ class Chain(nn.Module):
     Subclasses list them: `steps` where the list is always the same, `steps_for` where it depends on
     the inputs (a sequence's length). An entry is
 
-    - a function or bound method: one step, the smallest thing that a plan keeps or runs again;
+    - a function or bound method: one step, the smallest thing that a plan keeps or recomputes;
     - a chain or an `nn.Sequential`: its own steps take its place, and it counts as one block;
     - a list or tuple of entries: likewise one block.
 
@@ -258,7 +258,7 @@ def hooks_for_all() -> Iterator[Callable[..., Any]]:
 
 def step_name(step: Step, paths: Mapping[int, str]) -> str:
     """Names a step; `paths` are those of the chain's modules by their ids."""
-    if isinstance(step, Titled):
+    if isinstance(step, NamedStep):
         return step.title
     if isinstance(step, functools.partial):
         shown = ", ".join(

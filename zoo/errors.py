@@ -49,7 +49,7 @@ class ConfigError(ZooError, ValueError):
 
 
 class RecomputeError(ZooError, RuntimeError):
-    """Says that a second run cannot reproduce the first; raised before a gradient is used."""
+    """Says that a recomputation cannot reproduce the forward; raised before a gradient is used."""
 
 
 class VerifyError(ZooError, AssertionError):

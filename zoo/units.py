@@ -16,11 +16,10 @@ LARGEST = 2**63 - 1
 
 def format_bytes(count: int) -> str:
     """Writes bytes with a binary unit and four digits at most: 1536 -> '1.50 KiB'."""
-    power = min(max(abs(count).bit_length() - 1, 0) // 10, len(BINARY) - 1)
-    if not power:
+    size, unit = _in_unit(count)
+    if unit == "B":
         return f"{count} B"
-    size = count / 1024**power
-    return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {BINARY[power]}"
+    return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
 
 
 def exact_bytes(count: int) -> str:
@@ -30,10 +29,15 @@ def exact_bytes(count: int) -> str:
 
 def at_least(count: int) -> str:
     """Writes a short size of so many bytes or up to a hundredth more, as `parse_bytes` reads it."""
+    size, unit = _in_unit(count)
+    digits = 0 if unit == "B" or size >= 100 else 1 if size >= 10 else 2
+    return f"{math.ceil(size * 10**digits) / 10**digits:.{digits}f}{unit}"
+
+
+def _in_unit(count: int) -> tuple[float, str]:
+    """Returns bytes in the largest binary unit of which there is one, and that unit."""
     power = min(max(abs(count).bit_length() - 1, 0) // 10, len(BINARY) - 1)
-    size = count / 1024**power
-    digits = 0 if not power or size >= 100 else 1 if size >= 10 else 2
-    return f"{math.ceil(size * 10**digits) / 10**digits:.{digits}f}{BINARY[power]}"
+    return count / 1024**power, BINARY[power]
 
 
 def format_seconds(seconds: float) -> str:

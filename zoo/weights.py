@@ -1,9 +1,5 @@
 """Published weights for models of the catalog, fetched by the libraries that publish them.
 
-    resnet*, wide_*, resnext*, densenet121 to 201    torchvision
-    vit_*                                            timm
-    gpt2_*                                           transformers
-
 The libraries are imported where they are asked, keep what they fetched in caches of their own, and
 are no part of what `import zoo` needs.
 """
@@ -17,27 +13,35 @@ from torch import Tensor
 
 from zoo.errors import WeightsError
 
-Weights = Mapping[str, Tensor]
-TORCHVISION = (
+_TORCHVISION = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "wide_resnet50_2",
     "wide_resnet101_2", "resnext50_32x4d", "resnext101_32x8d", "densenet121", "densenet161",
     "densenet169", "densenet201",
 )  # fmt: skip
-TIMM = {
-    "vit_tiny_patch16": "vit_tiny_patch16_224",
-    "vit_small_patch16": "vit_small_patch16_224",
-    "vit_base_patch16": "vit_base_patch16_224",
-    "vit_large_patch16": "vit_large_patch16_224",
+# the library that publishes a model's weights, and its own name for the model
+SOURCES = {
+    **{name: ("torchvision", name) for name in _TORCHVISION},
+    "vit_tiny_patch16": ("timm", "vit_tiny_patch16_224"),
+    "vit_small_patch16": ("timm", "vit_small_patch16_224"),
+    "vit_base_patch16": ("timm", "vit_base_patch16_224"),
+    "vit_large_patch16": ("timm", "vit_large_patch16_224"),
+    "gpt2_small": ("transformers", "gpt2"),
+    "gpt2_medium": ("transformers", "gpt2-medium"),
+    "gpt2_large": ("transformers", "gpt2-large"),
+    "gpt2_xl": ("transformers", "gpt2-xl"),
 }
-TRANSFORMERS = {
-    "gpt2_small": "gpt2",
-    "gpt2_medium": "gpt2-medium",
-    "gpt2_large": "gpt2-large",
-    "gpt2_xl": "gpt2-xl",
+_FETCH: dict[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
+    "torchvision": lambda library, name: library.models.get_model_weights(
+        name
+    ).DEFAULT.get_state_dict(progress=False),
+    "timm": lambda library, name: library.create_model(name, pretrained=True).state_dict(),
+    "transformers": lambda library, name: library.GPT2LMHeadModel.from_pretrained(
+        name
+    ).state_dict(),
 }
 
 
-def published(name: str) -> Weights:
+def published(name: str) -> Mapping[str, Tensor]:
     """Returns the weights that a library publishes for a model of the catalog.
 
     Random states are left as they are. What is on disk from an earlier time is not fetched again.
@@ -46,7 +50,12 @@ def published(name: str) -> Weights:
         WeightsError: nobody publishes weights for it, the library is not installed, or there is
             neither a network nor a file of an earlier time.
     """
-    library, fetch, theirs = _source(name)
+    if name not in SOURCES:
+        known = ", ".join(SOURCES)
+        raise WeightsError(
+            f"no library publishes weights for {name}; pretrained=True takes {known}"
+        )
+    library, theirs = SOURCES[name]
     try:
         module = importlib.import_module(library)
     except (ImportError, RuntimeError) as error:
@@ -56,37 +65,10 @@ def published(name: str) -> Weights:
         ) from error
     try:
         with torch.random.fork_rng(devices=[]):
-            return fetch(module, theirs)
+            return _FETCH[library](module, theirs)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise WeightsError(
             f"the weights of {name} could not be fetched through {library}, which takes a network "
             f"or a file fetched before ({reason[:200]})"
         ) from error
-
-
-def _source(name: str) -> tuple[str, Callable[[Any, str], Weights], str]:
-    """Returns the library, how it is asked, and its name for a model."""
-    if name in TORCHVISION:
-        return "torchvision", _from_torchvision, name
-    if name in TIMM:
-        return "timm", _from_timm, TIMM[name]
-    if name in TRANSFORMERS:
-        return "transformers", _from_transformers, TRANSFORMERS[name]
-    known = ", ".join((*TORCHVISION, *TIMM, *TRANSFORMERS))
-    raise WeightsError(f"no library publishes weights for {name}; pretrained=True takes {known}")
-
-
-def _from_torchvision(library: Any, name: str) -> Weights:
-    weights: Weights = library.models.get_model_weights(name).DEFAULT.get_state_dict(progress=False)
-    return weights
-
-
-def _from_timm(library: Any, name: str) -> Weights:
-    weights: Weights = library.create_model(name, pretrained=True).state_dict()
-    return weights
-
-
-def _from_transformers(library: Any, name: str) -> Weights:
-    weights: Weights = library.GPT2LMHeadModel.from_pretrained(name).state_dict()
-    return weights

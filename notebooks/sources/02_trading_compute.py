@@ -95,9 +95,9 @@ images = torch.rand(16, 3, 32, 32, device=device)
 resnet_frontier = zoo.frontier(resnet, images, optimizer=torch.optim.SGD)
 
 # %% [markdown] name="frontier-method"
-# `zoo.frontier` has counted the bytes of each step without running it, has timed each kind of step
-# once, and has then worked out the best plan for every budget. No training happened yet. Each point
-# of the blue line is a plan; nothing lies below the line.
+# `zoo.frontier` has counted the bytes of each step without running it, has timed each kind of
+# kernel, and has then worked out the best plan for every budget. No training happened yet. Each
+# point of the blue line is a plan; nothing lies below the line.
 
 # %% name="resnet-frontier"
 resnet_frontier.plot("resnet.png")

@@ -12,7 +12,7 @@ from tests.tracing.models import Net
 from tests.training import Residuals
 from zoo.catalog import model_arguments
 from zoo.cli.main import run
-from zoo.measure.memory import trace
+from zoo.profiling.allocator import trace
 
 RESIDUALS = ("tests.training:Residuals", "--input", "8,4,16,16")
 MIB = 1024**2
@@ -262,11 +262,11 @@ def test_max_batch_tells_a_terminal_what_it_is_at(command, monkeypatch):
 def test_max_batch_of_a_text_in_columns_varies_the_columns(command, monkeypatch):
     seen = []
 
-    def note(model, inputs, *, vary, **options):
-        seen.append((vary, inputs[0].shape))
+    def note(model, sample, *, vary, **options):
+        seen.append((vary, sample[0].shape))
         return zoo.largest(Residuals(), images(), memory_budget="2MiB", verify=False)
 
-    monkeypatch.setattr("zoo.cli.commands.max_batch.largest_size", note)
+    monkeypatch.setattr("zoo.cli.planning.largest", note)
     for more in ([], ["--vary", "0"]):
         command("max-batch", "lstm", "--size", "5", "--memory-budget", "2MiB", *more)
     command("max-batch", *RESIDUALS, "--memory-budget", "2MiB")
@@ -284,7 +284,14 @@ def test_verify_says_exact(command, numbers):
 
 
 def test_verify_fails_when_training_is_not_exact(command):
-    given = ("tests.test_verify:Scaled", "--args", "channels=3", "rate=0.0", "--input", "2,3,6,6")
+    given = (
+        "tests.api.test_verify:Scaled",
+        "--args",
+        "channels=3",
+        "rate=0.0",
+        "--input",
+        "2,3,6,6",
+    )
     told = command("verify", *given, "--checkpoint", "(0-8) 9")
     assert told.code == 1
     assert told.out.startswith("not exact: Scaled with checkpoint='(0-8) 9' differs")

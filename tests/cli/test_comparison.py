@@ -1,20 +1,23 @@
-"""`zoo compare` and `zoo report` say the same of the same results."""
+"""`zoo compare` and `zoo report` say the same of the same results, also in several processes."""
 
 import io
 import json
 import os
 import re
+import socket
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
+from torch import multiprocessing
 
+from zoo.cli.comparison import in_ranks, is_one_of_many
 from zoo.cli.main import run
 from zoo.errors import ConfigError
-from zoo.harness.cells import expand, timed_by
+from zoo.harness.cells import expand
 from zoo.harness.config import load
-from zoo.harness.results import Results
-from zoo.harness.stored import stored
+from zoo.harness.results import Results, comparisons
 from zoo.report.rows import rows
 
 PLAN = "(0-37) 38"
@@ -28,7 +31,7 @@ def records(*arguments, loss="a", peak=400, whole=1000):
     """What the cells of a config would leave: a checkpointed peak of `peak` for `whole`."""
     found = []
     for cells in expand(load(arguments)):
-        timing = timed_by(PLAN, cells["timing"])
+        timing = replace(cells["timing"], plan=PLAN)
         for kind, cell in (*list(cells.items())[:2], ("timing", timing)):
             # as a file of before tensors were counted holds it
             measured = {"peak": 1000, "activation_peak": peak if kind == "checkpointed" else whole}
@@ -74,7 +77,7 @@ def test_the_report_says_which_lines_it_passes_over(command, results, tmp_path):
     path = results([*found[:4], found[4] | {"status": "nonsense"}, found[5]])
     told = command("report", str(path))
     assert told.code == 0
-    assert "line 5, is passed over: status takes done, failed or does not fit" in told.out
+    assert "line 5, is passed over: status should be 'done', 'failed' or" in told.out
     assert "| resnet18" in (tmp_path / "mine" / "report.md").read_text()
 
 
@@ -125,7 +128,7 @@ def test_a_report_that_cannot_be_written_says_so(command, results, tmp_path):
 
 def test_of_several_runs_the_last_counts_and_experiments_are_kept_apart():
     first, other = ("--model", "resnet18"), ("--model", "resnet18", "--batch-size", "9")
-    found = stored(
+    found = comparisons(
         [*records(*first), *records(*other, peak=300), *records(*first, peak=500, whole=2000)]
     )
     assert [(row.batch, row.ratio) for row in rows(found)] == [
@@ -137,20 +140,19 @@ def test_of_several_runs_the_last_counts_and_experiments_are_kept_apart():
 
 def test_plans_of_one_model_share_its_baseline():
     both = [*records("--model", "vnet"), *records("--model", "vnet", "--checkpoint", "sqrt")]
-    found = rows(stored(both))
+    found = rows(comparisons(both))
     assert [(row.checkpoint, row.ratio) for row in found] == [("true", 0.4), ("sqrt", 0.4)]
 
 
 def test_a_cell_without_a_result_is_a_fault():
     baseline, checkpointed, _ = records("--model", "vnet")
-    (found,) = rows(stored([baseline, checkpointed]))
+    (found,) = rows(comparisons([baseline, checkpointed]))
     assert (found.ratio, found.faults) == (0.4, ("vnet timing failed: there is no result",))
-    assert stored([baseline]) == []
-    assert stored([{"key": "something else"}]) == []
+    assert comparisons([baseline]) == []
 
 
 def test_compare_prints_its_rows_as_json_alone(command, monkeypatch, tmp_path):
-    made = stored(records("--model", "vnet"))
+    made = comparisons(records("--model", "vnet"))
     monkeypatch.setattr("zoo.cli.comparison.run", lambda config, console: made)
     told = command("compare", "--model", "vnet", "--json", "--output", str(tmp_path))
     (row,) = json.loads(told.out)["rows"]
@@ -160,3 +162,46 @@ def test_compare_prints_its_rows_as_json_alone(command, monkeypatch, tmp_path):
     told = command("compare", "--model", "vnet", "--output", str(tmp_path))
     assert told.err == ""
     assert told.out.endswith("report.html\n")
+
+
+def told(arguments):
+    print(" ".join(arguments))
+    print("and a complaint", file=sys.stderr)
+    return int(os.environ["RANK"])
+
+
+def process(rank, port, folder):
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "4,7",
+    }  # fmt: skip
+    assert is_one_of_many()
+    with open(f"{folder}/{rank}", "w") as file:
+        sys.stdout = sys.stderr = file
+        code = in_ranks(["--model", "resnet18", "--output", "there"], "compare", told)
+    Path(f"{folder}/code{rank}").write_text(f"{code} {os.environ['CUDA_VISIBLE_DEVICES']}")
+
+
+def test_each_process_reports_in_turn(tmp_path):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(process, (port, str(tmp_path)), nprocs=2)
+    words, others = ((tmp_path / str(rank)).read_text() for rank in range(2))
+    assert not others
+    first, second = words.split("rank 1 of 2\n")
+    for rank, part in enumerate((first, second)):
+        assert f"--model resnet18 --output there --output there{os.sep}rank{rank}" in part
+        assert "and a complaint" in part
+    codes = [(tmp_path / f"code{rank}").read_text() for rank in range(2)]
+    assert codes == ["1 4", "1 7"]
+
+
+@pytest.mark.parametrize("world", ["", "1"])
+def test_one_process_is_not_one_of_many(world, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    assert not is_one_of_many()

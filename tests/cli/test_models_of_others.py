@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.test_record import records
+from tests.harness.test_results import records
 from zoo.cli.main import run
 from zoo.harness.results import Results
 

@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import zoo
 from tests.training import Record, assert_same, everything, images, train
 from zoo.chain import Chain, outline
-from zoo.checkpointing import attach
 from zoo.engine.operators import read_settings
 from zoo.engine.recording import thread
 from zoo.models.densenet import DenseNet
-from zoo.models.preactivation_resnet import BasicUnit, PreactivationResNet
+from zoo.models.resnet import BasicUnit, PreactivationResNet
 from zoo.models.vit import ViT
-from zoo.plan import Plan
+from zoo.planner.plan import Plan
+from zoo.policy.options import attach
 
 MOST = 40
 ERRORS: list[Callable[[str], BaseException]] = [

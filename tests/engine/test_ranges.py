@@ -15,7 +15,7 @@ from tests.engine.kernels import Made, replayed
 from tests.engine.pitfalls.program import compare, frozen, gradients, plain, state_of
 from zoo.engine.ranges import Conductor, Script, conducts
 from zoo.engine.recording import thread
-from zoo.plan import Plan
+from zoo.planner.plan import Plan
 
 Forward = Callable[[], Any]
 

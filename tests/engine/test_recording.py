@@ -29,7 +29,7 @@ from tests.engine.pitfalls.program import (
     state_of,
     train,
 )
-from zoo.measure.memory import trace
+from zoo.profiling.allocator import trace
 
 Function = Callable[[Tensor], Any]
 

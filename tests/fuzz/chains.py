@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as hooked_spectral_norm
 
-from tests.test_plan import plans
+from tests.planner.test_plan import plans
 from tests.training import Record, assert_same, images, train
 from zoo.chain import Chain, Steps
-from zoo.checkpointing import attach
 from zoo.layers.drop_path import DropPath
-from zoo.plan import Plan
+from zoo.planner.plan import Plan
+from zoo.policy.options import attach
 
 CHANNELS, SIZE, CLASSES = 4, 6, 3
 STATELESS = (

@@ -31,11 +31,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import zoo
 from tests.engine.pitfalls.program import compare, frozen, state_of
-from tests.test_plan import plans
+from tests.planner.test_plan import plans
 from zoo.engine.ranges import Conductor, Script
 from zoo.engine.recompute import recompute
 from zoo.engine.recording import thread
-from zoo.plan import Item, Plan
+from zoo.planner.plan import Item, Plan
 
 ROWS, WIDTH, STEPS = 4, 6, 3
 OPTIONS = (True, 2, "sqrt", "blocks", "cheap")

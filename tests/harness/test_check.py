@@ -6,9 +6,10 @@ import pytest
 
 from zoo.errors import ConfigError
 from zoo.harness.cells import expand
-from zoo.harness.check import check_cells, first_fault
 from zoo.harness.config import Config, ModelConfig, load
-from zoo.measure.spending import spending
+from zoo.harness.run import check_cells
+from zoo.harness.worker import first_fault
+from zoo.profiling.peak_memory import spending
 
 RESNET = ModelConfig("resnet18", "photographs", 2, 64, {})
 LSTM = ModelConfig("lstm", "stream", 4, 20, {"embedding": 8, "hidden": 8})

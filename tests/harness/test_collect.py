@@ -10,9 +10,9 @@ from tests.harness.test_worker import CELLS
 from zoo.harness import collect
 from zoo.harness.collect import summary, thinned
 from zoo.harness.worker import work
-from zoo.measure.timeline import CATEGORIES, Allocation, Mark, Timeline
-from zoo.plan import Plan
-from zoo.planning import STREAM
+from zoo.planner.plan import Plan
+from zoo.policy.budget import STREAM
+from zoo.profiling.timeline import CATEGORIES, Allocation, Mark, Timeline
 
 WITH_FRONTIER = replace(CELLS["baseline"], frontier=True)
 
@@ -91,10 +91,12 @@ def test_the_chain_is_that_of_the_plan_and_the_frontier_that_of_the_model(
     assert frontier["lower_bound"] <= peaks[0]
 
 
-def test_without_a_frontier_no_step_is_timed(
+def test_without_a_frontier_no_kernel_is_timed(
     records: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zoo.measure.profile.run_trial", lambda *_: pytest.fail("it was run"))
+    monkeypatch.setattr(
+        "zoo.profiling.chain_profile.measure_kernels", lambda *_: pytest.fail("it was run")
+    )
     found, timed = work(CELLS["baseline"]), records["baseline"]["chain"]
     assert [*found["chain"]["names"]] == timed["names"]
     # what kernels hide is seen by running them only
@@ -110,7 +112,7 @@ def test_what_cannot_be_drawn_is_said_and_costs_no_number(
         raise RuntimeError("no such\nthing")
 
     monkeypatch.setattr(collect, "summary", broken)
-    monkeypatch.setattr(collect, "look_ahead", broken)
+    monkeypatch.setattr(collect, "planner_for", broken)
     record = work(CELLS["baseline"])
     assert record["missing"] == dict.fromkeys(("timeline", "chain"), "RuntimeError: no such thing")
     for name in ("digests", "memory", "plan"):

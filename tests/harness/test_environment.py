@@ -52,7 +52,7 @@ def test_what_a_number_depends_on_is_there():
 @pytest.mark.parametrize(("said", "expected"), [("1980", 1980.0), ("", None), ("[N/A]", None)])
 def test_the_clock_of_a_gpu_is_asked_for_by_its_identity(monkeypatch, said, expected):
     asked = []
-    monkeypatch.setattr(module, "_said", lambda command: (asked.append(command), said)[1])
+    monkeypatch.setattr(module, "_output", lambda *command: (asked.append(command), said)[1])
     device = type("Device", (), {"uuid": "abc"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
     assert clock("cuda") == expected
@@ -60,4 +60,4 @@ def test_the_clock_of_a_gpu_is_asked_for_by_its_identity(monkeypatch, said, expe
 
 
 def test_a_program_that_is_not_there_says_nothing():
-    assert module._said(["no-such-program-here"]) == ""
+    assert module._output("no-such-program-here") == ""

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.harness.test_record import records as recorded
+from tests.harness.test_results import records as recorded
 from zoo.harness import run as module
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.processes import outcome

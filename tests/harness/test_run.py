@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.harness.test_record import records as recorded
+from tests.harness.test_results import records as recorded
 from zoo.errors import ConfigError
 from zoo.harness import run as module
 from zoo.harness.cells import KINDS
 from zoo.harness.config import Config, ModelConfig
-from zoo.harness.progress import names_left
 from zoo.harness.results import Results
-from zoo.harness.run import results_of, run
+from zoo.harness.run import names_left, results_of, run
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {})
 MEMORY = {"memory": {"peak": 3, "activation_peak": 2}, "digests": [{"loss": "a"}]}

@@ -5,15 +5,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 
 from zoo.harness import worker
-from zoo.harness.cells import expand, timed_by
+from zoo.harness.cells import expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.run import run_cell
-from zoo.harness.worker import turns, work
+from zoo.harness.worker import work
 from zoo.report.rows import differences
 
 SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}
@@ -94,10 +93,6 @@ def test_variants_take_turns_so_that_a_disturbance_hurts_both_alike(monkeypatch)
     assert result["step_seconds"] == {"baseline": [1, 4, 5], "checkpointed": [2, 3, 6]}
 
 
-def test_turns_hold_for_any_number_of_variants():
-    assert list(islice(turns("ABC"), 3)) == ["ABC", "CBA", "ABC"]
-
-
 def test_the_spread_of_the_repeats_is_stored_beside_them(monkeypatch):
     times = iter([1.0, 2.0, 6.0, 2.0, 4.0, 4.0])
     monkeypatch.setattr(worker, "_seconds", lambda training, batch: next(times))
@@ -112,7 +107,7 @@ def test_what_is_timed_is_the_plan_of_the_cell(monkeypatch):
     monkeypatch.setattr(worker, "_seconds", lambda training, batch: plans.append(plan(training)))
     monkeypatch.setattr(worker, "_spreads", lambda seconds: {})
     steps = work(CELLS["checkpointed"])["plan"]
-    work(timed_by(steps, CELLS["timing"]))
+    work(replace(CELLS["timing"], plan=steps))
     assert set(plans) == {None, steps}
 
 

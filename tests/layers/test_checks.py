@@ -21,14 +21,14 @@ from zoo.layers import checks
 )
 def test_images_of_another_kind_are_refused(images: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        checks.check_input("net", images, "N C H W", 3, torch.zeros(1))
+        checks.check_input("net", [images], "N C H W", 3, torch.zeros(1))
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
         ([[1]], r"lm takes a tensor \(N, T\); got a list"),
-        (torch.zeros(4).long(), r"lm takes tokens \(N, T\); got \(4,\)"),
+        (torch.zeros(4).long(), r"lm takes \(N, T\), 2 axes; got \(4,\)"),
         (torch.zeros(1, 4), "token numbers, int64 or int32; got torch.float32"),
         (torch.zeros(1, 4, dtype=torch.bool), r"int32; got torch.bool"),
         (torch.zeros(1, 0).long(), r"at least one token; got \(1, 0\)"),
@@ -39,19 +39,19 @@ def test_images_of_another_kind_are_refused(images: Any, message: str) -> None:
 )
 def test_tokens_of_another_kind_are_refused(tokens: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        checks.check_tokens("lm", tokens, "N T", 50, 8)
+        checks.check_tokens("lm", tokens, None, "N T", vocabulary=50, longest=8)
 
 
 @pytest.mark.parametrize("inputs", [(), (torch.ones(1), torch.ones(1))])
 def test_a_model_of_one_input_takes_one(inputs: Any) -> None:
     with pytest.raises(InputError, match=f"net takes one tensor; got {len(inputs)} inputs"):
-        checks.only_input("net", inputs)
+        checks.check_input("net", inputs, "N", 3, torch.zeros(1))
 
 
 def test_arguments_out_of_range_are_refused() -> None:
     with pytest.raises(ArgumentError, match="classes of at least 1; got True"):
-        checks.check_positive("net", classes=True)
+        checks.check_integers("net", classes=True)
     with pytest.raises(ArgumentError, match=r"drop_rate from 0 up to below 1; got 1\.0"):
-        checks.check_rate("net", drop_rate=1.0)
+        checks.check_rates("net", drop_rate=1.0)
     with pytest.raises(ArgumentError, match="norm batch or instance; got 'layer'"):
         checks.check_choice("net", "norm", "layer", ("batch", "instance"))

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.engine.recompute import recompute
-from zoo.layers.cross_entropy import cross_entropy, cross_entropy_inplace
-from zoo.measure.memory import trace
+from zoo.layers.language_head import cross_entropy, cross_entropy_inplace
+from zoo.profiling.allocator import trace
 
 BOTH = (cross_entropy_inplace, cross_entropy)
 Function = Callable[[Tensor, Tensor], Tensor]

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from zoo.chain import fold, outline
 from zoo.errors import InputError
-from zoo.layers.cross_entropy import cross_entropy
-from zoo.layers.language_head import Head, LossChunks, check_targets
+from zoo.layers.checks import check_tokens
+from zoo.layers.language_head import Head, cross_entropy
 
 WIDTH, VOCABULARY = 6, 50
 
@@ -26,18 +26,17 @@ def example(dtype=torch.float32):
     return decoder, hidden, targets
 
 
-def chunks_of(chunk_tokens, decoder=None, carried=0):
+def steps_of(chunk_tokens, decoder=None, carried=0):
     """The steps of a plain head."""
 
     def loss(hidden, targets):
         return cross_entropy(decoder(hidden), targets)
 
-    return LossChunks(Head(loss, chunk_tokens), 40, carried)
+    return outline(Head(loss, chunk_tokens, carried).steps(40))
 
 
 def chunked(decoder, hidden, targets, chunk_tokens):
-    chunks = chunks_of(chunk_tokens, decoder)
-    return fold(outline(chunks.steps()).steps, (hidden, targets))
+    return fold(steps_of(chunk_tokens, decoder).steps, (hidden, targets))
 
 
 def whole(decoder, hidden, targets):
@@ -78,15 +77,14 @@ def test_ignored_targets_change_nothing():
 def test_carried_tensors_are_handed_on_untouched():
     decoder, hidden, targets = example()
     first, second = torch.randn(3), torch.randn(2)
-    chunks = chunks_of(16, decoder, carried=2)
-    *carried, loss = fold(outline(chunks.steps()).steps, (first, second, hidden, targets))
+    *carried, loss = fold(steps_of(16, decoder, carried=2).steps, (first, second, hidden, targets))
     assert carried[0] is first
     assert carried[1] is second
     assert torch.equal(loss, chunked(decoder, hidden, targets, 16))
 
 
 def test_each_chunk_is_a_step():
-    found = outline(chunks_of(16).steps())
+    found = steps_of(16)
     names = [step.__name__ for step in found.steps]
     assert names == ["split", "add_loss", "add_loss", "add_loss", "mean"]
     assert found.blocks == (0, 1, 2, 3, 4)
@@ -125,7 +123,7 @@ def test_half_precision_is_summed_in_float32():
 def test_no_step_writes_its_inputs():
     decoder, hidden, targets = example()
     state = (hidden, targets)
-    for step in outline(chunks_of(16, decoder).steps()).steps:
+    for step in steps_of(16, decoder).steps:
         before = [tensor.detach().clone() for tensor in state]
         value = step(*state)
         assert all(map(torch.equal, before, state))
@@ -135,6 +133,6 @@ def test_no_step_writes_its_inputs():
 def test_targets_that_do_not_fit_the_tokens_are_refused():
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     with pytest.raises(InputError, match=r"one target for each token; got targets \(2, 4\)"):
-        check_targets("GPT2", tokens, tokens[:, :4], 50)
+        check_tokens("GPT2", tokens, tokens[:, :4], "N T", vocabulary=50)
     with pytest.raises(InputError, match=r"int64; got torch\.int32\. Convert them"):
-        check_targets("GPT2", tokens, tokens.int(), 50)
+        check_tokens("GPT2", tokens, tokens.int(), "N T", vocabulary=50)

@@ -12,10 +12,9 @@ from torch.func import functional_call
 
 from zoo.chain import fold, outline
 from zoo.engine.recompute import recompute
-from zoo.layers.cross_entropy import cross_entropy
-from zoo.layers.language_head import Head, LossChunks
+from zoo.layers.language_head import Head, cross_entropy
 from zoo.layers.shared_weight import SharedWeight
-from zoo.measure.memory import trace
+from zoo.profiling.allocator import trace
 
 V, C = 50, 6
 
@@ -39,8 +38,8 @@ class Tied(nn.Module):
             embedding, decoder = self.embedding, self.decoder
         hidden = torch.cat([self.body(embedding(part)).tanh() for part in tokens.split(1)])
         head = Head(lambda x, wanted: cross_entropy(decoder(x), wanted), chunk_tokens)
-        chunks = LossChunks(head, targets.numel())
-        loss: Tensor = fold(outline(chunks.steps()).steps, (hidden, targets))
+        steps = outline(head.steps(targets.numel())).steps
+        loss: Tensor = fold(steps, (hidden, targets))
         return loss
 
 

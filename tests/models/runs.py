@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch import nn
 
-from zoo.measure.memory import trace
+from zoo.profiling.allocator import trace
 
 
 @contextlib.contextmanager

@@ -1,20 +1,29 @@
 import copy
 import functools
-import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from tests.models.runs import assert_same, peaks, run, shake
+import zoo
+from tests.models.runs import assert_same, noting_kept, peaks, run, shake
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
-from zoo.measure.memory import trace
-from zoo.models import resnet
-from zoo.models.resnet import BasicBlock, Bottleneck, ResNet
+from zoo.models.resnet import (
+    BasicBlock,
+    BasicUnit,
+    Bottleneck,
+    BottleneckUnit,
+    PreactivationResNet,
+    ResNet,
+    Unit,
+)
+from zoo.profiling.allocator import trace
 
 NAMES = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152)]
 NAMES += ["wide_resnet50_2", "wide_resnet101_2", "resnext50_32x4d", "resnext101_32x8d"]
+MILLIONS = {"resnet110": 1.7, "resnet164": 1.7, "resnet1001": 10.3, "resnet1202": 19.4}
 
 
 def torchvision_resnet(name, **arguments):
@@ -27,7 +36,7 @@ def torchvision_resnet(name, **arguments):
 @pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d"])
 def test_equals_torchvision_bit_for_bit_and_keeps_no_more(name, training):
     theirs = shake(torchvision_resnet(name, num_classes=7))
-    ours = getattr(resnet, name)(classes=7)
+    ours = getattr(zoo, name)(classes=7)
     ours.load_state_dict(theirs.state_dict())
     results, kept = run(ours, 2, 3, 40, 40, training=training)
     expected, kept_by_torchvision = run(theirs, 2, 3, 40, 40, training=training)
@@ -38,11 +47,9 @@ def test_equals_torchvision_bit_for_bit_and_keeps_no_more(name, training):
 @pytest.mark.parametrize("name", NAMES)
 def test_has_torchvision_s_parameters_in_its_order(name):
     with torch.device("meta"):
-        theirs, ours = torchvision_resnet(name), getattr(resnet, name)()
+        theirs, ours = torchvision_resnet(name), getattr(zoo, name)()
     shapes = {key: value.shape for key, value in theirs.state_dict().items()}
     assert [(key, value.shape) for key, value in ours.state_dict().items()] == [*shapes.items()]
-    millions = sum(parameter.numel() for parameter in ours.parameters()) / 1e6
-    assert f"{millions:.1f} million parameters" in getattr(resnet, name).__doc__
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d"])
@@ -51,82 +58,37 @@ def test_draws_the_weights_that_torchvision_draws(name):
     theirs = torchvision_resnet(name, num_classes=7)
     state = torch.get_rng_state()
     torch.manual_seed(3)
-    ours = getattr(resnet, name)(classes=7)
+    ours = getattr(zoo, name)(classes=7)
     assert_same(ours.state_dict(), theirs.state_dict())
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_peaks_are_no_higher_than_torchvision_s():
-    step, inference = peaks(resnet.resnet18())
+    step, inference = peaks(zoo.resnet18())
     step_of_torchvision, inference_of_torchvision = peaks(torchvision_resnet("resnet18"))
     assert step <= 1.02 * step_of_torchvision
     assert inference <= 1.02 * inference_of_torchvision
 
 
 def test_weights_go_back_to_torchvision():
-    ours, theirs = resnet.resnet18(classes=7), torchvision_resnet("resnet18", num_classes=7)
+    ours, theirs = zoo.resnet18(classes=7), torchvision_resnet("resnet18", num_classes=7)
     theirs.load_state_dict(ours.state_dict())
     assert_same(theirs.state_dict(), ours.state_dict())
 
 
 def test_refuses_weights_of_another_size_and_stays_as_it_was():
-    model = resnet.resnet18(classes=7)
+    model = zoo.resnet18(classes=7)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(WeightsError, match=r"fc\.weight \(8, 512\) instead of \(7, 512\)"):
-        model.load_state_dict(resnet.resnet18(classes=8).state_dict())
+        model.load_state_dict(zoo.resnet18(classes=8).state_dict())
     assert_same(dict(model.state_dict()), dict(before))
 
 
-@pytest.mark.parametrize(
-    ("block", "names"),
-    [
-        (BasicBlock(8, 8), "convolve1 normalize1 convolve2 add"),
-        (BasicBlock(8, 8, 2), "convolve1 normalize1 convolve2 project add"),
-        (Bottleneck(32, 8), "convolve1 normalize1 convolve2 normalize2 convolve3 add"),
-        (Bottleneck(8, 8), "convolve1 normalize1 convolve2 normalize2 convolve3 project add"),
-    ],
-)
-def test_offers_the_parts_of_a_block_as_steps(block, names):
-    assert step_names(block, outline(block.steps()).steps) == names.split()
-
-
-@pytest.mark.parametrize("chain", [BasicBlock(64, 64), Bottleneck(64, 16), resnet.resnet18()])
-def test_norm_activation_and_sum_take_the_memory_of_one_tensor(chain):
-    steps = outline(chain.steps()).steps[:7]
-    state = (torch.randn(2, 3 if isinstance(chain, ResNet) else 64, 32, 32),)
-    for name, step in zip(step_names(chain, steps), steps, strict=True):
-        before, after = state, step(*state)
-        state = after if isinstance(after, tuple) else (after,)
-        if name in ("normalize", "normalize1", "add"):
-            assert trace(functools.partial(step, *before)).peak <= 1.1 * state[0].nbytes
-
-
-def test_groups_the_steps_by_blocks():
-    with torch.device("meta"):
-        found = outline(resnet.resnet50().steps())
-    assert len(found.steps) == 3 + 16 * 6 + 4 + 1
-    assert found.blocks[-1] + 1 == 1 + 16 + 1
-
-
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_no_step_writes_its_inputs(name):
-    model = getattr(resnet, name)(classes=7, drop_rate=0.1, drop_path_rate=0.5)
-    state = (torch.randn(2, 3, 33, 47),)
-    for step in outline(model.steps()).steps:
-        before = [(tensor.clone(), tensor._version) for tensor in state]
-        after = step(*state)
-        for tensor, (value, version) in zip(state, before, strict=True):
-            assert tensor._version == version
-            assert torch.equal(tensor, value)
-        state = after if isinstance(after, tuple) else (after,)
-    assert state[0].shape == (2, 7)
-
-
 def test_drops_rise_linearly_and_only_in_training():
-    model = resnet.resnet18(classes=7, drop_rate=0.3, drop_path_rate=0.7)
+    model = zoo.resnet18(classes=7, drop_rate=0.3, drop_path_rate=0.7)
     blocks = [module for module in model.modules() if isinstance(module, BasicBlock)]
     assert [block.drop_path.rate for block in blocks] == pytest.approx([i / 10 for i in range(8)])
-    plain = resnet.resnet18(classes=7)
+    plain = zoo.resnet18(classes=7)
     plain.load_state_dict(model.state_dict())
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(model.eval()(images), plain.eval()(images))
@@ -134,7 +96,7 @@ def test_drops_rise_linearly_and_only_in_training():
 
 def test_drops_features_before_the_classifier():
     torch.manual_seed(0)
-    model = resnet.resnet18(drop_rate=0.3)
+    model = zoo.resnet18(drop_rate=0.3)
     model.fc = nn.Identity()
     head = outline(model.steps()).steps[-1]
     features = head(torch.ones(8, 512, 2, 2))
@@ -148,54 +110,184 @@ def test_drop_path_drops_the_branch_and_not_the_shortcut():
     assert torch.equal(block(images), images)
 
 
+def test_runs_on_meta_tensors():
+    with torch.device("meta"):
+        assert zoo.resnet50(in_channels=1)(torch.empty(2, 1, 224, 224)).shape == (2, 1000)
+
+
 @pytest.mark.parametrize(
-    ("images", "match"),
+    ("block", "names"),
     [
-        (torch.zeros(2, 4, 64, 64), "built for 3 channels; got 4"),
-        (torch.zeros(3, 64, 64), "takes .N, C, H, W., 4 axes"),
-        (torch.zeros(2, 3, 64, 64, dtype=torch.uint8), "floating numbers; got torch.uint8"),
-        (torch.zeros(2, 3, 0, 64), "at least one element"),
-        (torch.zeros(1, 3, 32, 17), r"at least 2 values per channel.*\(1, 3, 32, 17\) leaves 1"),
+        (BasicBlock(8, 8), "convolve1 normalize1 convolve2 add"),
+        (BasicBlock(8, 8, 2), "convolve1 normalize1 convolve2 project add"),
+        (Bottleneck(32, 8), "convolve1 normalize1 convolve2 normalize2 convolve3 add"),
+        (Bottleneck(8, 8), "convolve1 normalize1 convolve2 normalize2 convolve3 project add"),
+        (BasicUnit(8, 8), "normalize1 convolve1 normalize2 add"),
+        (
+            BottleneckUnit(8, 8),
+            "normalize1 convolve1 normalize2 convolve2 normalize3 project add",
+        ),
     ],
 )
-def test_refuses_bad_images_before_anything_ran(images, match):
-    model = resnet.resnet18(classes=7)
+def test_offers_the_parts_of_a_block_as_steps(block, names):
+    assert step_names(block, outline(block.steps()).steps) == names.split()
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        BasicBlock(64, 64), Bottleneck(64, 16), zoo.resnet18(), BasicUnit(64, 64),
+        BottleneckUnit(64, 16),
+    ],
+)  # fmt: skip
+def test_norm_activation_and_sum_take_the_memory_of_one_tensor(chain):
+    steps = outline(chain.steps()).steps[:7]
+    state = (torch.randn(2, 3 if isinstance(chain, ResNet) else 64, 32, 32),)
+    for name, step in zip(step_names(chain, steps), steps, strict=True):
+        before, after = state, step(*state)
+        state = after if isinstance(after, tuple) else (after,)
+        # a unit's sum stands in the step of its last convolution, which takes a workspace
+        if name.startswith("normalize") or (name == "add" and not isinstance(chain, Unit)):
+            assert trace(functools.partial(step, *before)).peak <= 1.1 * state[0].nbytes
+
+
+@pytest.mark.parametrize(
+    ("build", "steps", "blocks"),
+    [
+        (zoo.resnet50, 3 + 16 * 6 + 4 + 1, 1 + 16 + 1),
+        (zoo.resnet1001, 1 + 333 * 6 + 3 + 2, 1 + 333 + 1),
+    ],
+)
+def test_groups_the_steps_by_blocks(build, steps, blocks):
+    with torch.device("meta"):
+        found = outline(build().steps())
+    assert len(found.steps) == steps
+    assert found.blocks[-1] + 1 == blocks
+
+
+@pytest.mark.parametrize(
+    ("build", "images", "match"),
+    [
+        (zoo.resnet18, torch.zeros(2, 4, 64, 64), "built for 3 channels; got 4"),
+        (zoo.resnet18, torch.zeros(3, 64, 64), "takes .N, C, H, W., 4 axes"),
+        (zoo.resnet18, torch.zeros(2, 3, 64, 64).byte(), "floating numbers; got torch.uint8"),
+        (zoo.resnet18, torch.zeros(2, 3, 0, 64), "at least one element"),
+        (zoo.resnet18, torch.zeros(1, 3, 32, 17), r"2 values per.*\(1, 3, 32, 17\) leaves 1"),
+        (zoo.resnet110, torch.zeros(2, 1, 32, 32), "built for 3 channels; got 1"),
+        (zoo.resnet110, torch.zeros(2, 3, 32), "takes .N, C, H, W., 4 axes"),
+        (zoo.resnet110, torch.zeros(2, 3, 32, 32).long(), "floating numbers; got torch.int64"),
+        (zoo.resnet110, torch.zeros(1, 3, 4, 4), r"2 values per.*\(1, 3, 4, 4\) leaves 1"),
+    ],
+)
+def test_refuses_bad_images_before_anything_ran(build, images, match):
+    model = build()
     with pytest.raises(InputError, match=match):
         model(images)
-    assert int(model.bn1.num_batches_tracked) == 0
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert not any(norm.num_batches_tracked for norm in norms)
 
 
-def test_takes_one_small_image_where_no_statistics_are_computed():
-    model = resnet.resnet18(classes=7)
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [(ResNet(BasicBlock, (1, 1, 1, 1), 7), 32), (PreactivationResNet(BasicUnit, 1, 7), 4)],
+)
+def test_takes_one_small_image_where_statistics_can_be_computed_or_need_not(model, size):
     assert model.eval()(torch.randn(1, 3, 1, 1)).shape == (1, 7)
     model.train()
+    assert model(torch.randn(1, 3, size + 1, size)).shape == (1, 7)
+    assert model(torch.randn(1, 3, size, size + 1)).shape == (1, 7)
     for module in model.modules():
         module.train(not isinstance(module, nn.BatchNorm2d))
-    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 7)
-    assert model.train()(torch.randn(1, 3, 33, 32)).shape == (1, 7)
+    assert model(torch.randn(1, 3, size, size)).shape == (1, 7)
 
 
+@pytest.mark.parametrize(
+    ("build", "network"), [(zoo.resnet18, "^ResNet"), (zoo.resnet110, "^PreactivationResNet")]
+)
 @pytest.mark.parametrize(
     "wrong", [{"classes": 0}, {"in_channels": 0}, {"drop_rate": 1.0}, {"drop_path_rate": -0.1}]
 )
-def test_refuses_arguments_out_of_range(wrong):
+def test_refuses_arguments_out_of_range(build, network, wrong):
     ((name, value),) = wrong.items()
-    with pytest.raises(ArgumentError, match=rf"ResNet needs {name} .*; got {value}"):
-        resnet.resnet18(**wrong)
+    with pytest.raises(ArgumentError, match=rf"{network} needs {name} .*; got {value}"):
+        build(**wrong)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_run_on_their_own(clone):
-    model = ResNet(BasicBlock, (1, 1, 1, 1), classes=7, drop_path_rate=0.1)
-    twin = clone(model)
-    assert_same(run(twin, 2, 3, 40, 40)[0], run(model, 2, 3, 40, 40)[0])
-    with torch.no_grad():
-        model.conv1.weight.zero_()
-    assert not torch.equal(
-        run(twin, 2, 3, 40, 40)[0]["logits"], run(model, 2, 3, 40, 40)[0]["logits"]
+def unit_as_in_the_paper(unit, images, first):
+    """A unit written as one forward, from the paper's figure and the authors' code."""
+    active = F.relu(unit.bn1(images), inplace=True)
+    branch = unit.conv2(F.relu(unit.bn2(unit.conv1(active)), inplace=True))
+    if hasattr(unit, "conv3"):
+        branch = unit.conv3(F.relu(unit.bn3(branch), inplace=True))
+    shortcut = active if first else images
+    return branch + (shortcut if unit.downsample is None else unit.downsample(shortcut))
+
+
+def forward_as_in_the_paper(model, images):
+    features = model.conv1(images)
+    for stage in (model.layer1, model.layer2, model.layer3):
+        for number, unit in enumerate(stage):
+            features = unit_as_in_the_paper(unit, features, first=number == 0)
+    features = F.relu(model.bn(features), inplace=True)
+    return model.fc(F.adaptive_avg_pool2d(features, 1).flatten(1))
+
+
+def train_once(model, forward):
+    """Logits and gradients, and the bytes kept for the backward, of one seeded run."""
+    torch.manual_seed(1)
+    images = torch.randn(3, 3, 9, 12, requires_grad=True)
+    with noting_kept() as kept:
+        logits = forward(images)
+    gradients = torch.autograd.grad(logits.pow(2).sum(), [images, *model.parameters()])
+    return [logits, *gradients], sum(kept.values())
+
+
+@pytest.mark.parametrize("unit", [BasicUnit, BottleneckUnit])
+def test_equals_the_paper_s_forward_bit_for_bit_and_keeps_no_more(unit):
+    model = PreactivationResNet(unit, 2)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+    ours, kept = train_once(model, model)
+    expected, kept_by_forward = train_once(
+        model, lambda images: forward_as_in_the_paper(model, images)
     )
+    assert all(torch.equal(left, right) for left, right in zip(ours, expected, strict=True))
+    assert kept <= kept_by_forward
 
 
-def test_runs_on_meta_tensors():
+@pytest.mark.parametrize(("name", "millions"), MILLIONS.items())
+def test_is_as_deep_as_its_name_says_and_as_large_as_the_paper_says(name, millions):
     with torch.device("meta"):
-        assert resnet.resnet50(in_channels=1)(torch.empty(2, 1, 224, 224)).shape == (2, 1000)
+        model = getattr(zoo, name)()
+    weights = {key: value for key, value in model.named_parameters() if value.ndim > 1}
+    layers = [key for key in weights if "downsample" not in key]
+    assert name == f"resnet{len(layers)}"
+    assert round(sum(value.numel() for value in model.parameters()) / 1e6, 1) == millions
+
+
+def test_projects_only_where_the_number_of_channels_changes():
+    basic, bottleneck = PreactivationResNet(BasicUnit, 2), PreactivationResNet(BottleneckUnit, 2)
+    ends = [key for key in basic.state_dict() if "downsample" in key]
+    assert ends == ["layer2.0.downsample.weight", "layer3.0.downsample.weight"]
+    ends = [key for key in bottleneck.state_dict() if "downsample" in key]
+    assert ends == [f"layer{stage}.0.downsample.weight" for stage in (1, 2, 3)]
+
+
+def test_draws_weights_by_their_fan_out():
+    torch.manual_seed(0)
+    model = PreactivationResNet(BottleneckUnit, 1)
+    weight = model.layer3[0].conv3.weight.detach()
+    assert float(weight.std()) == pytest.approx((2 / 256) ** 0.5, rel=0.05)
+    assert not model.fc.bias.any()
+
+
+def test_drops_of_units_rise_linearly_and_only_in_training():
+    model = PreactivationResNet(BasicUnit, 2, drop_rate=0.3, drop_path_rate=0.5)
+    units = [module for module in model.modules() if isinstance(module, BasicUnit)]
+    assert [unit.drop_path.rate for unit in units] == pytest.approx([i / 10 for i in range(6)])
+    assert model.dropout.p == 0.3
+    images = torch.randn(2, 3, 8, 8)
+    assert not torch.equal(model(images), model(images))
+    assert torch.equal(model.eval()(images), forward_as_in_the_paper(model, images))

@@ -1,14 +1,12 @@
 import copy
-import pickle
 import warnings
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+import zoo
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
-from zoo.models.vnet import vnet
 
 
 def monai_vnet(**arguments):
@@ -52,7 +50,7 @@ def train_once(model, x):
 def test_values_gradients_statistics_and_draws_are_monais(activation, training):
     act = ("elu", {"inplace": True}) if activation == "elu" else "prelu"
     theirs = monai_vnet(in_channels=2, out_channels=3, act=act).train(training)
-    ours = vnet(3, 2, activation=activation).train(training)
+    ours = zoo.vnet(classes=3, in_channels=2, activation=activation).train(training)
     ours.load_state_dict(theirs.state_dict())
     x = volumes(2, 2, 16, 32, 16)
     expected, found = train_once(theirs, x), train_once(ours, x)
@@ -67,7 +65,7 @@ def test_values_gradients_statistics_and_draws_are_monais(activation, training):
 def test_one_seed_draws_the_weights_that_monai_draws():
     theirs = monai_vnet(in_channels=4, out_channels=3).state_dict()
     torch.manual_seed(3)
-    ours = vnet(3, 4)
+    ours = zoo.vnet(classes=3, in_channels=4)
     torch.testing.assert_close(
         dict(ours.state_dict()), dict(ours.translate(theirs)), rtol=0, atol=0
     )
@@ -76,7 +74,7 @@ def test_one_seed_draws_the_weights_that_monai_draws():
 def small(**arguments):
     """A V-Net an eighth as wide."""
     torch.manual_seed(4)
-    return vnet(**{"classes": 2, "width": 2, **arguments})
+    return zoo.vnet(**{"classes": 2, "width": 2, **arguments})
 
 
 def test_renaming_leaves_own_names_alone():
@@ -133,7 +131,7 @@ def test_single_values_pass_where_the_norm_can_take_them():
     ("arguments", "message"),
     [
         ({"in_channels": 3}, r"to 2 channels; 3 does not divide 2"),
-        ({"classes": 0}, r"classes of at least 1; got 0"),
+        ({"classes": 0}, r"classes of at least 2; got 0"),
         ({"classes": 1}, r"classes of at least 2; got 1"),
         ({"drop_rate": 1.0}, r"drop_rate from 0 up to below 1; got 1\.0"),
         ({"activation": "relu"}, r"activation elu or prelu; got 'relu'"),
@@ -158,19 +156,6 @@ def test_instance_norm_keeps_samples_apart():
     assert not torch.allclose(small(drop_rate=0.0)(x)[1:2], small(drop_rate=0.0)(x[1:2]))
 
 
-@pytest.mark.parametrize("activation", ["elu", "prelu"])
-def test_no_step_writes_its_inputs(activation):
-    model = small(activation=activation)
-    state = (volumes(2, 1, 16, 16, 16),)
-    for step in outline(model.steps()).steps:
-        before = [(tensor._version, tensor.detach().clone()) for tensor in state]
-        value = step(*state)
-        for tensor, (version, content) in zip(state, before, strict=True):
-            assert tensor._version == version
-            assert torch.equal(tensor, content)
-        state = value if isinstance(value, tuple) else (value,)
-
-
 def test_every_operation_is_a_step_and_every_level_a_block():
     model = small()
     found = outline(model.steps())
@@ -189,18 +174,3 @@ def test_every_operation_is_a_step_and_every_level_a_block():
         "up.3.add",
         "up.3.activate",
     ]
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_are_independent_and_equal(copied):
-    x, model = volumes(2, 1, 16, 16, 16), small().eval()
-    other, expected = copied(model), model(x)
-    with torch.no_grad():
-        model.logits.bias += 1
-    assert torch.equal(other(x), expected)
-    assert not torch.equal(model(x), expected)
-
-
-def test_runs_on_fake_tensors():
-    with FakeTensorMode():
-        assert small()(torch.empty(1, 1, 16, 32, 16)).shape == (1, 2, 16, 32, 16)

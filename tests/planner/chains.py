@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from zoo.plan import Item, Plan
 from zoo.planner.costs import StepCosts
+from zoo.planner.plan import Item, Plan
 
 
 @st.composite

@@ -10,12 +10,11 @@ import zoo
 from tests.planner.chains import chains, nested_plans
 from tests.planner.test_planner import uniform
 from zoo.chain import Chain, outline
-from zoo.errors import BudgetError
-from zoo.measure.profile import profile
-from zoo.plan import DEEPEST, Plan
 from zoo.planner.costs import StepCosts
-from zoo.planner.optimal import NEAR, Table, default_cuts, frontier, least, optimal
+from zoo.planner.optimal import NEAR, Point, default_cuts, frontier, least
+from zoo.planner.plan import DEEPEST, Plan
 from zoo.planner.simulate import simulate
+from zoo.profiling.chain_profile import profile
 
 
 @functools.cache
@@ -36,15 +35,23 @@ def costs_of(build: Callable[[], Chain]) -> StepCosts:
 
 
 @functools.cache
-def table_of(build: Callable[[], Chain], blockwise: bool = False) -> Table:
+def frontier_of(build: Callable[[], Chain], blockwise: bool = False) -> list[Point]:
     costs = costs_of(build)
     edges = [k for k in range(1, len(costs)) if costs.blocks[k] != costs.blocks[k - 1]]
-    return Table(costs, levels=200, cuts=edges if blockwise else None)
+    return frontier(costs, levels=200, cuts=edges if blockwise else None)
 
 
-def budgets_of(table: Table, count: int = 20) -> list[int]:
-    width = table.baseline - table.least
-    return [table.least + width * number // (count - 1) for number in range(count)]
+def baseline_of(costs: StepCosts) -> int:
+    return simulate(Plan.keep_all(len(costs)), costs).peak
+
+
+def within(points: list[Point], budget: int) -> Plan:
+    return [point.plan for point in points if point.peak <= budget][-1]
+
+
+def budgets_of(points: list[Point], count: int = 20) -> list[int]:
+    width = points[-1].peak - points[0].peak
+    return [points[0].peak + width * number // (count - 1) for number in range(count)]
 
 
 def measures(plan: Plan, costs: StepCosts) -> tuple[int, float, int]:
@@ -55,32 +62,32 @@ def measures(plan: Plan, costs: StepCosts) -> tuple[int, float, int]:
 @settings(deadline=None, max_examples=300)
 @given(chains(5))
 def test_no_nested_plan_does_better_at_any_budget(costs: StepCosts) -> None:
-    table = Table(costs, levels=None)
+    points = frontier(costs, levels=None)
     found = [measures(plan, costs) for plan in nested_plans(len(costs))]
-    assert table.least == min(peak for peak, _, _ in found)
-    for budget in range(table.least, table.baseline + 2):
-        peak, seconds, flops = measures(table.plan(budget), costs)
-        best = min((s, f, p) for p, s, f in found if p <= budget)
-        assert (seconds, flops, peak) == best
+    assert points[0].peak == min(peak for peak, _, _ in found)
+    for budget in range(points[0].peak, baseline_of(costs) + 2):
+        peak, seconds, flops = measures(within(points, budget), costs)
+        best = min((s, p, f) for p, s, f in found if p <= budget)
+        assert (seconds, peak, flops) == best
 
 
 @settings(deadline=None, max_examples=100)
 @given(chains(8))
 def test_what_is_interpolated_keeps_to_the_budget(costs: StepCosts) -> None:
-    exact, coarse = Table(costs, levels=None), Table(costs, levels=10)
-    assert coarse.least == exact.least
-    for budget in range(exact.least, exact.baseline + 1):
-        peak, seconds, _ = measures(coarse.plan(budget), costs)
+    exact, coarse = frontier(costs, levels=None), frontier(costs, levels=10)
+    assert coarse[0].peak == exact[0].peak == simulate(least(costs), costs).peak
+    for budget in range(exact[0].peak, baseline_of(costs) + 1):
+        peak, seconds, _ = measures(within(coarse, budget), costs)
         assert peak <= budget
-        assert seconds >= simulate(exact.plan(budget), costs).recomputed_seconds
+        assert seconds >= simulate(within(exact, budget), costs).recomputed_seconds
 
 
 @pytest.mark.parametrize("build", [zoo.resnet50, zoo.densenet121])
 def test_budgets_are_honored_and_more_memory_is_never_slower(build: Callable[[], Chain]) -> None:
-    table, costs = table_of(build), costs_of(build)
+    points, costs = frontier_of(build), costs_of(build)
     seconds = []
-    for budget in budgets_of(table):
-        result = simulate(table.plan(budget), costs)
+    for budget in budgets_of(points):
+        result = simulate(within(points, budget), costs)
         assert result.peak <= budget
         assert result.peak >= 0.9 * budget, "the budget is used"
         seconds.append(result.recomputed_seconds)
@@ -90,54 +97,25 @@ def test_budgets_are_honored_and_more_memory_is_never_slower(build: Callable[[],
 
 @pytest.mark.parametrize("build", [zoo.resnet50, zoo.densenet121])
 def test_long_segments_between_blocks_are_nearly_as_good(build: Callable[[], Chain]) -> None:
-    flat, blockwise, costs = table_of(build), table_of(build, True), costs_of(build)
-    assert flat.least <= blockwise.least <= 1.1 * flat.least
+    flat, blockwise, costs = frontier_of(build), frontier_of(build, True), costs_of(build)
+    assert flat[0].peak <= blockwise[0].peak <= 1.1 * flat[0].peak
 
-    def seconds(table: Table) -> float:
-        plans = map(table.plan, budgets_of(blockwise))
+    def seconds(points: list[Point]) -> float:
+        plans = [within(points, budget) for budget in budgets_of(blockwise)]
         return sum(simulate(plan, costs).recomputed_seconds for plan in plans)
 
     assert seconds(blockwise) <= 1.05 * seconds(flat)
 
 
-def test_an_impossible_budget_is_refused_with_the_least_that_would_do() -> None:
-    costs = uniform(9)
-    table = Table(costs, levels=None)
-    message = (
-        f"at least {table.least} bytes; the budget is {table.least - 1} bytes; "
-        f"keeping everything takes {table.baseline} bytes"
-    )
-    with pytest.raises(BudgetError, match=message):
-        table.plan(table.least - 1)
-    assert simulate(table.plan(table.least), costs).peak == table.least
-
-
 def test_a_frontier_falls_from_the_least_peak_to_plain_training() -> None:
     costs = costs_of(zoo.resnet50)
-    table = table_of(zoo.resnet50)
-    points = table.frontier()
+    points = frontier_of(zoo.resnet50)
     assert all(p.peak < q.peak for p, q in pairwise(points))
     assert all(p.recomputed_seconds > q.recomputed_seconds for p, q in pairwise(points))
-    assert points[0].peak == table.least
-    assert points[-1] == (table.baseline, 0.0, Plan.keep_all(len(costs)))
+    assert points[0].peak == simulate(least(costs), costs).peak
+    assert points[-1] == (baseline_of(costs), 0.0, Plan.keep_all(len(costs)))
     for point in points:
         assert measures(point.plan, costs)[:2] == point[:2]
-
-
-def test_time_asks_for_the_least_memory() -> None:
-    table, costs = table_of(zoo.resnet50), costs_of(zoo.resnet50)
-    for overhead in (0.0, 0.05, 0.2, 5.0):
-        limit = overhead * sum(costs.seconds)
-        result = simulate(table.plan_within(limit), costs)
-        assert result.recomputed_seconds <= limit
-        assert all(p.recomputed_seconds > limit for p in table.frontier() if p.peak < result.peak)
-
-
-def test_one_question_gets_the_answer_of_the_table() -> None:
-    costs = uniform(12)
-    table = Table(costs)
-    assert optimal(costs, table.least) == table.plan(table.least)
-    assert frontier(costs) == table.frontier()
 
 
 def test_a_long_chain_is_cut_at_its_blocks_and_inside_long_ones() -> None:
@@ -162,7 +140,7 @@ def test_no_chain_is_cut_so_often_that_plans_nest_too_deep(blocks: int, steps: i
 def test_a_plan_nests_no_deeper_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = uniform(40)
     assert least(costs).depth() > 3
-    monkeypatch.setattr("zoo.planner.trace.DEEPEST", 3)
-    points = Table(costs).frontier()
+    monkeypatch.setattr("zoo.planner.dp_table.DEEPEST", 3)
+    points = frontier(costs)
     assert max(point.plan.depth() for point in points) == least(costs).depth() == 3
     assert all(simulate(point.plan, costs).peak == point.peak for point in points)

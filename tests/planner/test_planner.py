@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.chains import chains, flat_plans
-from tests.test_plan import plans
+from tests.planner.test_plan import plans
 from zoo.errors import ArgumentError, PlanError
-from zoo.plan import Plan
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts
 from zoo.planner.least_memory import least_memory
+from zoo.planner.plan import Plan
 from zoo.planner.simulate import simulate
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.planner.chains import chains, nested_plans
 from tests.planner.test_planner import uniform
-from zoo.plan import Plan
 from zoo.planner.costs import StepCosts
+from zoo.planner.plan import Plan
 from zoo.planner.simulate import BACKWARD, FORWARD, SECOND_RUN, least_possible, simulate
 
 

@@ -9,17 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.policy.test_report import curve, report
 from tests.report.recorded import MODEL, NAMES, comparison
-from tests.test_plan_report import curve, report
-from zoo.measure.drawing import draw_timeline
-from zoo.plan_frontier import Frontier
-from zoo.report.escape import in_code, in_csv, in_markdown, visible
-from zoo.report.files import to_csv
-from zoo.report.heading import Heading, heading
-from zoo.report.markdown import markdown_table
+from zoo.policy.report import Frontier
+from zoo.profiling.timeline import Allocation, Timeline
+from zoo.report.markdown import in_code, in_csv, in_markdown, markdown_table, visible
 from zoo.report.page import page
-from zoo.report.report import write_report
-from zoo.report.rows import rows
+from zoo.report.report import to_csv, write_report
+from zoo.report.rows import Heading, heading, rows
 
 HOSTILE = (
     "\x1b[2Ja|b`c`<img src=x onerror=alert(1)>\n# d $\\frac$ *e* [f](g) \u202e\ud800 &amp; _h_"
@@ -79,8 +76,9 @@ def test_every_picture_is_xml(written: Path, tmp_path: Path) -> None:
     Frontier((*drawn.optimal, *points), drawn.baseline, drawn.lower_bound, HOSTILE).plot(
         tmp_path / "frontier.svg"
     )
-    line = {"parameters": [1, 2, 3]}
-    draw_timeline(tmp_path / "step.svg", title=HOSTILE, curves=line, phases=[], peak=(2, 3))
+    Timeline(HOSTILE, allocations=[Allocation(3, 0, None, "parameters")]).plot(
+        tmp_path / "step.svg"
+    )
     pictures = [*tmp_path.glob("*.svg"), written / "comparison.svg"]
     assert len({path.name for path in pictures}) == 4
     for path in pictures:

@@ -15,11 +15,11 @@ from urllib.parse import unquote
 import pytest
 
 from tests.report.recorded import MIB, comparison, plain
-from zoo.report.files import models_csv
-from zoo.report.heading import Heading
-from zoo.report.interactive import CATEGORIES, categories_picture
+from zoo.report.charts import CATEGORIES, categories_chart
+from zoo.report.interactive import interactive
 from zoo.report.page import page, write_page
-from zoo.report.rows import rows
+from zoo.report.report import models_csv
+from zoo.report.rows import Heading, rows
 from zoo.units import format_bytes
 
 HEADING = Heading("mine", "A processor, 2 threads", "python test_memory_optimized.py mine.yaml")
@@ -133,13 +133,18 @@ def test_each_place_has_a_picture_and_each_picture_a_place_a_name_and_a_table(te
 def test_pictures_show_the_recorded_numbers(text: str) -> None:
     pictures = json.loads(packed(text, "pictures"))
     recorded = comparison()["checkpointed"]["timeline"]["bytes"]
-    (stacked,) = (c for c in columns(pictures["model-0-checkpointed"]) if "parameters" in c)
-    for name, sizes in recorded.items():
-        assert stacked[name][:-1] == [round(size / MIB, 4) for size in sizes]
-    curves = [c["size"] for c in columns(pictures["model-0-memory"]) if "size" in c]
+    areas = [c for c in columns(pictures["model-0-checkpointed"]) if "low" in c]
+    assert len(areas) == len(recorded)
+    for area, sizes in zip(areas, recorded.values(), strict=True):
+        drawn = [top - low for low, top in zip(area["low"], area["y"], strict=True)]
+        assert drawn[:-1] == pytest.approx([size / MIB for size in sizes], abs=1e-4)
+    (total,) = (c for c in columns(pictures["model-0-checkpointed"]) if "tip 0" in c)
+    for number, sizes in enumerate(reversed(recorded.values())):
+        assert total[f"tip {number}"][:-1] == [*map(format_bytes, sizes)]
+    curves = [c["y"] for c in columns(pictures["model-0-memory"]) if "low" in c]
     assert [max(curve) for curve in curves] == [13.0, 8.0]
-    spots = [c["peak"] for c in columns(pictures["model-0-frontier"]) if "peak" in c]
-    assert spots == [[6.0, 8.0, 13.0, 13.0], [9.0], [8.0], [13.0], [8.0]]
+    spots = [c["x"] for c in columns(pictures["model-0-frontier"]) if "tip 0" in c]
+    assert spots == [[6.0, 8.0, 13.0], [13.0], [6.0], [9.0], [8.0], [13.0], [8.0]]
 
 
 def test_a_long_chain_is_told_by_blocks() -> None:
@@ -157,17 +162,17 @@ def test_a_long_chain_is_told_by_blocks() -> None:
 def test_categories_are_stacked_in_one_order_whatever_that_of_the_file() -> None:
     drawn = comparison()["baseline"]["timeline"]
     drawn["bytes"] = {name: [1] * 12 for name in sorted(CATEGORIES)}
-    picture = json.dumps(categories_picture(drawn, 12 * MIB))
+    picture = json.dumps(interactive(categories_chart(drawn, 12 * MIB)))
     names = [name for name in re.findall(r'"name": "([^"]+)"', picture) if name in CATEGORIES]
     assert names == list(CATEGORIES)
 
 
 def test_the_plan_is_drawn_as_it_nests(text: str) -> None:
     found = columns(json.loads(packed(text, "pictures"))["model-0-plan"])
-    bars = [c for c in found if "step" in c]
-    assert [len(c["step"]) for c in bars] == [3, 5]
-    assert bars[1]["step"][0] == "layer1.0.convolve"
-    assert [c["steps"] for c in found if "steps" in c] == [["1 to 5"], ["4 to 5"]]
+    kept, recomputed, outer, inner = ([*map(str, c["tip 0"])] for c in found if "left" in c)
+    assert (len(kept), len(recomputed)) == (3, 5)
+    assert recomputed[0] == "layer1.0.convolve"
+    assert (outer, inner) == (["1 to 5"], ["4 to 5"])
 
 
 def test_the_page_asks_for_nothing_outside_of_it(text: str) -> None:
@@ -209,6 +214,14 @@ def test_what_was_not_recorded_is_left_out_and_said() -> None:
     text = page([found], HEADING)
     assert "model-0-frontier" not in text
     assert "ArgumentError: numpy is missing" in text
+
+
+def test_a_plan_that_recomputes_nothing_has_no_recomputation_in_its_picture() -> None:
+    found, legend = comparison(), "recomputation</li>"
+    told = [" ".join(page([found], HEADING).split())]
+    found["checkpointed"]["timeline"] = found["baseline"]["timeline"]
+    told.append(" ".join(page([found], HEADING).split()))
+    assert [text.count(legend) - text.count(f"no {legend}") for text in told] == [1, 0]
 
 
 def test_a_failed_cell_and_a_difference_are_said() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.report.recorded import comparison
-from zoo.report.heading import Heading
 from zoo.report.page import write_page
+from zoo.report.rows import Heading
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")

@@ -8,12 +8,14 @@ from typing import Any
 import matplotlib
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.path import Path as Line
+from matplotlib.transforms import Bbox
 
-from tests.test_plan_report import curve, report
+from tests.policy.test_report import curve, report
 from zoo.errors import ArgumentError
-from zoo.plan_frontier import Frontier
+from zoo.policy.report import Frontier
 from zoo.report.chain_axis import MOST_STEPS, block_name, chain_axis, fitting, round_numbers
-from zoo.report.labels import Box, place
+from zoo.report.plot import place
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
@@ -29,7 +31,8 @@ def test_a_picture_of_a_frontier_names_the_schemes(tmp_path: Path) -> None:
     for slowest in (1.5, 7.0):
         curve(slowest).plot(tmp_path / "curve.svg")
         text = (tmp_path / "curve.svg").read_text()
-        for words in ("sqrt", "blocks", "least memory", "keep everything", "below any plan"):
+        legend = ("below any plan", "least time for each budget", "classic schemes")
+        for words in ("sqrt", "blocks", "least memory", "baseline", *legend):
             assert f"<!-- {words} -->" in text
         assert f"×0.40 memory, ×{slowest:.2f} time" in text
 
@@ -38,7 +41,7 @@ def test_a_frontier_of_one_plan_can_be_drawn(tmp_path: Path) -> None:
     only = curve().baseline
     for bound in (0, only.peak):
         Frontier((replace(only, name="optimal"),), only, bound, "Net").plot(tmp_path / "one.svg")
-        assert "<!-- keep everything -->" in (tmp_path / "one.svg").read_text()
+        assert "<!-- baseline -->" in (tmp_path / "one.svg").read_text()
 
 
 @pytest.mark.parametrize("blocks", [3, 120])
@@ -51,7 +54,8 @@ def test_a_picture_of_a_plan_names_stages_and_categories(tmp_path: Path, blocks:
         "classify",
         "activations kept 3.00 MiB",
         "activations run again 1.00 MiB",
-        "kept",
+        f"kept: {4 * blocks - 2} steps",
+        "recomputed: 4 steps",
     ):
         assert f"<!-- {words} -->" in text
     assert f"saved by each {'step' if blocks == 3 else 'block'} (MiB)" in text
@@ -83,8 +87,7 @@ def test_what_is_no_picture_is_refused(
     with pytest.raises(ArgumentError, match=r"'plan\.gif' names no kind of picture"):
         drawn.plot(tmp_path / "plan.gif")
     assert not list(tmp_path.iterdir())
-    for name in ("zoo.report.plan_plot", "zoo.report.frontier_plot"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "zoo.report.plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ArgumentError, match="a picture needs matplotlib: pip install"):
         drawn.plot(tmp_path / "plan.svg")
@@ -124,11 +127,13 @@ def test_labels_without_room_are_left_out() -> None:
 
 
 def test_names_stand_beside_their_marks_and_over_no_other() -> None:
-    frame = Box(0, 0, 300, 200)
-    marks = {"one": (150.0, 100.0), "two": (155.0, 102.0), "edge": (298.0, 198.0)}
-    found = place(marks, dict.fromkeys(marks, (60, 20)), frame, [(x, 90.0) for x in range(300)])
-    boxes = list(found.values())
-    assert all(box.within(frame) for box in boxes)
-    assert not any(box.overlaps(other) for box in boxes for other in boxes if box is not other)
-    marked = [Box(x - 4, y - 4, x + 4, y + 4) for x, y in marks.values()]
-    assert not any(box.overlaps(mark) for box in boxes for mark in marked)
+    frame, line = Bbox.from_extents(0, 0, 300, 200), Line([(0, 112), (200, 112)])
+    spots = [(150.0, 100.0), (155.0, 102.0), (298.0, 198.0), (250.0, 100.0)]
+    boxes = place(spots, [(60, 20)] * 4, frame, [line], point=1)
+    assert all(frame.contains(*corner) for box in boxes for corner in (box.min, box.max))
+    marked = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in spots]
+    for number, box in enumerate(boxes):
+        assert not box.count_overlaps(boxes[:number] + marked)
+    # the last has no room on its right, where a name stands otherwise
+    assert boxes[3].max[0] < spots[3][0]
+    assert not line.intersects_bbox(boxes[0], filled=False)

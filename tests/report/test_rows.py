@@ -10,12 +10,9 @@ from rich.console import Console
 
 from tests.report import recorded
 from tests.report.recorded import WHERE
-from zoo.report.heading import heading
 from zoo.report.page import page
-from zoo.report.report import write_report
-from zoo.report.rows import rows, spread
-from zoo.report.terminal import show
-from zoo.report.words import words
+from zoo.report.report import show, write_report
+from zoo.report.rows import heading, rows, spread, words
 
 MODEL = recorded.MODEL | {"largest_ratio": 0.3}
 DONE = {"status": "done"}

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.tracing.models import Net, UNet
-from zoo.entry import Invocation
+from zoo.invocation import Invocation
 from zoo.tracing.graph import Graph
 from zoo.tracing.tracer import Tracer
 

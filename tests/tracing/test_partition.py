@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from tests.tracing.runs import MODELS, Keeping, traced
 from zoo.chain import fold
 from zoo.engine.recompute import segment
-from zoo.entry import Invocation, own_loss, with_loss
-from zoo.measure.memory import trace
-from zoo.measure.profile import profile
-from zoo.plan import Plan
+from zoo.invocation import Invocation, own_loss, with_loss
 from zoo.planner.costs import StepCosts
+from zoo.planner.plan import Plan
 from zoo.planner.simulate import simulate
+from zoo.profiling.allocator import trace
+from zoo.profiling.chain_profile import profile
+from zoo.tracing.ahead import graph_of
 from zoo.tracing.blocks import block_paths
 from zoo.tracing.graph import tensors_held_by
-from zoo.tracing.isolated import graph_of
 from zoo.tracing.partition import Steps, partition
 from zoo.tracing.tracer import Tracer
 

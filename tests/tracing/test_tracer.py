@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.tracing.runs import MODELS, Deciding, InPlace, traced
-from zoo.entry import Invocation
 from zoo.errors import ArgumentError
+from zoo.invocation import Invocation
 from zoo.tracing.graph import Attribute, Value
 from zoo.tracing.tracer import Tracer
 

@@ -1,9 +1,9 @@
-"""The `zoo` command: reads a command line, calls the library, says in words or JSON what it found.
+"""The `zoo` command: reads a command line, calls the library, answers in text or JSON.
 
-starting    Ctrl-C before there is a command
-main        which command, and what becomes of errors and Ctrl-C
-commands/   one file per command; they do not know each other
-subject     which model, and on what inputs
-parser      strict options with suggestions; what an answer looks like
-values      text of the command line as numbers, shapes and plans
+main            which command, and what becomes of errors and Ctrl-C
+models, planning, training_step, comparison    the commands; these files do not know each other
+model_spec      which model, and on what inputs
+parser, values  strict options with suggestions, and the types of their values
+output          files, messages and plain signs
+interrupts      Ctrl-C before there is a command
 """

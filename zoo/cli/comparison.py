@@ -1,74 +1,112 @@
-"""`zoo compare` and `test_memory_optimized.py`, and what `zoo report` shares with them.
+"""`zoo compare`, which `test_memory_optimized.py` runs, too, and `zoo report`.
 
-It needs the extra `compare`.
+Under torchrun each process compares by itself, all at the same time, and exchanges no gradients:
+measured is what a plan saves and costs on each device while all are at work.
 """
 
+import argparse
+import contextlib
+import io
+import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch import distributed
 
-from zoo.cli.parser import Answer, Answered, json_answer
+from zoo.cli.output import plain_signs
+from zoo.cli.parser import Answer, command
 from zoo.errors import ArgumentError, shortened
-from zoo.harness.config import Config, load
+from zoo.harness.config import load
 from zoo.harness.regression import Earlier
+from zoo.harness.results import Results, comparisons
 from zoo.harness.run import results_of, run
-from zoo.report.heading import heading
 from zoo.report.page import write_page
-from zoo.report.report import write_report
-from zoo.report.rows import Row, rows
-from zoo.report.terminal import show
-
-INTERRUPTED = "interrupted; what was measured is kept, and the same command goes on from there"
+from zoo.report.report import show, write_report
+from zoo.report.rows import Row, heading, rows
 
 
-def compare(arguments: Sequence[str], program: str) -> Answer:
-    """Runs the comparison that a command line asks for; `program` is what repeats it.
-
-    Raises:
-        ConfigError: a config, key, value or device that does not exist.
-        KeyboardInterrupt: with the words that nothing is lost.
-    """
+def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answer:
+    """Runs the comparison that a command line asks for; `program` is what repeats it."""
     as_json = "--json" in arguments
-    console = console_for(as_json)
-    config = _config([argument for argument in arguments if argument != "--json"], program)
+    console = _console(as_json)
+    config = load([argument for argument in arguments if argument != "--json"], program)
     earlier = Earlier.of(config)
     try:
-        comparisons = run(config, console)
+        found = run(config, console)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(INTERRUPTED) from None
-    command = shlex.join([*program.split(), *arguments])
-    results, folder = results_of(config).path, Path(config.output) / config.name
-    answer = reported(comparisons, config.name, command, folder, console)
-    if earlier is not None and earlier.compare(comparisons, console):
+        raise KeyboardInterrupt(
+            "interrupted; what was measured is kept, and the same command goes on from there"
+        ) from None
+    line = shlex.join([*program.split(), *arguments])
+    folder = Path(config.output) / config.name
+    answer = _report(found, config.name, line, folder, console)
+    if earlier is not None and earlier.compare(found, console):
         answer = replace(answer, code=1)
     if as_json:
-        return answer
-    console.print(f"results: {results}", soft_wrap=True)
-    return replace(answer, text=f"report:  {answer.data['report']}")
+        return answer.as_json()
+    console.print(f"results: {results_of(config).path}", soft_wrap=True)
+    return answer
 
 
-def _config(arguments: Sequence[str], program: str) -> Config:
-    try:
-        return load(arguments, program)
-    except SystemExit as end:  # jsonargparse has printed the help
-        raise Answered(end.code) from None
+@command(
+    {
+        "path PATH=results": "a file of results (.jsonl), or a folder with such files",
+        "--output FOLDER": "for the reports; default: the same",
+    },
+    no="a cell failed or is not exact",
+)
+def run_report(options: argparse.Namespace) -> Answer:
+    """Writes the report of a comparison again, from its results.
+
+    Nothing is measured; what the config promised is not judged.
+
+    examples:
+      zoo report
+      zoo report results/default.jsonl --output docs
+    """
+    console = _console(options.json)
+    answers = []
+    for path in _result_files(Path(options.path)):
+        passed_over: list[str] = []
+        found = comparisons(Results(path).read(passed_over.append).values())
+        if not found:
+            raise ArgumentError(f"{shortened(str(path))} holds no results of a comparison")
+        for line in passed_over:
+            console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        folder = Path(options.output or path.parent) / path.stem
+        line = f"zoo report {options.path}"
+        answers.append(_report(found, path.stem, line, folder, console))
+    return Answer(
+        "\n".join(answer.text for answer in answers),
+        [answer.data for answer in answers],
+        max(answer.code for answer in answers),
+    )
 
 
-def reported(
-    comparisons: Sequence[Mapping[str, Any]],
-    name: str,
-    command: str,
-    folder: Path,
-    console: Console,
+def _result_files(path: Path) -> list[Path]:
+    if os.path.isfile(path):  # a Path's own fails where the name is too long for any file
+        return [path]
+    files = sorted(path.glob("*.jsonl"))
+    if not files:
+        raise ArgumentError(
+            f"there are no results in {shortened(str(path))}; give the folder or file that "
+            "`zoo compare` names at its end"
+        )
+    return files
+
+
+def _report(
+    comparisons: Sequence[Mapping[str, Any]], name: str, line: str, folder: Path, console: Console
 ) -> Answer:
-    """Shows a comparison, writes its report, and returns its rows as JSON: 1 where one failed."""
+    """Shows a comparison, writes its report, and returns its rows: 1 where one failed."""
     found = rows(comparisons)
-    above = heading(comparisons, name, command)
+    above = heading(comparisons, name, line)
     show(found, above.title, console)
     try:
         write_report(found, above, folder)
@@ -78,17 +116,66 @@ def reported(
             f"{shortened(str(folder))} cannot be written: {error.strerror}; the results are kept, "
             "and zoo report writes it again, --output FOLDER elsewhere"
         ) from error
-    data = {"name": name, "report": str(page), "rows": [row_data(row) for row in found]}
-    return json_answer(data, code=int(any(row.faults for row in found)))
+    data = {"name": name, "report": str(page), "rows": list(map(_row_data, found))}
+    return Answer(f"report:  {page}", data, int(any(row.faults for row in found)))
 
 
-def row_data(row: Row) -> dict[str, Any]:
-    """Returns what was measured of a model, and what follows from it."""
+def _row_data(row: Row) -> dict[str, Any]:
+    """Returns the measurements of a model, and the properties that follow from them."""
     ratios = {name: getattr(row, name) for name in ("step_ratio", "ratio", "tensor_ratio")}
     return {**asdict(row), **ratios, "time": None if row.time is None else asdict(row.time)}
 
 
-def console_for(as_json: bool) -> Console:
-    """Returns where people look: beside the JSON, if that is what is printed."""
-    width = None if sys.stdout.isatty() else 130
-    return Console(width=width, stderr=as_json)
+def _console(as_json: bool) -> Console:
+    """Returns where tables and progress are shown: on stderr beside JSON."""
+    return Console(width=None if sys.stdout.isatty() else 130, stderr=as_json)
+
+
+def is_one_of_many() -> bool:
+    """Returns whether torchrun, or a launcher like it, started several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+@plain_signs()
+def in_ranks(arguments: Sequence[str], program: str, main: Callable[[Sequence[str]], int]) -> int:
+    """Runs a command in each process with a folder `rank0`, `rank1`, ... of its own for results.
+
+    The first shows its progress; what the others print comes at the end. Returns the largest code.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _choose_device(int(os.environ.get("LOCAL_RANK", rank)))
+    distributed.init_process_group("gloo")
+    try:
+        printed = io.StringIO()
+        if rank == 0:
+            print(f"rank 0 of {world}; each trains by itself, all at the same time", flush=True)
+        out, err = (printed, printed) if rank else (sys.stdout, sys.stderr)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(_in_folder(arguments, program, rank))
+        gathered: list[tuple[int, str]] = [(0, "")] * world
+        distributed.all_gather_object(gathered, (code, printed.getvalue()))
+        if rank == 0:
+            for number, (_, text) in list(enumerate(gathered))[1:]:
+                print(f"\nrank {number} of {world}\n{text}", end="", flush=True)
+        # a launcher ends all others as soon as one has failed
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
+    return max(code for code, _ in gathered)
+
+
+def _in_folder(arguments: Sequence[str], program: str, rank: int) -> list[str]:
+    """Adds the folder for a rank's results, inside the one that the arguments name."""
+    try:
+        output = load([word for word in arguments if word != "--json"], program).output
+    except BaseException:  # the command itself will say what is wrong
+        return list(arguments)
+    return [*arguments, "--output", os.path.join(output, f"rank{rank}")]
+
+
+def _choose_device(local_rank: int) -> None:
+    """Leaves this process, and those that it starts, one of the devices that are visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank % len(devices)]

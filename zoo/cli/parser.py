@@ -1,53 +1,137 @@
-"""What a command's options look like: strict, with suggestions, an example and its exit codes.
+"""What the commands share: a strict parser of options, options of several commands, the answer.
 
 argparse guesses what `--batch` abbreviates and answers a mistake with its whole usage. Here a wrong
-option is an `ArgumentError` of one sentence, like any other wrong input.
+option is an `ArgumentError` of one line that offers the nearest right one.
 """
 
 import argparse
+import functools
+import inspect
 import json
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from zoo.errors import LONGEST, ArgumentError, nearest, shortened_text
+import torch
+
+from zoo.api.plan import STRATEGIES
+from zoo.cli.values import count, file, number, picture, plan, ratio, shape, size
+from zoo.errors import LONGEST, ArgumentError, ZooError, nearest, shortened, shortened_text
+from zoo.profiling.optimizer import MakeOptimizer
+
+OPTIMIZERS: dict[str, MakeOptimizer | None] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "none": None,
+}
+# settings of argparse for the value of an option; that of any other name is text
+KINDS: dict[str, dict[str, Any]] = {
+    "AXIS": {"type": number},
+    "COUNT": {"type": count},
+    "FILE": {"type": file},
+    "NUMBER": {"type": number},
+    "OPTIMIZER": {"choices": list(OPTIMIZERS), "metavar": None},
+    "PICTURE": {"type": picture},
+    "PLAN": {"type": plan},
+    "RATIO": {"type": ratio},
+    # once for each input
+    "SHAPE": {"type": shape, "action": "append"},
+    "SIZE": {"type": size},
+    "STRATEGY": {"choices": list(STRATEGIES), "metavar": None},
+}
+MODEL = {
+    "model": "a name of `zoo list`, or an import path, whose code is run: timm.create_model, "
+    "package:Class",
+    "--args VALUE...": "arguments to build it with: classes=10, or for an import path also without "
+    "a name",
+    "--input SHAPE": "shape of an input: 32,3,224,224, with a type 8,128:int64, by its name "
+    "input_ids=8,128:int64; once for each; 'none' is None. For a language model of the catalog the "
+    "tokens are enough",
+    "--batch-size COUNT": "in place of --input, for models of the catalog",
+    "--size COUNT...": "likewise: side of the images, sides of a volume, or length of the text; "
+    "default: what the model is compared on",
+}
+OPTIMIZER = {"--optimizer OPTIMIZER=adamw": "whose state counts; sgd is with momentum"}
+PLOT = {"--plot PICTURE": "draw it: .svg, .png or .pdf"}
+PLANS = (
+    "true, false, a number of segments, sqrt, blocks, cheap, '(0-1) 2', or a .json file, of "
+    "`zoo plan --save` or of a plan alone: [[0, 1], 2]"
+)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command prints, the exit code, and the data behind a text that is JSON.
+    """What a command prints: text, or with `--json` the data, which may be text that is JSON.
 
-    The code is 0 for yes or done, 1 for no.
+    The exit code is 0 for yes or done, 1 for no.
     """
 
     text: str
-    code: int = 0
     data: Any = None
+    code: int = 0
+
+    def as_json(self) -> "Answer":
+        """Returns the answer with its data as text."""
+        text = self.data if isinstance(self.data, str) else json.dumps(self.data, indent=1)
+        return Answer(text, self.data, self.code)
 
 
-class Answered(SystemExit):
-    """Ends a command whose parser has printed what was asked for, its help."""
+Run = Callable[[argparse.Namespace], Answer]
+Command = Callable[[Sequence[str]], Answer]
 
 
-class Parser(argparse.ArgumentParser):
-    """Reads the options of a command, `--json` among them.
+def command(
+    options: Mapping[str, str], *, either: Collection[str] = (), no: str = ""
+) -> Callable[[Run], Command]:
+    """Makes a function `run_name(options)` the command `zoo name`, and its docstring the help.
 
-    `examples` are arguments, one line for each; `no` says what exit code 1 means, if it has one.
+    Args:
+        options: a help text for each: 'name', '--flag', '--name KIND', '--name KIND=default' or
+            '--name KIND...' for several values, where KINDS says what KIND reads.
+        either: options of which exactly one must be given.
+        no: what exit code 1 means, if the command has one.
     """
 
-    def __init__(self, name: str, description: str, examples: Sequence[str], no: str = "") -> None:
-        super().__init__(
-            prog=f"zoo {name}",
+    def decorate(run: Run) -> Command:
+        description, _, examples = (inspect.getdoc(run) or "").rpartition("\n\n")
+        codes = f"0 done; {f'1 {no}; ' if no else ''}2 wrong option, model or input"
+        parser = Parser(
+            prog=f"zoo {run.__name__.removeprefix('run_').replace('_', '-')}",
             description=description,
-            epilog=epilog(f"zoo {name}", examples, no),
+            epilog=f"{examples}\n\nexit code: {codes}; 130 interrupted",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        # as Python 3.14 has it; before, -8GiB passes for an option, and its value for missing
-        self._negative_number_matcher = re.compile(r"-\.?\d")
-        self.add_argument("--json", action="store_true", help="print JSON, for machines")
+        # as in Python 3.14; before, -8GiB passes for an option, and its value for missing
+        parser._negative_number_matcher = re.compile(r"-\.?\d")
+        parser.add_argument("--json", action="store_true", help="print JSON, for machines")
+        group = parser.add_mutually_exclusive_group(required=True) if either else parser
+        for signature, text in options.items():
+            name, settings = _settings(signature, text)
+            (group if name in either else parser).add_argument(name, **settings)
+
+        @functools.wraps(run)
+        def main(arguments: Sequence[str]) -> Answer:
+            parsed = parser.parse(arguments)
+            try:
+                answer = run(parsed)
+            except SystemExit as end:  # sys.exit(0) in a forward would say yes
+                argument = "" if end.code is None else shortened(end.code)
+                raise ArgumentError(
+                    f"the model, or something that it imports, called sys.exit({argument}), so "
+                    "there is no answer; ZOO_TRACEBACK=1 shows where"
+                ) from end
+            return answer.as_json() if parsed.json else answer
+
+        return main
+
+    return decorate
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads the options of a command strictly."""
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Reads a command line.
@@ -63,36 +147,37 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"there is no option {shortened_text(option)}.{near}")
         return self.parse_args(arguments)
 
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Raises Answered, which no model raises: its `sys.exit` is no answer."""
-        self._print_message(message or "", sys.stderr)
-        raise Answered(status)
-
     def error(self, message: str) -> NoReturn:
         """Raises ArgumentError with what is wrong and where help is."""
-        # as argparse words it, with whatever was given
         sentence = shortened_text(message.removeprefix("argument ").rstrip(), 4 * LONGEST)
         end = "" if sentence.endswith(("?", ".")) else ";"
         raise ArgumentError(f"{sentence}{end} {self.prog} --help lists what there is")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Keeps the message of a ZooError, of which argparse would only say 'invalid value'."""
+        try:
+            return action.type(arg_string) if callable(action.type) else arg_string
+        except ZooError as error:
+            raise argparse.ArgumentError(action, str(error)) from error
 
-def epilog(program: str, examples: Sequence[str], no: str) -> str:
-    """Writes what stands below the options in a help text."""
-    shown = "\n".join(f"  {program} {example}".rstrip() for example in examples)
-    refusal = f"1 {no}; " if no else ""
-    return (
-        f"example{'s' * (len(examples) > 1)}:\n{shown}\n\n"
-        f"exit code: 0 done; {refusal}2 wrong option, model or input; 130 interrupted"
-    )
-
-
-def answer(options: argparse.Namespace, text: str, found: Any, code: int = 0) -> Answer:
-    """Returns the text, or with `--json` what was found: data, or text that is JSON already."""
-    if not options.json:
-        return Answer(text, code)
-    return Answer(found, code) if isinstance(found, str) else json_answer(found, code)
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            near = nearest(value, action.choices)
+            message = f"takes {' or '.join(action.choices)}; got {value!r}.{near}"
+            raise argparse.ArgumentError(action, message)
 
 
-def json_answer(data: Any, code: int = 0) -> Answer:
-    """Returns data as JSON."""
-    return Answer(json.dumps(data, indent=1), code, data)
+def _settings(signature: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name of an option and what argparse takes for it."""
+    name, _, value = signature.partition(" ")
+    if name.startswith("--") and not value:
+        return name, {"help": text, "action": "store_true"}
+    kind, _, default = value.partition("=")
+    settings: dict[str, Any] = {"help": text}
+    if default:
+        settings = {"help": f"{text}; default {default}", "default": default}
+        if not name.startswith("--"):
+            settings["nargs"] = "?"
+    if kind.endswith("..."):
+        kind, settings["nargs"] = kind.removesuffix("..."), "+"
+    return name, settings | {"metavar": kind or None} | KINDS.get(kind, {})

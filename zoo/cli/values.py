@@ -1,28 +1,26 @@
-"""Text of a command line as numbers, shapes and plans: each function is the `type` of an option."""
+"""Text of a command line as values of the library: each function is the `type` of an option.
+
+A wrong text raises an error of zoo's, which `Parser` shows below the option's name.
+"""
 
 import errno
-import functools
 import os
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from zoo.checkpointing import Checkpoint
-from zoo.errors import ArgumentError, ZooError, nearest, shortened
-from zoo.measure.drawing import PICTURES
-from zoo.plan import Plan
-from zoo.plan_report import PlanReport
+from zoo.errors import ArgumentError, nearest, shortened
+from zoo.planner.plan import Plan
 from zoo.planner.schemes import check_name
-from zoo.planning import Budget
-from zoo.serialization import read_file
-from zoo.units import parse_bytes
-
-Value = TypeVar("Value")
+from zoo.planner.serialization import read_file
+from zoo.policy.budget import Budget, check_bounds
+from zoo.policy.options import Checkpoint
+from zoo.policy.report import PlanReport
+from zoo.profiling.timeline import PICTURES
 
 # a mistyped axis must not end in an overflow
 LARGEST = 2**40
@@ -33,10 +31,10 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A tensor to be: its shape and type; values of whole numbers are from 0 and below `below`.
+class InputSpec:
+    """Shape and type of an input; integers are drawn from 0 up to, not including, `below`.
 
-    `name` is that of the argument that it is for; "" where its place says so.
+    `name` is that of the argument of the forward; "" where the order says which.
     """
 
     shape: tuple[int, ...]
@@ -44,12 +42,8 @@ class Spec:
     below: int = 2
     name: str = ""
 
-    def meta(self) -> Tensor:
-        """Returns a tensor without memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-    def random(self, device: str | torch.device) -> Tensor:
-        """Returns a tensor of random numbers, normal or whole."""
+    def random(self, device: str) -> Tensor:
+        """Returns a tensor of random numbers: standard normal, integers or booleans."""
         dtype = self.dtype or torch.float32
         if dtype.is_floating_point:
             return torch.randn(self.shape, dtype=dtype, device=device)
@@ -57,42 +51,26 @@ class Spec:
         return torch.randint(below, self.shape, device=device).to(dtype)
 
 
-def shapes(specs: Iterable[Spec | None]) -> list[list[int] | None]:
-    """Returns the shapes of tensors to be, as JSON has them."""
-    return [None if entry is None else list(entry.shape) for entry in specs]
+def shapes(specs: Iterable[InputSpec | None]) -> list[list[int] | None]:
+    """Returns the shapes of inputs, as JSON has them."""
+    return [None if spec is None else list(spec.shape) for spec in specs]
 
 
-def words(found: Iterable[Sequence[int] | None]) -> str:
+def shapes_text(found: Iterable[Sequence[int] | None]) -> str:
     """Writes shapes as people read them: '8×128, none, 8×128'."""
     return ", ".join("none" if shape is None else "×".join(map(str, shape)) for shape in found)
 
 
-def _option(read: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Lets argparse show the sentence of an error, which of others it says only 'invalid value'."""
-
-    @functools.wraps(read)
-    def value(text: str) -> Value:
-        try:
-            return read(text)
-        except ZooError as error:
-            raise ArgumentTypeError(str(error)) from error
-
-    return value
-
-
-@_option
-def positive(text: str) -> int:
+def count(text: str) -> int:
     """Reads a whole number from 1."""
-    return _number(text)
+    return _integer(text, least=1)
 
 
-@_option
-def whole(text: str) -> int:
+def number(text: str) -> int:
     """Reads a whole number from 0."""
-    return _number(text, least=0)
+    return _integer(text, least=0)
 
 
-@_option
 def ratio(text: str) -> float:
     """Reads a number from 0."""
     try:
@@ -104,78 +82,53 @@ def ratio(text: str) -> float:
     return value
 
 
-@_option
-def budget(text: str) -> Budget:
+def size(text: str) -> Budget:
     """Reads a memory budget: '8GiB', bytes, 'device', or a fraction such as '0.5' or '50%'."""
-    number = text.removesuffix("%")
-    if text == "device":
-        return text
-    if number != text or _is_share(text):
-        share = float(number) / (100 if number != text else 1) if _is_number(number) else 0
-        if not 0 < share <= 1:
-            raise ArgumentError(
-                f"{shortened(text)} is no fraction of plain training; write 0.5 or 50%, a size "
-                "such as '8GiB', or 'device'"
-            )
-        return share
-    return parse_bytes(text)
+    value: Budget = text
+    if re.fullmatch(r"\d*\.?\d+%|\d*\.\d+", text):
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    check_bounds(value, None)
+    return value
 
 
-@_option
-def size(text: str) -> int | str:
-    """Reads a memory budget that is no fraction: '8GiB', bytes, or 'device'."""
-    if text.endswith("%") or _is_share(text):
-        raise ArgumentError(
-            f"{shortened(text)} is no size but a fraction of plain training, which grows with the "
-            "batch; write a size such as '8GiB', bytes, or 'device'"
-        )
-    return text if text == "device" else parse_bytes(text)
-
-
-@_option
-def spec(text: str) -> Spec | None:
-    """Reads the shape of an input, '8,128', with or without a type and a name; 'none' for None.
-
-    With both it is 'input_ids=8,128:int64'.
-    """
+def shape(text: str) -> InputSpec | None:
+    """Reads a shape, '8,128', maybe with name and type, 'input_ids=8,128:int64'; 'none' is None."""
     if text.lower() == "none":
         return None
-    name, equals, shape = text.partition("=")
-    if not equals:
-        name, shape = "", text
-    sizes, colon, dtype = shape.partition(":")
-    numbers = sizes.split(",")
-    is_shape = all(0 < _whole_number(number) <= LARGEST for number in numbers)
-    if not is_shape or (equals and not name.isidentifier()):
+    found = re.fullmatch(r"(?:([^\W\d]\w*)=)?(\d{1,30}(?:,\d{1,30})*)(?::(.*))?", text)
+    lengths = tuple(map(int, found[2].split(","))) if found else ()
+    if found is None or not all(0 < length <= LARGEST for length in lengths):
         raise ArgumentError(
             f"takes a shape such as 32,3,224,224 or 8,128:int64; got {shortened(text)}"
         )
-    if colon and dtype not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise ArgumentError(f"knows no type {dtype!r}.{nearest(dtype, DTYPES)} It takes {known}")
-    return Spec(tuple(map(int, numbers)), DTYPES.get(dtype), name=name)
+    name, dtype = found[1] or "", found[3]
+    if dtype is None:
+        return InputSpec(lengths, name=name)
+    if dtype not in DTYPES:
+        near, known = nearest(dtype, DTYPES), ", ".join(DTYPES)
+        raise ArgumentError(f"knows no type {dtype!r}.{near} It takes {known}")
+    return InputSpec(lengths, DTYPES[dtype], name=name)
 
 
-@_option
-def checkpoint(text: str) -> Checkpoint:
+def plan(text: str) -> Checkpoint:
     """Reads what `zoo.create` takes, or a file: of `zoo plan --save`, or of a plan alone."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text.isdecimal():
-        return _number(text, least=0)
-    if text == "auto":
-        return text
+        return _integer(text, least=0)
     if text.endswith(".json"):
-        return _saved(text)
+        saved = read_file(text)
+        is_plan = saved.lstrip().startswith("[")
+        return Plan.from_json(saved) if is_plan else PlanReport.from_json(saved)
     if any(character in text for character in "()-"):
         return Plan.parse(text)
-    check_name(text)
+    if text != "auto":
+        check_name(text)
     return text
 
 
-@_option
-def destination(text: str) -> str:
-    """Reads the path of a file to write; that it has no place is said before the work is done."""
+def file(text: str) -> str:
+    """Reads the path of a file to write, which is refused before the work if it has no place."""
     place = Path(text)
     if place.is_dir() or not place.parent.is_dir():
         wrong = errno.EISDIR if place.is_dir() else errno.ENOENT
@@ -183,54 +136,19 @@ def destination(text: str) -> str:
     return text
 
 
-@_option
 def picture(text: str) -> str:
     """Reads the path of a picture to write: .svg, .png or .pdf."""
     if Path(text).suffix.lower() not in PICTURES:
         raise ArgumentError(f"{text!r} must end in one of {', '.join(PICTURES)}")
-    return destination(text)
+    return file(text)
 
 
-def one_of(choices: Iterable[str]) -> Callable[[str], str]:
-    """Returns what reads one of these words."""
-    known = list(choices)
-
-    @_option
-    def read(text: str) -> str:
-        if text not in known:
-            near = nearest(text, known)
-            raise ArgumentError(f"takes {' or '.join(known)}; got {text!r}.{near}")
-        return text
-
-    return read
-
-
-def _saved(path: str) -> PlanReport | Plan:
-    text = read_file(path)
-    return Plan.from_json(text) if text.lstrip().startswith("[") else PlanReport.from_json(text)
-
-
-def _number(text: str, least: int = 1) -> int:
-    number = _whole_number(text)
-    if number > LARGEST:
-        raise ArgumentError(f"takes a whole number up to {LARGEST}; got {shortened(text)}")
-    if number < least:
-        raise ArgumentError(f"takes a whole number from {least}; got {shortened(text)}")
+def _integer(text: str, least: int) -> int:
+    number = -1
+    if text.isdecimal():
+        # Python refuses to read thousands of digits
+        number = int(text) if len(text) <= 30 else LARGEST + 1
+    if not least <= number <= LARGEST:
+        limit = f"up to {LARGEST}" if number > LARGEST else f"from {least}"
+        raise ArgumentError(f"takes a whole number {limit}; got {shortened(text)}")
     return number
-
-
-def _whole_number(text: str) -> int:
-    """Returns what decimal digits say, -1 for other text, and of many digits a number too large."""
-    if not text.isdecimal():
-        return -1
-    # Python refuses to read some thousands
-    return int(text) if len(text) <= 30 else LARGEST + 1
-
-
-def _is_share(text: str) -> bool:
-    """Says whether a text is a number with a point and no unit."""
-    return "." in text and _is_number(text)
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdecimal()

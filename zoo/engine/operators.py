@@ -1,7 +1,7 @@
 """What each of torch's operators does to its arguments: which it writes, draws for, aliases.
 
 A schema tells nearly all of it. What no schema tells is listed here by name and was found by
-`tests/operators`, which runs torch's own database of operators with and without a recording.
+`tests/operators.py`, which runs torch's own database of operators with and without a recording.
 """
 
 from collections.abc import Callable
@@ -9,30 +9,36 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zoo._torch import (
+    get_cudnn_benchmark,
+    get_cudnn_deterministic,
+    get_cudnn_enabled,
+    get_float32_matmul_precision,
+    get_mkldnn_enabled,
+    set_cudnn_benchmark,
+    set_cudnn_deterministic,
+    set_cudnn_enabled,
+    set_float32_matmul_precision,
+    set_mkldnn_enabled,
+)
+
 # namespaces whose operators are kernels: the same arguments, the same results. All others may run
 # a user's Python or another process's data, so their results are kept and they never run twice
 KERNELS = frozenset({"aten", "prims", "quantized", "quantized_decomposed", "torchvision"})
 # their results have no content until something writes it, which may be code that nobody sees
-EMPTY = frozenset(
-    f"aten::{name}"
-    for name in (
-        "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
-    )
-)  # fmt: skip
+EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted",
+         "aten::new_empty", "aten::new_empty_strided"}  # fmt: skip
 # likewise their results are made to be written
-CONSTANT = frozenset(
-    f"aten::{name}"
-    for name in (
-        "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like",
-        "new_full",
-    )
-)  # fmt: skip
+CONSTANT = {"aten::zeros", "aten::zeros_like", "aten::new_zeros", "aten::ones", "aten::ones_like",
+            "aten::new_ones", "aten::full", "aten::full_like", "aten::new_full"}  # fmt: skip
 # kernels of which libraries have several, chosen by settings
 CHOOSING = ("conv", "mm", "addm", "linear", "rnn", "lstm", "gru", "dot", "mv", "attention",
             "cumsum", "scatter", "index", "put")  # fmt: skip
-# arguments that are written although the schema does not say so: operator -> (position, name), ...
-RUNNING = ((3, "running_mean"), (4, "running_var"))
-UNDECLARED: dict[str, tuple[tuple[int, str], ...]] = {
+# position and name of an argument
+Argument = tuple[int, str]
+# arguments that are written although the schema of some version of torch does not say so
+RUNNING: tuple[Argument, ...] = ((3, "running_mean"), (4, "running_var"))
+UNDECLARED: dict[str, tuple[Argument, ...]] = {
     "aten::rrelu_with_noise": ((1, "noise"),),
     "aten::rrelu_with_noise_": ((1, "noise"),),
     "aten::_cudnn_rnn": ((13, "dropout_state"),),
@@ -40,53 +46,39 @@ UNDECLARED: dict[str, tuple[tuple[int, str], ...]] = {
     "aten::batch_norm_gather_stats_with_counts": RUNNING,
 }
 # norms that update their statistics in training, and do not read them then
-NORMS = frozenset(
-    f"aten::{name}" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-)
+NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 STATISTICS = slice(3, 5)
 TRAINING = 5
 
 
 class Effects(NamedTuple):
-    """What a recording must know about an operator.
+    """What a recording must know about an operator."""
 
-    Attributes:
-        ignored: it makes no storage and writes none: a view, a number, a question.
-        opaque: nothing is known about it, so what it returns is kept.
-        reshapes: it changes the size or strides of its first argument in place.
-        writes: positions and names of the arguments that it writes.
-        seeded: it draws from a random stream.
-        lists: it writes lists of tensors.
-        makes: it returns storages of its own.
-        empty: its result has no content yet.
-        chosen: settings decide which kernel it runs.
-        blank: its result is made to be written, and may be by code that nobody sees.
-        norm: it updates statistics in training, without reading them.
-        simple: it makes its results and does nothing else.
-    """
-
-    ignored: bool = False
-    opaque: bool = False
-    reshapes: bool = False
-    writes: tuple[tuple[int, str], ...] = ()
-    seeded: bool = False
-    lists: bool = False
-    makes: bool = False
-    empty: bool = False
-    blank: bool = False
-    chosen: bool = False
-    norm: bool = False
-    simple: bool = False
+    ignored: bool = False  # it makes no storage and writes none: a view, a number, a question
+    opaque: bool = False  # nothing is known about it, so what it returns is kept
+    reshapes: bool = False  # it changes the size or strides of its first argument in place
+    writes: tuple[Argument, ...] = ()  # arguments that it writes
+    seeded: bool = False  # it draws from a random stream
+    lists: bool = False  # it writes lists of tensors
+    makes: bool = False  # it returns storages of its own
+    empty: bool = False  # its result has no content yet
+    blank: bool = False  # its result is made to be written, and may be by code that nobody sees
+    chosen: bool = False  # settings decide which kernel it runs
+    norm: bool = False  # it updates statistics in training, without reading them
+    simple: bool = False  # it makes its results and does nothing else
 
 
-KNOWN: dict[Any, Effects] = {}
+# by the ids of operators, whose hash is a Python function; the second holds them
+KNOWN: dict[int, Effects] = {}
+_OPERATORS: list[Any] = []
 
 
 def effects_of(operator: Any) -> Effects:
     """Returns what an operator does, from a table after the first time."""
-    found = KNOWN.get(operator)
+    found = KNOWN.get(id(operator))
     if found is None:
-        found = KNOWN[operator] = _read(operator)
+        found = KNOWN[id(operator)] = _read(operator)
+        _OPERATORS.append(operator)
     return found
 
 
@@ -95,52 +87,41 @@ def _read(operator: Any) -> Effects:
     if schema is None:
         return Effects(opaque=True)
     name = schema.name
-    writes = tuple(
-        (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
     if torch.Tag.inplace_view in operator.tags or name == "aten::resize_":
         return Effects(reshapes=True)
-    if name.partition("::")[0] not in KERNELS:
-        return Effects(opaque=True, writes=_possible_writes(schema, writes))
-    undeclared = UNDECLARED.get(name, ())
-    makes = [
-        result
-        for result in schema.returns
-        if "Tensor" in str(result.type) and result.alias_info is None
+    arguments = [(place, argument.name) for place, argument in enumerate(schema.arguments)]
+    infos = [argument.alias_info for argument in schema.arguments]
+    writes = [
+        argument
+        for argument, info in zip(arguments, infos, strict=True)
+        if info is not None and info.is_write
     ]
-    if not makes and not writes and not undeclared:
+    if name.partition("::")[0] not in KERNELS:
+        # collectives write without saying so
+        is_collective = name.startswith("c10d")
+        return Effects(opaque=True, writes=tuple(arguments if is_collective else writes))
+    # newer versions of torch declare some of them
+    written = tuple(dict.fromkeys((*writes, *UNDECLARED.get(name, ()))))
+    makes = any(
+        "Tensor" in str(result.type) and result.alias_info is None for result in schema.returns
+    )
+    if not makes and not written:
         return Effects(ignored=True)
     seeded = torch.Tag.nondeterministic_seeded in operator.tags
-    written = (*writes, *undeclared)
     return Effects(
         writes=written,
         seeded=seeded,
         lists=bool(writes) and name.startswith("aten::_foreach"),
-        makes=bool(makes),
+        makes=makes,
         empty=name in EMPTY,
         blank=name in EMPTY or name in CONSTANT,
-        norm=name in NORMS,
         chosen=any(part in name for part in CHOOSING),
+        norm=name in NORMS,
         simple=not (written or seeded or name in NORMS or name in EMPTY),
     )
 
 
-def _possible_writes(
-    schema: Any, declared: tuple[tuple[int, str], ...]
-) -> tuple[tuple[int, str], ...]:
-    """Returns what an operator may write; collectives write without saying so."""
-    if not schema.name.startswith("c10d"):
-        return declared
-    return tuple((place, argument.name) for place, argument in enumerate(schema.arguments))
-
-
 Settings = tuple[Any, ...]
-
-
-def _write_determinism(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
 def read_settings() -> Settings:
@@ -148,15 +129,12 @@ def read_settings() -> Settings:
     return (
         torch.get_default_dtype(),
         torch.get_num_threads(),
-        (
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_deterministic_algorithms_warn_only(),
-        ),
-        torch._C._get_float32_matmul_precision(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_cudnn_benchmark(),
-        torch._C._get_cudnn_deterministic(),
+        torch.get_deterministic_debug_mode(),
+        get_float32_matmul_precision(),
+        get_mkldnn_enabled(),
+        get_cudnn_enabled(),
+        get_cudnn_benchmark(),
+        get_cudnn_deterministic(),
     )
 
 
@@ -164,12 +142,12 @@ def read_settings() -> Settings:
 WRITERS: tuple[Callable[[Any], object], ...] = (
     torch.set_default_dtype,
     torch.set_num_threads,
-    _write_determinism,
-    torch._C._set_float32_matmul_precision,
-    torch._C._set_mkldnn_enabled,
-    torch._C._set_cudnn_enabled,
-    torch._C._set_cudnn_benchmark,
-    torch._C._set_cudnn_deterministic,
+    torch.set_deterministic_debug_mode,
+    set_float32_matmul_precision,
+    set_mkldnn_enabled,
+    set_cudnn_enabled,
+    set_cudnn_benchmark,
+    set_cudnn_deterministic,
 )
 
 

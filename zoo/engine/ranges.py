@@ -14,16 +14,16 @@ of its own. What is kept then differs, and never what is computed.
 
 import bisect
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.autograd.graph import saved_tensors_hooks
-
-from zoo.engine.recompute import records
+from zoo._torch import sequence_number, top_saved_tensors_hooks
+from zoo.engine.recompute import HOOKS, records
 from zoo.engine.recording import Recorder, Segment, has_own_storage, thread
-from zoo.engine.saved import Handle, living, pack, prune, unpack
-from zoo.plan import Item, Plan
+from zoo.engine.saved_tensors import Handle, prune
+from zoo.planner.plan import Item, Plan
 
 # numbers of the segments around a kernel, the outermost first
 Path = tuple[int, ...]
@@ -31,34 +31,21 @@ Path = tuple[int, ...]
 Visit = tuple[str, int]
 
 
+@dataclass(eq=False)
 class Script:
-    """The operators of a forward in order, and the segments that a plan makes of them.
+    """The operators of a forward in order, and the segments that a plan makes of them."""
 
-    Args:
-        operators: all that the forward dispatches, views and questions for numbers included.
-        boundaries: for each step of the plan the place of its first operator; the first is 0.
-        plan: which steps are segments.
-        visits: where the blocks of the model begin.
-    """
+    operators: Sequence[Any]  # all that the forward dispatches, views and questions included
+    boundaries: Sequence[int]  # for each step the place of its first operator; the first is 0
+    plan: Plan  # which steps are segments
+    visits: dict[Visit, int]  # where the blocks of the model begin
 
-    def __init__(
-        self,
-        operators: Sequence[Any],
-        boundaries: Sequence[int],
-        plan: Plan,
-        visits: dict[Visit, int],
-    ) -> None:
-        self.operators = operators
-        self.boundaries = boundaries
-        self.visits = visits
-        self.paths = list(_paths(plan, (), iter(range(len(boundaries) + 1))))
-        self.turns = {
-            boundary: path
-            for boundary, path, before in zip(
-                boundaries, self.paths, [None, *self.paths], strict=False
-            )
-            if path != before
-        }
+    def __post_init__(self) -> None:
+        self.paths = list(_paths(self.plan, (), itertools.count()))
+        # where the segments around an operator are others than those around the one before
+        before = [None, *self.paths]
+        starts = zip(self.boundaries, self.paths, before, strict=False)
+        self.turns = {place: path for place, path, other in starts if path != other}
 
     def path_at(self, place: int) -> Path:
         """Returns the segments around an operator."""
@@ -112,7 +99,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             out = func(*args, **(kwargs or {}))
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.sequence = torch._C._autograd._get_sequence_nr()
+        self.sequence = sequence_number()
         return out
 
     def _advance(self, func: Any) -> None:
@@ -121,12 +108,10 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         if script is None:
             self.operators.append(func)
         elif self.synchronized:
-            if place < len(script.operators) and script.operators[place] is func:
-                path = script.turns.get(place)
-                if path is not None:
-                    self._turn(path)
-            else:
+            if place >= len(script.operators) or script.operators[place] is not func:
                 self._stray(func, place)
+            elif place in script.turns:
+                self._turn(script.turns[place])
 
     def _stray(self, func: Any, place: int) -> None:
         """Goes on by another script of the same beginning; where there is none, by blocks."""
@@ -165,12 +150,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
 
     def _turn(self, path: Path, fresh: bool = False) -> None:
         """Closes and opens segments until those of a path are open; all of them anew if fresh."""
-        shared = 0
-        if not fresh:
-            for one, other in zip(self.path, path, strict=False):
-                if one != other:
-                    break
-                shared += 1
+        same = map(operator.eq, self.path, path)
+        shared = 0 if fresh else len(list(itertools.takewhile(bool, same)))
         pending = self._pending() if len(self.open) > shared else ()
         if not shared:
             for handle in pending:
@@ -178,8 +159,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         while len(self.open) > shared:
             self._close()
         for _ in path[shared:]:
-            around = self.open[-1] if self.open else None
-            self.open.append(Segment(around))
+            self.open.append(Segment(self.open[-1] if self.open else None))
         if shared:
             for handle in pending:
                 handle.move_to(self.open[-1])
@@ -192,7 +172,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
 
     def _close(self) -> None:
         part = self.open.pop()
-        part.close()
+        part.end = part.recording.count
         if not self.open:
             prune(part)
 
@@ -201,20 +181,18 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
 
         Autograd saves an operation's inputs before its kernel runs, and numbers operations first.
         """
-        latest = reversed(living(self.open[-1]))
-        return list(itertools.takewhile(lambda handle: handle.sequence > self.sequence, latest))
+        return [handle for handle in self.open[-1].living() if handle.sequence > self.sequence]
 
     def __enter__(self) -> Any:
         thread.conductor = self
-        self.hooks = saved_tensors_hooks(pack, unpack)
         found = super().__enter__()  # type: ignore[no-untyped-call]
-        self.hooks.__enter__()
+        HOOKS.__enter__()
         if self.script is not None and 0 in self.script.turns:
             self._turn(self.script.turns[0])
         return found
 
     def __exit__(self, *raised: Any) -> None:
-        self.hooks.__exit__(*raised)
+        HOOKS.__exit__(*raised)
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         thread.conductor = None
         while self.open:
@@ -224,5 +202,5 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
 
 def conducts() -> bool:
     """Says whether a forward that begins now may be cut into segments."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = top_saved_tensors_hooks(False)
     return records() and hooks is None and thread.segment is None and thread.conductor is None

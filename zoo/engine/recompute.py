@@ -3,7 +3,7 @@
 A segment is a range of a forward whose saved tensors are not kept. Its kernels are recorded below
 autograd (`recording`) and replayed in the backward (`replay`) when the first of its saved tensors
 is asked for (`saved`). The function itself runs once, as it is written: whatever it reads, writes,
-counts, prints or draws happens once, as in plain training.
+counts, prints or draws happens once, as in the baseline.
 
     forward   segment( a b c )          nodes of a, b, c; handles in the place of saved tensors
     backward  opens a handle of c   ->  a b c are replayed as far as the handles need, which all
@@ -16,17 +16,24 @@ Under `torch.compile` torch's own checkpoint takes over; under `torch.func` the 
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from zoo.engine.compiled import Never, run_compiled_segment, uncompiled
+from zoo._torch import (
+    are_functorch_transforms_active,
+    are_saved_tensors_hooks_enabled,
+    is_tracing,
+    top_saved_tensors_hooks,
+)
 from zoo.engine.recording import Recorder, Segment, thread
-from zoo.engine.saved import pack, prune, unpack
-from zoo.errors import ArgumentError
+from zoo.engine.saved_tensors import pack, prune, unpack
+from zoo.errors import ArgumentError, RecomputeError
 
 Function = Callable[..., Any]
 HOOKS = saved_tensors_hooks(pack, unpack)
@@ -60,14 +67,46 @@ def _recompute_compiled(function: Function, args: Any, kwargs: Any) -> Any:
         raise
 
 
+class Never(Exception):
+    """Is never raised.
+
+    A frame with a `try` is compiled whole or not at all. Otherwise a segment that cannot be
+    compiled would run by torch's checkpoint, which is not exact.
+    """
+
+
+def run_compiled_segment(function: Function, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function as a segment of a graph, in a frame that is compiled whole.
+
+    Raises:
+        RecomputeError: there is no graph.
+    """
+    inner = functools.partial(_compiled_only, function)
+    return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+
+def _compiled_only(function: Function, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        raise RecomputeError(
+            "torch.compile did not compile a segment and runs it by torch's checkpoint, which is "
+            "not exact. Compile the parts of the model, not the model."
+        )
+    return function(*args, **kwargs)
+
+
+def uncompiled(function: Function) -> Function:
+    """Returns a function that runs as it is where the compiler gave up the frame that calls it."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class segment:
     """Has what the block saves for the backward replayed there, in place of keeping it.
 
-    A user's own hooks for saved tensors around the block get each tensor as in plain training, and
+    A user's own hooks for saved tensors around the block get each tensor as in the baseline, and
     keep what they return.
     """
 
-    __slots__ = ("around", "part", "recorder")
+    __slots__ = ("around", "part")
 
     def __enter__(self) -> None:
         self.part: Segment | None = None
@@ -75,13 +114,15 @@ class segment:
         if not records() or thread.conductor is not None:
             return
         self.around = around = thread.segment
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = top_saved_tensors_hooks(False)
         if hooks is not None and hooks[0] is not pack:
             return
         self.part = part = Segment(around)
         if around is None:
-            self.recorder = Recorder(part.recording)
-            self.recorder.__enter__()  # type: ignore[no-untyped-call]
+            if thread.recorder is None:
+                thread.recorder = Recorder(None)
+            thread.recorder.recording = part.recording
+            thread.recorder.__enter__()  # type: ignore[no-untyped-call]
             HOOKS.__enter__()
         thread.segment = part
 
@@ -90,35 +131,30 @@ class segment:
         if part is None:
             return
         thread.segment = self.around
-        part.close()
+        part.end = part.recording.count
         if self.around is None:
             HOOKS.__exit__(*raised)
-            self.recorder.__exit__(*raised)  # type: ignore[no-untyped-call]
+            assert thread.recorder is not None, "the segment was opened on this thread"
+            thread.recorder.__exit__(*raised)  # type: ignore[no-untyped-call]
+            thread.recorder.recording = None
             prune(part)
 
 
 def records() -> bool:
-    """Says whether a block that runs now saves something that can be replayed."""
-    return torch.is_grad_enabled() and not is_transformed() and _hooks_are_allowed()
+    """Says whether a block that runs now saves something that can be replayed.
 
-
-def _hooks_are_allowed() -> bool:
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
-
-
-def is_transformed() -> bool:
-    """Says whether torch.func, forward-mode derivatives or a tracer are at work.
-
-    The function then just runs, and nothing is saved.
+    Under torch.func, forward-mode derivatives and tracers a function just runs.
     """
     return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
+        torch.is_grad_enabled()
+        and not are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and not is_tracing()
+        and bool(are_saved_tensors_hooks_enabled())
     )
 
 
-def is_recomputing() -> bool:
+def is_replaying() -> bool:
     """Says whether kernels are being replayed on this thread."""
     return thread.replaying
 

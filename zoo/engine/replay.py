@@ -10,21 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from zoo._torch import (
+    FAKE_MODE,
+    BelowAutograd,
+    DisableAutocast,
+    DisableTorchFunction,
+    FakeTensor,
+    get_dispatch_mode,
+    set_grad_enabled,
+)
 from zoo.engine.generators import Streams
 from zoo.engine.operators import read_settings, write_settings
-from zoo.engine.recording import (
-    REFERENCES,
-    AnyReference,
-    Listed,
-    Node,
-    Outside,
-    Value,
-    View,
-    flat,
-    thread,
-)
+from zoo.engine.recording import Node, flat, thread
+from zoo.engine.references import REFERENCES, Listed, Outside, Reference, Value, View
 
 
 class Scheduled(NamedTuple):
@@ -39,15 +38,17 @@ def schedule(nodes: Iterable[Node], wanted: set[Value], given: Iterable[Value]) 
 
     `nodes` come the last one first; `given` are values that are there.
     """
-    needed = wanted.difference(given)
     there = set(given)
-    read = set(wanted) | there
+    needed = wanted - there
+    read = wanted | there
     found: list[Scheduled] = []
+    # those that must run for the random streams that they leave
+    drawing: set[Node] = set()
     for node in nodes:
-        results = node.results
-        if needed.isdisjoint(results):
+        if needed.isdisjoint(node.results) and node not in drawing:
             continue
-        drops = [value for value in results if value not in read]
+        drawing.update(node.follows)
+        drops = [value for value in node.results if value not in read]
         for value in node.reads:
             if value not in read:
                 read.add(value)
@@ -59,18 +60,10 @@ def schedule(nodes: Iterable[Node], wanted: set[Value], given: Iterable[Value]) 
     return found
 
 
-def outer_reads(found: Iterable[Scheduled], first: int) -> Iterator[Value]:
-    """Yields what scheduled nodes read that was made before the node of this number."""
-    for node, _ in found:
-        for value in node.reads:
-            if value.node < first:
-                yield value
-
-
 def outside_of(found: Iterable[Scheduled]) -> Iterator[Tensor]:
     """Yields the tensors from outside that scheduled nodes read as they are now."""
     for node, _ in found:
-        references = node.args.copy()
+        references = list(node.args)
         while references:
             value = references.pop()
             if type(value) is Listed:
@@ -88,9 +81,9 @@ def replay(found: Iterable[Scheduled]) -> None:
         around.replaying = True
     try:
         with (
-            _without_function_modes(),
-            torch._C._DisableAutocast(),
-            torch._C._AutoDispatchBelowAutograd(),
+            _no_function_modes(),
+            DisableAutocast(),
+            BelowAutograd(),
         ):
             _run(found)
     finally:
@@ -101,52 +94,49 @@ def replay(found: Iterable[Scheduled]) -> None:
 
 def _run(found: Iterable[Scheduled]) -> None:
     before = present = read_settings()
-    origin = None
-    streams = Streams()
-    trains = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
+    streams, trains = Streams(), torch.is_grad_enabled()
+    set_grad_enabled(True)
     try:
         for node, drops in found:
             if node.settings is not present:
                 if node.settings != present:
                     write_settings(node.settings, present)
                 present = node.settings
-            if node.draws is not None:
+            if node.draws:
                 streams.draw_as(node.draws)
-            if node.origin is not origin:
-                thread.origin = origin = node.origin
+            if node.origin is not None:
+                thread.origin = node.origin
             _call(node, drops)
     finally:
         thread.origin = None
-        torch._C._set_grad_enabled(trains)
+        set_grad_enabled(trains)
         streams.restore()
         if present != before:
             write_settings(before, read_settings())
 
 
-def _without_function_modes() -> Any:
-    """Keeps a program's function modes away; fake tensors need them to know their device."""
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return torch._C.DisableTorchFunction() if fake is None else contextlib.nullcontext()
+def _no_function_modes() -> Any:
+    """Disables a program's function modes; fake tensors need them to know their device."""
+    fake = get_dispatch_mode(FAKE_MODE)
+    return DisableTorchFunction() if fake is None else contextlib.nullcontext()
 
 
 def _call(node: Node, drops: list[Value]) -> None:
     """Calls the operator of a node, on scratch memory where it writes an argument."""
-    writes = node.writes
-    if writes:
-        for write in writes:
-            write.scratch = _scratch(write.target, drops)
+    for write in node.writes:
+        write.scratch = _scratch(write.target, drops)
     args = [value.now() if type(value) in REFERENCES else value for value in node.args]
-    out = node.operator(*args, **_decoded(node.kwargs)) if node.kwargs else node.operator(*args)
-    outs = node.outs
-    if len(outs) == 1 and isinstance(out, Tensor):
-        if outs[0] is not None:
-            outs[0].made = out
-    elif outs:
-        for value, tensor in zip(outs, flat(out), strict=True):
-            if value is not None:
-                value.made = tensor
-    for write in writes or ():
+    if node.kwargs is None:
+        out = node.kernel(*args)
+    else:
+        given = node.kwargs.items()
+        out = node.kernel(*args, **{n: v.now() if type(v) in REFERENCES else v for n, v in given})
+    parts = (out,) if isinstance(out, Tensor) else flat(out)
+    # of a kernel that only writes the results are its arguments
+    for value, tensor in zip(node.outs, parts, strict=False):
+        if value is not None:
+            value.made = tensor
+    for write in node.writes:
         if write.after is not None:
             write.after.made = write.scratch
         write.scratch = None
@@ -154,13 +144,7 @@ def _call(node: Node, drops: list[Value]) -> None:
         value.made = None
 
 
-def _decoded(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.now() if type(value) in REFERENCES else value for name, value in kwargs.items()
-    }
-
-
-def _scratch(target: AnyReference, drops: list[Value]) -> Tensor:
+def _scratch(target: Reference | Outside, drops: list[Value]) -> Tensor:
     """Returns a tensor that a kernel may write: a copy where others need it as it was."""
     if type(target) is View:
         target.make_room()

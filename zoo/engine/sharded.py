@@ -9,7 +9,6 @@ opens a segment. It has not where the segment goes beyond the sharded module and
 behind that. The older FullyShardedDataParallel makes other tensors each time; theirs are kept.
 """
 
-import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,42 +17,26 @@ from torch import Tensor
 
 from zoo.engine.recording import storage_of
 
-# a context that does nothing
-_PLAIN = contextlib.nullcontext()
 
+def freed_modules(tensors: Iterable[Tensor]) -> list[Any]:
+    """Returns the modules of FSDP2 that have freed one of these tensors, in their order.
 
-def gathered(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Gathers inside of the block those of these tensors whose storage FSDP2 has freed."""
-    states = sys.modules.get("torch.distributed._composable_state")
-    return _PLAIN if states is None else _gathered(states, tensors)
-
-
-@contextlib.contextmanager
-def _gathered(states: Any, tensors: Iterable[Tensor]) -> Iterator[None]:
-    freed = {id(storage_of(tensor)) for tensor in tensors if is_freed(tensor)}
-    modules = _owners(states, freed) if freed else []
-    for module in modules:
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.reshard()
-
-
-def is_freed(tensor: Tensor) -> bool:
-    """Says whether a tensor has lost the memory of its numbers."""
-    storage = storage_of(tensor)
-    return storage is not None and storage.nbytes() == 0 and tensor.numel() > 0
-
-
-def _owners(states: Any, freed: set[int]) -> list[Any]:
-    """Returns the modules of FSDP2 whose whole parameters lie in freed storages, in their order."""
+    `unshard` of each gathers what it has freed, `reshard` frees it again.
+    """
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    if states is None:
+        return []
+    freed = {id(storage_of(tensor)) for tensor in tensors if _is_freed(tensor)}
     return [
         module
-        for module in states._module_state_mapping
+        for module in (states._module_state_mapping if freed else ())
         if any(id(tensor.untyped_storage()) in freed for tensor in _whole_parameters(module))
     ]
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    storage = storage_of(tensor)
+    return storage is not None and storage.nbytes() == 0 and tensor.numel() > 0
 
 
 def _whole_parameters(module: Any) -> Iterator[Tensor]:

@@ -18,6 +18,8 @@ from typing import Literal, get_args
 import torch
 
 from zoo.harness.config import Config, ModelConfig
+from zoo.planner.plan import Plan
+from zoo.planner.schemes import NAMES
 from zoo.units import parse_bytes
 
 Kind = Literal["baseline", "checkpointed", "timing"]
@@ -40,6 +42,12 @@ class Cell:
     frontier: bool = False
     plan: str | None = None
 
+    @property
+    def checkpoint(self) -> bool | int | str | Plan:
+        """What `zoo.create` takes."""
+        chosen = self.plan or self.model.checkpoint
+        return Plan.parse(chosen) if isinstance(chosen, str) and chosen not in NAMES else chosen
+
     def key(self) -> str:
         """Names the measurement: results of the same key, from the same code, are the same."""
         fields = json.dumps(asdict(self), sort_keys=True)
@@ -52,35 +60,29 @@ def expand(config: Config) -> list[dict[Kind, Cell]]:
     return [{kind: _cell(kind, model, config) for kind in KINDS} for model in config.models]
 
 
-def timed_by(plan: str | None, cell: Cell) -> Cell:
-    """Returns a timing cell that runs just the plan that was measured, and need not make it."""
-    return replace(cell, plan=plan)
-
-
 def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
-    # what a kind does not use is left out of its key: one baseline serves every plan, and a floor
-    # is judged after measuring
-    repeats = model.repeats
-    model = replace(model, largest_ratio=1.0, cuda_batch_size=None, repeats=1)
-    if kind == "baseline":
-        model = replace(model, checkpoint=False)
+    # what a kind does not use is left out of its key: one baseline serves every plan, and
+    # largest_ratio is judged after measuring
+    limit = config.memory_limit
     return Cell(
         kind=kind,
-        model=model,
+        model=replace(
+            model,
+            checkpoint=kind != "baseline" and model.checkpoint,
+            largest_ratio=1.0,
+            cuda_batch_size=None,
+            repeats=1,
+        ),
         steps=0 if kind == "timing" else config.steps,
-        repeats=repeats if kind == "timing" else 0,
+        repeats=model.repeats if kind == "timing" else 0,
         device=config.device,
         dtype=config.dtype,
         seed=config.seed,
-        # kernels take scratch memory for each thread: DenseNet-121's peak is 18 % larger with two
+        # kernels take workspaces for each thread: DenseNet-121's peak is 18 % larger with two
         threads=config.threads or torch.get_num_threads(),
-        memory_limit=_bytes(config.memory_limit),
+        memory_limit=None if limit is None else parse_bytes(limit, "memory_limit"),
         frontier=config.frontier and kind == "baseline",
     )
-
-
-def _bytes(size: int | str | None) -> int | None:
-    return None if size is None else parse_bytes(size, "memory_limit")
 
 
 @cache

@@ -14,16 +14,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from zoo.ahead import look_ahead
+from zoo.api.plan import planner_for
 from zoo.harness.cells import Cell
 from zoo.harness.data import Batch
 from zoo.harness.training import Training
-from zoo.measure.timeline import CATEGORIES, RESIDENT, Allocation, Timeline
-from zoo.plan_frontier import Frontier
-from zoo.planning import Prospect
+from zoo.policy.report import Frontier
+from zoo.profiling.timeline import CATEGORIES, RESIDENT, Timeline
 
 Result = dict[str, Any]
 
@@ -31,13 +28,14 @@ Result = dict[str, Any]
 POINTS = 240
 PLANS = 64
 HOLDERS = 10
+HOLDER_FIELDS = ("bytes", "category", "shape", "dtype", "place", "phase", "line")
 
 
 def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
     """Returns what a report draws of a model that has trained; `timeline` is that of a step."""
     wanted: dict[str, Callable[[], Result]] = {"timeline": lambda: {"timeline": summary(timeline)}}
     if cell.kind == "baseline":
-        wanted["chain"] = lambda: _outlook(training, cell, batch)
+        wanted["chain"] = lambda: _chain(training, cell, batch)
     found: Result = {"missing": {}}
     for name, read in wanted.items():
         try:
@@ -48,70 +46,62 @@ def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) ->
 
 
 def summary(timeline: Timeline, points: int = POINTS) -> Result:
-    """Returns a timeline of about so many of its points, the peaks among them.
-
-    Of each stretch the points of most and of fewest bytes stay, so that what is drawn was so.
-    """
+    """Returns a timeline of about so many of its points, the peaks among them."""
     curves = {name: curve for name, curve in timeline.curves().items() if any(curve)}
     total = timeline.total()
     activations = timeline.total(name for name in CATEGORIES if name not in RESIDENT)
-    most = {timeline.peak_point, activations.index(max(activations))}
-    chosen = sorted(most.union(_chosen(total, points)))
+    peak = timeline.peak_point
+    chosen = sorted({peak, activations.index(max(activations)), *_extremes(total, points)})
+    phases = groupby(timeline.phases, key=lambda mark: mark.phase)
     return {
         "length": timeline.length,
         "allocator": timeline.allocator,
         "points": chosen,
         "bytes": {name: [curve[point] for point in chosen] for name, curve in curves.items()},
-        "phases": _phases(timeline),
+        "phases": [[next(marks).point, phase] for phase, marks in phases],
         "peak": {
-            "point": timeline.peak_point,
+            "point": peak,
             "bytes": timeline.peak,
-            "phase": timeline.phase_at(timeline.peak_point),
-            "categories": {name: curve[timeline.peak_point] for name, curve in curves.items()},
+            "phase": timeline.phase_at(peak),
+            "categories": {name: curve[peak] for name, curve in curves.items()},
         },
-        "holders": [_holder(allocation) for allocation in timeline.holders(HOLDERS)],
+        "holders": [
+            {name: getattr(allocation, name) for name in HOLDER_FIELDS}
+            for allocation in timeline.holders(HOLDERS)
+        ],
     }
 
 
 def thinned(curve: list[list[float]], most: int = PLANS) -> list[list[float]]:
-    """Returns at most so many plans of a curve of rising peaks, its ends among them."""
-    if len(curve) <= most:
-        return curve
-    (low, _), (high, _) = curve[0], curve[-1]
-    width = (high - low) / (most - 2) or 1
-    first_of = {int((point[0] - low) / width): point for point in reversed(curve)}
-    return sorted({tuple(point): point for point in (*first_of.values(), curve[-1])}.values())
+    """Returns at most so many plans of a curve, evenly, its ends among them."""
+    places = torch.linspace(0, len(curve) - 1, min(most, len(curve))).round().long()
+    return [curve[place] for place in places.tolist()]
 
 
-def _outlook(training: Training, cell: Cell, batch: Batch) -> Result:
-    """Returns the chain of a model that keeps everything, and its frontier if that is wanted."""
-    inputs, loss = _call(cell.model.data, batch)
-    options = training.optimizer.defaults
-    training.optimizer.zero_grad(set_to_none=True)
-    with torch.autocast(training.device, torch.bfloat16, enabled=training.half):
-        prospect = look_ahead(
+def _chain(training: Training, cell: Cell, batch: Batch) -> Result:
+    """Returns the chain of a baseline, and its frontier if that is wanted."""
+    optimizer = training.optimizer
+    optimizer.zero_grad(set_to_none=True)
+    with training.autocast:
+        prospect = planner_for(
             training.model,
-            inputs,
-            optimizer=lambda parameters: type(training.optimizer)(parameters, **options),
-            loss=loss,
+            batch.arguments(cell.model.data),
+            optimizer=lambda parameters: type(optimizer)(parameters, **optimizer.defaults),
+            loss=training.outer_loss(batch),
             # the rates of a device, any, where no time is wanted: nothing is run
             device=None if cell.frontier else "cpu",
         )
-        curve = {"frontier": _drawn(prospect.frontier())} if cell.frontier else {}
-    return {"chain": _drawn_chain(prospect), **curve}
+        steps = slice(prospect.steps)
+        chain = {
+            "names": prospect.names,
+            "blocks": prospect.costs.blocks[steps],
+            "saved": prospect.costs.newly_saved()[steps],
+        }
+        curve = {"frontier": _frontier(prospect.frontier())} if cell.frontier else {}
+    return {"chain": chain, **curve}
 
 
-def _drawn_chain(prospect: Prospect) -> Result:
-    steps = slice(prospect.steps)
-    saved = prospect.costs.newly_saved()
-    return {
-        "names": prospect.names,
-        "blocks": prospect.costs.blocks[steps],
-        "saved": saved[steps],
-    }
-
-
-def _drawn(curve: Frontier) -> Result:
+def _frontier(curve: Frontier) -> Result:
     return {
         "optimal": thinned([[point.peak, point.time_ratio] for point in curve.optimal]),
         "schemes": {point.name: [point.peak, point.time_ratio] for point in curve.schemes},
@@ -120,41 +110,11 @@ def _drawn(curve: Frontier) -> Result:
     }
 
 
-def _call(data: str, batch: Batch) -> tuple[tuple[Any, ...], Any]:
-    """Returns what the model is called with, and the loss where that is outside of it."""
-    if data == "text":
-        return (batch.inputs, batch.targets), None
-    if data == "stream":
-        return (batch.inputs, None, batch.targets), None
-
-    def loss(scores: Tensor) -> Tensor:
-        return F.cross_entropy(scores, batch.targets)
-
-    return (batch.inputs,), loss
-
-
-def _chosen(total: list[int], points: int) -> Iterator[int]:
+def _extremes(total: list[int], points: int) -> Iterator[int]:
+    """Yields the points of most and of fewest bytes of each stretch, so that both are drawn."""
     stretch = max(math.ceil(2 * len(total) / points), 1)
     for start in range(0, len(total), stretch):
         part = range(start, min(start + stretch, len(total)))
         yield max(part, key=total.__getitem__)
         yield min(part, key=total.__getitem__)
     yield len(total) - 1
-
-
-def _phases(timeline: Timeline) -> list[list[Any]]:
-    """Returns the start of each phase that differs from the one before."""
-    runs = groupby(timeline.phases, key=lambda mark: mark.phase)
-    return [[next(marks).point, phase] for phase, marks in runs]
-
-
-def _holder(allocation: Allocation) -> Result:
-    return {
-        "bytes": allocation.bytes,
-        "category": allocation.category,
-        "shape": allocation.shape,
-        "dtype": allocation.dtype,
-        "place": allocation.place,
-        "phase": allocation.phase,
-        "line": allocation.line,
-    }

@@ -9,32 +9,25 @@ silently ran with a default instead would still print a table.
 """
 
 import argparse
+import contextlib
+import hashlib
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
-import jsonargparse
 import yaml
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, with_config
 
 from zoo.catalog import list_models, model_arguments
-from zoo.errors import LONGEST, ConfigError, nearest, shortened, shortened_text
-from zoo.harness.naming import run_name
+from zoo.errors import LONGEST, ConfigError, PlanError, nearest, shortened, shortened_text
 from zoo.harness.recipes import recipe
-from zoo.harness.values import (
-    Declared,
-    Key,
-    check_checkpoint,
-    check_keys,
-    check_memory_limit,
-    check_path,
-    check_size,
-    declared,
-    typed,
-)
+from zoo.planner.plan import Plan
+from zoo.planner.schemes import NAMES
+from zoo.units import parse_bytes
 
 FRONT = "python test_memory_optimized.py"
 EPILOG = """\
@@ -47,90 +40,123 @@ examples:
 exit code: 0 exact, and saved what the config says; 1 not so, a cell failed, or a peak has grown
 since --compare; 2 no such config, key or value; 130 interrupted, and the same command goes on"""
 
-# lists and mappings in each other; the keys of a config take four levels
 DEEPEST = 32
+"""The most levels of lists and mappings in a config; its keys take four."""
+MOST = 10_000
+"""The most values in a config, each counted as often as it is named."""
+
+
+def _check_plan(value: str) -> str:
+    if value not in NAMES:
+        try:
+            Plan.parse(value)
+        except PlanError:
+            raise ConfigError(
+                f"it takes true, false, a number of segments, {', '.join(NAMES)} or a plan such as "
+                f"'(0-1) 2'; got {shortened(value)}.{nearest(value, NAMES)}"
+            ) from None
+    return value
+
+
+def _check_path(value: str) -> str:
+    """Raises ConfigError for a path that no system takes, be there a file or not."""
+    try:
+        os.stat(value)
+    except OSError:
+        pass
+    except ValueError as error:
+        raise ConfigError(f"{shortened(value)} is no path: {error}") from None
+    return value
+
+
+def _check_bytes(value: int | str) -> int | str:
+    parse_bytes(value, "memory_limit")
+    return value
+
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Size = Count | Annotated[list[Count], Field(min_length=1, max_length=3)]
+Checkpoint = bool | Count | Annotated[str, AfterValidator(_check_plan)]
+FilePath = Annotated[str, AfterValidator(_check_path)]
+Memory = Annotated[int | str, AfterValidator(_check_bytes)]
 Data = Literal["photographs", "digits", "volume", "text", "stream"]
 
 
+@with_config(use_attribute_docstrings=True)
 @dataclass(frozen=True)
 class ModelConfig:
     """One model to compare, and on what."""
 
     name: str
-    data: Annotated[Data, Key("photographs, digits, volume, text (N, T) or stream (T, N)")]
-    batch_size: Annotated[int, Key("samples in a batch", least=1, unit="samples")]
-    size: Annotated[
-        int | list[int],
-        Key(
-            "side of the images, sides of a volume or length of the text: 224, [64, 64, 32]",
-            unit="pixels, voxels or tokens",
-        ),
-    ]
-    arguments: Annotated[dict[str, Any], Key("arguments of the model: {drop_rate: 0.1}")]
-    cuda_batch_size: Annotated[
-        int | None, Key("samples in a batch on CUDA", least=1, unit="samples")
-    ] = None
-    optimizer: Annotated[Literal["sgd", "adamw"], Key("sgd (momentum 0.9) or adamw")] = "sgd"
-    checkpoint: Annotated[
-        bool | int | str, Key("true, a number of segments, sqrt, blocks, cheap or a plan's text")
-    ] = True
-    repeats: Annotated[
-        int, Key("timed pairs of steps, baseline and checkpointed", least=1, unit="pairs")
-    ] = 5
-    largest_ratio: Annotated[
-        float,
-        Key(
-            "the worst activation peak of tensors to accept, relative to the baseline's",
-            least=0,
-            unit="ratio of bytes",
-        ),
-    ] = 1.0
+    data: Data
+    """photographs, digits, volume, text (N, T) or stream (T, N)"""
+    batch_size: Count
+    """samples in a batch"""
+    size: Size
+    """pixels of an image's side, voxels of a volume's sides, tokens of a text: 224, [64, 64, 32]"""
+    arguments: dict[Any, Any]
+    """arguments of the model: {drop_rate: 0.1}"""
+    cuda_batch_size: Count | None = None
+    """samples in a batch on CUDA"""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """sgd (momentum 0.9) or adamw"""
+    checkpoint: Checkpoint = True
+    """true, a number of segments, sqrt, blocks, cheap or a plan's text"""
+    repeats: Count = 5
+    """timed pairs of steps, baseline and checkpointed"""
+    largest_ratio: Share = 1.0
+    """the worst activation peak of tensors to accept, in bytes relative to the baseline's"""
 
 
+@with_config(use_attribute_docstrings=True)
 @dataclass(frozen=True)
 class Config:
     """What to compare and how."""
 
     name: str
     models: tuple[ModelConfig, ...]
-    steps: Annotated[
-        int, Key("optimizer steps whose digests are compared", least=2, unit="steps")
-    ] = 3
-    device: Annotated[Literal["cpu", "cuda"], Key("cpu or cuda")] = "cpu"
-    dtype: Annotated[Literal["float32", "bfloat16"], Key("float32, or bfloat16 by autocast")] = (
-        "float32"
-    )
-    output: Annotated[str, Key("the folder for results and reports")] = "results"
-    seed: Annotated[int, Key("of weights, batches and dropout", least=0)] = 0
-    threads: Annotated[
-        int, Key("CPU threads, 0 for as many as there are cores", least=0, unit="threads")
-    ] = 0
-    timeout: Annotated[
-        int, Key("seconds after which a cell has failed", least=1, unit="seconds")
-    ] = 1800
-    frontier: Annotated[
-        bool, Key("draw in the report what each budget costs: seconds to a minute per model more")
-    ] = False
-    fresh: Annotated[bool, Key("measure again what was measured before")] = False
-    memory_limit: Annotated[
-        int | str | None, Key("what a cell may take: 8GiB; see zoo/harness/limits.py for of what")
-    ] = None
-    compare: Annotated[
-        str | None, Key("results of an earlier run (.jsonl): exit 1 when a peak has grown")
-    ] = None
-    tolerance: Annotated[float, Key("growth of a peak that --compare accepts", least=0)] = 0.01
+    steps: Annotated[int, Field(ge=2)] = 3
+    """optimizer steps whose digests are compared"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cpu or cuda"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """float32, or bfloat16 by autocast"""
+    output: FilePath = "results"
+    """the folder for results and reports"""
+    seed: Natural = 0
+    """of weights, batches and dropout"""
+    threads: Natural = 0
+    """CPU threads, 0 for as many as there are cores"""
+    timeout: Count = 1800
+    """seconds after which a cell has failed"""
+    frontier: bool = False
+    """draw in the report what each budget costs: seconds to a minute per model more"""
+    fresh: bool = False
+    """measure again what was measured before"""
+    memory_limit: Memory | None = None
+    """what a cell may take: 8GiB; see zoo/harness/processes.py for of what"""
+    compare: FilePath | None = None
+    """results of an earlier run (.jsonl): exit 1 when a peak has grown"""
+    tolerance: Share = 0.01
+    """growth of a peak that --compare accepts"""
 
 
-MODEL_KEYS = declared(ModelConfig)
-RUN_KEYS = declared(Config)
+def _schemas(config: type) -> dict[str, dict[str, Any]]:
+    """Returns the JSON schema of each key that a file may set, its default in it."""
+    schemas = TypeAdapter(config).json_schema()["properties"]
+    return {key: schemas[key] for key in schemas if key not in ("name", "models")}
 
-CHECKS: dict[str, Callable[[Any, str], None]] = {
-    "checkpoint": check_checkpoint,
-    "compare": check_path,
-    "memory_limit": check_memory_limit,
-    "output": check_path,
-    "size": check_size,
-}
+
+HINTS = get_type_hints(ModelConfig, include_extras=True) | get_type_hints(
+    Config, include_extras=True
+)
+MODEL_KEYS, RUN_KEYS = _schemas(ModelConfig), _schemas(Config)
+KEYS = MODEL_KEYS | RUN_KEYS
+
+HOW_NOT_WHAT = {"output", "timeout", "fresh", "frontier", "compare", "tolerance"}
+"""Keys that change no number of a result."""
 OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "device", "dtype"}
 """Keys which, given on the command line, make a config's `largest_ratio` say nothing."""
 
@@ -141,29 +167,30 @@ def load(arguments: Sequence[str] | None = None, program: str = FRONT) -> Config
     Raises:
         ConfigError: a file, key or value that does not exist or is out of range.
     """
-    given = _command_line(sys.argv[1:] if arguments is None else arguments, program)
-    _check_options(given)
-    path = find_config(str(given.pop("config")))
-    return read(path, given.pop("model", ()), given)
+    options = _command_line(sys.argv[1:] if arguments is None else arguments, program)
+    names, file = options.pop("model"), options.pop("config")
+    for name in names:
+        _check_name(name, f"--model {shortened_text(name)}")
+    given = {key: value for key, value in options.items() if value is not None}
+    return read(find_config(file), names, {key: _value(key, given[key]) for key in given})
 
 
 def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Config:
     """Reads a file. `names` chooses models; `override` holds keys of every model or of the run."""
-    raw = _yaml(path)
-    check_keys(raw, ["models", *_names(RUN_KEYS)], path.name)
+    raw = _read_yaml(path)
+    _check_keys(raw, ["models", *RUN_KEYS], path.name)
     entries = _entries(raw.pop("models", None), path.name)
     if names:
-        entries = [entry for name in names for entry in _entries_of(name, entries)]
-    run = {**raw, **{name: override[name] for name in _names(RUN_KEYS) if name in override}}
-    changes = {name: override[name] for name in _names(MODEL_KEYS) if name in override}
+        by_name = {name: [entry for entry in entries if entry["name"] == name] for name in names}
+        entries = [entry for name in names for entry in by_name[name] or [{"name": name}]]
+    run = {key: _value(key, raw[key], path.name) for key in raw}
+    run |= {key: override[key] for key in override if key in RUN_KEYS}
+    changes = {key: override[key] for key in override if key in MODEL_KEYS}
     if override.keys() & OTHER_EXPERIMENT:
         changes.setdefault("largest_ratio", 1.0)
     on_cuda = run.get("device") == "cuda"
     models = tuple(_model(entry, changes, on_cuda, path.name) for entry in entries)
-    found = typed(run, RUN_KEYS, path.name)
-    for check in sorted(CHECKS.keys() & found.keys()):
-        CHECKS[check](found[check], path.name)
-    return Config(run_name(path.stem, names, override), models, **found)
+    return Config(_run_name(path.stem, names, override), models, **run)
 
 
 def find_config(name: str) -> Path:
@@ -191,84 +218,95 @@ def config_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
+def _run_name(config: str, models: Sequence[str], given: Mapping[str, Any]) -> str:
+    """Names a run: --model vnet --steps 5 has results of its own in default-vnet-steps=5."""
+    keys = [f"{key}={value}" for key, value in sorted(given.items()) if key not in HOW_NOT_WHAT]
+    whole = "-".join([config, *models, *keys])
+    readable = re.sub(r"[^\w.=-]+", "_", whole)
+    if readable == whole and len(whole) <= 100:
+        return whole
+    # two command lines must not meet in one name
+    return f"{readable[:100]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(shortened_text(" ".join(message.split()), 4 * LONGEST))
+
+
 def _command_line(arguments: Sequence[str], program: str) -> dict[str, Any]:
-    options = [_option(name) for name in ("model", *_names(MODEL_KEYS), *_names(RUN_KEYS))]
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if name.startswith("--") and name not in (*options, "--help"):
-            near = nearest(name, options)
-            raise ConfigError(f"there is no option {shortened_text(name)}.{near} Try --help")
-    try:
-        found = _parser(program).parse_args(list(arguments)).as_dict()
-    except jsonargparse.ArgumentError as error:
-        raise ConfigError(shortened_text(" ".join(str(error).split()), 4 * LONGEST)) from None
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _check_options(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a wrong value under the name of its option, not under the file's."""
-    for name in given.get("model", ()):
-        _check_name(name, f"--model {shortened_text(name)}")
-    for entry in (*MODEL_KEYS, *RUN_KEYS):
-        where = _option(entry.name)
-        found = typed(given, [entry], where)
-        for check in CHECKS.keys() & found.keys():
-            CHECKS[check](found[check], where)
-
-
-@cache
-def _parser(program: str) -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(
+    parser = _Parser(
         prog=program,
         description="Compares training with and without checkpointing: memory, time, exactness.",
-        exit_on_error=False,
-        # jsonargparse's own would call each value "type: Any, default: null"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG.format(program=program),
+        allow_abbrev=False,
     )
     parser.add_argument("config", nargs="?", default="default", help="a YAML file")
-    parser.add_argument("--model", nargs="+", type=str, metavar="NAME", help="only these models")
-    for entry in (*MODEL_KEYS, *RUN_KEYS):
-        option, text = _option(entry.name), _help(entry)
-        if entry.hint is bool:
-            parser.add_argument(option, action="store_true", default=None, help=text)
-        else:
-            parser.add_argument(option, type=Any, metavar="VALUE", help=text)
-    return parser
+    parser.add_argument("--model", nargs="+", default=(), metavar="NAME", help="only these models")
+    for key, schema in KEYS.items():
+        default = schema.get("default")
+        text = schema["description"] + ("" if default is None else f" [{default}]")
+        is_flag = schema.get("type") == "boolean"
+        kind: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": "VALUE"}
+        parser.add_argument(_option(key), default=None, help=text, **kind)
+    known = ["--help", "--model", *map(_option, KEYS)]
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and name not in known:
+            near = nearest(name, known)
+            raise ConfigError(f"there is no option {shortened_text(name)}.{near} Try --help")
+    return vars(parser.parse_args(arguments))
 
 
-def _model(
-    entry: Mapping[str, Any], changes: Mapping[str, Any], on_cuda: bool, where: str
-) -> ModelConfig:
-    name = entry["name"]
-    where = f"{where}, {shortened_text(name)}"
-    _check_name(name, where)
-    check_keys(entry, ["name", *_names(MODEL_KEYS)], where)
-    values = _merge(recipe(name), entry, changes)
-    if on_cuda and "batch_size" not in changes:
-        values["batch_size"] = values.get("cuda_batch_size") or values["batch_size"]
-    model = ModelConfig(name, **typed(values, MODEL_KEYS, where))
-    known = model_arguments(name)
-    check_keys(model.arguments, list(known), f"{where}, arguments")
-    check_checkpoint(model.checkpoint, where)
-    check_size(model.size, where)
-    if "image_size" in known and "image_size" not in model.arguments:
-        return replace(model, arguments={"image_size": model.size, **model.arguments})
-    return model
+def _option(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _value(key: str, value: Any, file: str | None = None) -> Any:
+    """Returns the value of a key, of its type and in its range; without a file, of its option.
+
+    Raises:
+        ConfigError: a value of another type or out of range.
+    """
+    readings = [value]
+    if isinstance(value, str):
+        # text of a command line, and in quotes in a file, may stand for a number
+        with contextlib.suppress(yaml.YAMLError, ValueError):
+            spelled = _parse_yaml(value)
+            readings = [value] if isinstance(spelled, str) else [spelled, value]
+    reasons = []
+    for reading in readings:
+        try:
+            return TypeAdapter(HINTS[key]).validate_python(reading, strict=True)
+        except ValidationError as error:
+            reasons.append(reason(error.errors(include_url=False), reading))
+    where = _option(key) if file is None else f"{file}: {key}"
+    choices = KEYS[key].get("enum", ())
+    near = f".{nearest(value, choices)}" if choices and isinstance(value, str) else ""
+    raise ConfigError(f"{where} {reasons[0]}{near}")
+
+
+def reason(faults: Sequence[Any], value: Any) -> str:
+    """Says what pydantic found: 'should be a valid integer or be a valid list; got 0.5'."""
+    own = [fault["ctx"]["error"] for fault in faults if fault["type"] == "value_error"]
+    if own:
+        return f"is wrong: {own[0]}"
+    words = dict.fromkeys(re.sub(r"^\w+ should ", "", fault["msg"]) for fault in faults)
+    text = " or ".join(words).replace("greater than or equal to", "at least")
+    return f"should {text}; got {shortened(value)}"
+
+
+def _check_keys(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for name in raw:
+        if name not in known:
+            near = nearest(str(name), known) or f" It takes {', '.join(known)}"
+            raise ConfigError(f"{where} has no key {shortened(name)}.{near}")
 
 
 def _check_name(name: str, where: str) -> None:
     if name not in list_models():
         raise ConfigError(f"{where}: no model has this name.{nearest(name, list_models())}")
-
-
-def _merge(
-    usual: Mapping[str, Any], entry: Mapping[str, Any], changes: Mapping[str, Any]
-) -> dict[str, Any]:
-    values = {"arguments": {}, **usual, **entry, **changes}
-    if isinstance(entry.get("arguments"), dict) and isinstance(values["arguments"], dict):
-        values["arguments"] = {**entry["arguments"], **values["arguments"]}
-    return values
 
 
 def _entries(entries: Any, where: str) -> list[dict[str, Any]]:
@@ -283,15 +321,30 @@ def _entries(entries: Any, where: str) -> list[dict[str, Any]]:
     return found
 
 
-def _entries_of(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [entry for entry in entries if entry["name"] == name] or [{"name": name}]
+def _model(
+    entry: Mapping[str, Any], changes: Mapping[str, Any], on_cuda: bool, file: str
+) -> ModelConfig:
+    name = entry["name"]
+    where = f"{file}, {shortened_text(name)}"
+    _check_name(name, where)
+    _check_keys(entry, ["name", *MODEL_KEYS], where)
+    own = {key: _value(key, entry[key], where) for key in entry if key != "name"}
+    values: dict[str, Any] = {"arguments": {}, **recipe(name), **own, **changes}
+    values["arguments"] = {**own.get("arguments", {}), **values["arguments"]}
+    if on_cuda and "batch_size" not in changes:
+        values["batch_size"] = values["cuda_batch_size"] or values["batch_size"]
+    model = ModelConfig(name, **values)
+    known = model_arguments(name)
+    _check_keys(model.arguments, list(known), f"{where}, arguments")
+    if "image_size" in known and "image_size" not in model.arguments:
+        return replace(model, arguments={"image_size": model.size, **model.arguments})
+    return model
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads safe YAML in which no key stands twice: the second would silently win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Returns a mapping as a dict."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
@@ -302,11 +355,15 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return mapping
 
 
-def _yaml(path: Path) -> dict[str, Any]:
+# YAML 1.1, which PyYAML reads, takes 1e-3 for text
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        _check_depth(text)
-        raw = yaml.load(text, _Loader)
+        raw = _parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
@@ -314,32 +371,21 @@ def _yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _check_depth(text: str) -> None:
-    """Raises YAMLError where brackets or indents nest deeper than any config's do.
-
-    PyYAML makes some calls for each level, until Python's stack ends; it tells them apart without.
-    """
-    depth = 0
-    for event in yaml.parse(text, _Loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > DEEPEST:
-            raise yaml.YAMLError(
-                f"line {event.start_mark.line + 1} nests deeper than the {DEEPEST} levels that are "
-                "read"
-            )
-
-
-def _help(entry: Declared) -> str:
-    default = getattr(Config, entry.name, getattr(ModelConfig, entry.name, None))
-    return entry.key.text if default is None else f"{entry.key.text} [{default}]"
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _names(keys: Iterable[Declared]) -> list[str]:
-    return [entry.name for entry in keys]
+def _parse_yaml(text: str) -> Any:
+    """Returns what a text in YAML holds; raises YAMLError or ValueError where it is none."""
+    too_much = yaml.YAMLError(f"it nests deeper than {DEEPEST} levels or holds over {MOST} values")
+    try:
+        found = yaml.load(text, _Loader)
+    except RecursionError:
+        raise too_much from None
+    # an alias may name a list of aliases, and so on: what reads all of it would never end
+    left, count = [(found, 0)], 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        if depth > DEEPEST or count > MOST:
+            raise too_much
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        if isinstance(parts, list | tuple | set):
+            left += [(part, depth + 1) for part in parts]
+    return found

@@ -14,13 +14,13 @@
 The same seed gives the same batches. They are made on the CPU; the caller moves them.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ QUARTERS = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model gets and what it should say."""
+    """A model's inputs and their targets."""
 
     inputs: Tensor
     targets: Tensor
@@ -45,6 +45,12 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """Returns the batch on a device."""
         return Batch(self.inputs.to(device), self.targets.to(device))
+
+    def arguments(self, data: str, state: Any = None) -> tuple[Any, ...]:
+        """Returns what a model of this data is called with."""
+        if data == "stream":
+            return self.inputs, state, self.targets
+        return (self.inputs, self.targets) if data == "text" else (self.inputs,)
 
 
 def batches(model: ModelConfig, count: int, seed: int) -> list[Batch]:
@@ -54,12 +60,15 @@ def batches(model: ModelConfig, count: int, seed: int) -> list[Batch]:
         ConfigError: a package that holds the data is missing, or a size does not fit the data.
     """
     generator = torch.Generator().manual_seed(seed)
-    return list(islice(SOURCES[model.data](model, generator), count))
+    return list(itertools.islice(SOURCES[model.data](model, generator), count))
 
 
-def photographs(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
-    """Yields normalized crops (N, 3, S, S) and the photograph's quarter (N,) that they show."""
-    images = _photographs()
+def _photographs(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+    mean = torch.tensor(PIXEL_MEAN).view(3, 1, 1)
+    deviation = torch.tensor(PIXEL_DEVIATION).view(3, 1, 1)
+    photographs = _need("sklearn.datasets").load_sample_images().images
+    pixels = [torch.tensor(image).permute(2, 0, 1).float() / 255 for image in photographs]
+    images = [(image - mean) / deviation for image in pixels]
     (side,) = _axes(model, 1)
     while True:
         crops, labels = [], []
@@ -71,8 +80,15 @@ def photographs(model: ModelConfig, generator: torch.Generator) -> Iterator[Batc
         yield Batch(torch.cat(crops), torch.tensor(labels) % _classes(model, 1000))
 
 
-def digits(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
-    """Yields enlarged digits (N, 3, S, S), zero mean and unit variance, and which they are (N,)."""
+def _crop(image: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
+    height, width = image.shape[1:]
+    side = height // 4 + _draw(height // 4, generator)
+    top, left = _draw(height - side, generator), _draw(width - side, generator)
+    below, right = 2 * top + side > height, 2 * left + side > width
+    return image[:, top : top + side, left : left + side], 2 * below + right
+
+
+def _digits(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
     source = _need("sklearn.datasets").load_digits()
     images = torch.from_numpy(source.images).float()[:, None]
     images = (images - images.mean()) / images.std()
@@ -84,13 +100,11 @@ def digits(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
         yield Batch(enlarged.expand(-1, 3, -1, -1).contiguous(), labels[chosen])
 
 
-def volume(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
-    """Yields boxes of a scan (N, 1, D, H, W) and each voxel's class of intensity (N, D, H, W).
-
-    A box covers three quarters of the scan on each axis and is resampled to the size, since the
-    scan has only 24 slices.
-    """
-    scan = _scan()
+def _volume(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+    package = _need("nibabel")
+    path = Path(package.__file__).parent / "tests" / "data" / "example4d.nii.gz"
+    voxels = torch.from_numpy(package.load(path).get_fdata()[..., 0])
+    scan = voxels.float().permute(2, 1, 0).contiguous()
     classes = _classes(model, 2)
     # class 0 is the dark background; the rest has as many voxels in each further class
     bounds = torch.quantile(scan[scan > 0.25 * scan.std()], torch.linspace(0, 1, classes)[:-1])
@@ -102,75 +116,51 @@ def volume(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
         yield Batch((inputs - scan.mean()) / scan.std(), targets)
 
 
-def text(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
-    """Yields words (N, T) from anywhere in the text, and the words that follow them (N, T)."""
-    words = _words(model)
-    (length,) = _axes(model, 1)
-    _check_length(len(words), length + 1, model)
-    while True:
-        starts = torch.randint(len(words) - length, (model.batch_size, 1), generator=generator)
-        windows = words[starts + torch.arange(length + 1)]
-        yield Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
-
-
-def stream(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
-    """Yields words (T, N) and the words that follow (T, N), going on from batch to batch.
-
-    The text lies in N columns read downward; at their end they start again.
-    """
-    words = _words(model)
-    (length,) = _axes(model, 1)
-    _check_length(len(words), (length + 1) * model.batch_size, model)
-    rows = len(words) // model.batch_size
-    columns = words[: rows * model.batch_size].view(model.batch_size, rows).t()
-    start = 0
-    while True:
-        following = columns[torch.arange(start, start + length + 1) % rows]
-        yield Batch(following[:-1].contiguous(), following[1:].contiguous())
-        start += length
-
-
-SOURCES: dict[str, Callable[[ModelConfig, torch.Generator], Iterator[Batch]]] = {
-    "photographs": photographs,
-    "digits": digits,
-    "volume": volume,
-    "text": text,
-    "stream": stream,
-}
-
-
-def _photographs() -> list[Tensor]:
-    mean = torch.tensor(PIXEL_MEAN).view(3, 1, 1)
-    deviation = torch.tensor(PIXEL_DEVIATION).view(3, 1, 1)
-    images = _need("sklearn.datasets").load_sample_images().images
-    pixels = [torch.tensor(image).permute(2, 0, 1).float() / 255 for image in images]
-    return [(image - mean) / deviation for image in pixels]
-
-
-def _crop(image: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
-    height, width = image.shape[1:]
-    side = height // 4 + _draw(height // 4, generator)
-    top, left = _draw(height - side, generator), _draw(width - side, generator)
-    below, right = 2 * top + side > height, 2 * left + side > width
-    return image[:, top : top + side, left : left + side], 2 * below + right
-
-
-def _scan() -> Tensor:
-    package = _need("nibabel")
-    path = Path(package.__file__).parent / "tests" / "data" / "example4d.nii.gz"
-    voxels = torch.from_numpy(package.load(path).get_fdata()[..., 0])
-    return voxels.float().permute(2, 1, 0).contiguous()
-
-
 def _box(scan: Tensor, generator: torch.Generator) -> Tensor:
+    # the scan has only 24 slices, so a box has three quarters of each axis and is resampled
     sides = [3 * size // 4 for size in scan.shape]
     for axis, side in enumerate(sides):
         scan = scan.narrow(axis, _draw(scan.shape[axis] - side, generator), side)
     return scan[None, None]
 
 
-def _words(model: ModelConfig) -> Tensor:
+def _text(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+    (length,) = _axes(model, 1)
+    words = _words(model, length + 1)
+    while True:
+        starts = torch.randint(len(words) - length, (model.batch_size, 1), generator=generator)
+        windows = words[starts + torch.arange(length + 1)]
+        yield Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+
+
+def _stream(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+    (length,) = _axes(model, 1)
+    words = _words(model, (length + 1) * model.batch_size)
+    rows = len(words) // model.batch_size
+    columns = words[: rows * model.batch_size].view(model.batch_size, rows).t()
+    for start in itertools.count(0, length):
+        # columns are read downward; at their end they start again
+        following = columns[torch.arange(start, start + length + 1) % rows]
+        yield Batch(following[:-1].contiguous(), following[1:].contiguous())
+
+
+SOURCES: dict[str, Callable[[ModelConfig, torch.Generator], Iterator[Batch]]] = {
+    "photographs": _photographs,
+    "digits": _digits,
+    "volume": _volume,
+    "text": _text,
+    "stream": _stream,
+}
+
+
+def _words(model: ModelConfig, needed: int) -> Tensor:
+    """Returns the text's words as numbers (words,); raises ConfigError if it has too few."""
     numbers = _numbers()
+    if needed > len(numbers):
+        raise ConfigError(
+            f"{model.name}: size {model.size} with batch size {model.batch_size} needs {needed} "
+            f"words; the text has {len(numbers)}. Make either smaller"
+        )
     vocabulary = model.arguments.get("vocabulary")
     # words are numbered by how often they come; a small vocabulary ends in "any rarer word"
     return numbers if vocabulary is None else numbers.clamp(max=vocabulary - 1)
@@ -188,21 +178,13 @@ def _classes(model: ModelConfig, usual: int) -> int:
     return int(model.arguments.get("classes", usual))
 
 
-def _axes(model: ModelConfig, count: int) -> list[int]:
-    sizes = [model.size] * count if isinstance(model.size, int) else model.size
-    if len(sizes) != count:
+def _axes(model: ModelConfig, axes: int) -> list[int]:
+    sizes = [model.size] * axes if isinstance(model.size, int) else model.size
+    if len(sizes) != axes:
         raise ConfigError(
-            f"{model.name}: the data {model.data} takes {count} size(s); got {model.size!r}"
+            f"{model.name}: the data {model.data} takes {axes} size(s); got {model.size!r}"
         )
     return sizes
-
-
-def _check_length(words: int, needed: int, model: ModelConfig) -> None:
-    if needed > words:
-        raise ConfigError(
-            f"{model.name}: size {model.size} with batch size {model.batch_size} needs {needed} "
-            f"words; the text has {words}. Make either smaller"
-        )
 
 
 def _draw(limit: int, generator: torch.Generator) -> int:

@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,18 +10,17 @@ import torch
 
 from zoo.version import __version__
 
-Environment = dict[str, str | int | float | None]
 
-
-def environment(device: str) -> Environment:
+def environment(device: str) -> dict[str, str | int | float | None]:
     """Describes versions, code, device, threads, clock and load; None is what cannot be known."""
+    processor = _processor("model name") or platform.processor() or platform.machine()
     return {
         "zoo": __version__,
         "commit": commit(Path(__file__).parents[1]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": device_name(device),
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "clock_mhz": clock(device),
@@ -37,34 +35,30 @@ def commit(folder: Path) -> str | None:
 
     None where git does not know them, as when the package was installed.
     """
-    if not _said(["git", "-C", str(folder), "ls-files", "."]):
+    git = ("git", "-C", str(folder))
+    if not _output(*git, "ls-files", "."):
         return None
-    changed = _said(["git", "-C", str(folder), "status", "--porcelain", "."])
-    head = _said(["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"])
+    changed = _output(*git, "status", "--porcelain", ".")
+    head = _output(*git, "rev-parse", "--short=12", "HEAD")
     return f"{head}+changes" if changed else head
 
 
 def clock(device: str) -> float | None:
     """Returns the clock of the GPU or of the first core now, in MHz; None where nothing tells."""
-    if device == "cuda":
-        asked = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
-        return _number(_said([*asked, f"--id={_identity()}"]))
     kilohertz = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
-    if kilohertz.is_file():
-        return float(kilohertz.read_text()) / 1000
-    return _number(_processor("cpu MHz"))
-
-
-def device_name(device: str) -> str:
-    """Names the GPU or the processor."""
     if device == "cuda":
-        return torch.cuda.get_device_name()
-    return _processor("model name") or platform.processor() or platform.machine()
-
-
-def _identity() -> str:
-    # nvidia-smi counts all GPUs, torch those that CUDA_VISIBLE_DEVICES leaves
-    return f"GPU-{torch.cuda.get_device_properties().uuid}"
+        # nvidia-smi counts all GPUs, torch those that CUDA_VISIBLE_DEVICES leaves
+        identity = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
+        query = ("--query-gpu=clocks.sm", "--format=csv,noheader,nounits")
+        text = _output("nvidia-smi", *query, identity)
+    elif kilohertz.is_file():
+        return float(kilohertz.read_text()) / 1000
+    else:
+        text = _processor("cpu MHz")
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _processor(entry: str) -> str:
@@ -73,14 +67,7 @@ def _processor(entry: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(entry)), "")
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _said(command: Sequence[str]) -> str:
+def _output(*command: str) -> str:
     """Returns what a command prints, '' where it is not there or fails."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

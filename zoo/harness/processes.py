@@ -3,6 +3,16 @@
 Importing torch anew for each of twenty cells would take longer than the cells. So the processes are
 forked, where the system can, from one that has imported everything and run nothing: no threads, no
 device and no tensor of another cell are in it. Elsewhere each starts from nothing.
+
+torch can cap the memory of CUDA and not that of the CPU. So `memory_limit` bounds
+
+    cuda   what torch's caching allocator reserves; neither the driver's context nor host memory
+    cpu    private writable memory beyond that at the start (RLIMIT_DATA, Linux only): tensors,
+           Python objects, libraries' buffers, stacks of threads, blocks the C library keeps
+
+Either is more than the peak of the tensors: ResNet-18, whose step peaks at 145 MiB, ends at 200
+MiB and below and runs from 220 MiB on. RLIMIT_AS would count every mapped library, gigabytes with
+CUDA's; the resident set cannot be limited without rights that a test runner lacks.
 """
 
 import multiprocessing
@@ -12,13 +22,18 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zoo.harness.limits import be_killed_first, kills, ran_out, too_much
+import torch
+
+from zoo.errors import ConfigError
+from zoo.units import format_bytes
 
 Result = dict[str, Any]
 Work = TypeVar("Work")
@@ -28,11 +43,23 @@ _FORKS = sys.platform == "linux"
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
 _IMPORTED = ["__main__", "torch._dynamo", "zoo.harness.worker", "sklearn.datasets", "nibabel"]
 
+# how libraries below torch say that memory ran out; torch and Python have exceptions of their own
+WORDS = (
+    "can't allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "could not create a memory object",
+    "alloc_failed",
+)
+# a thread whose stack does not fit; without a limit it is the number of threads that was too much
+LIMITED_WORDS = ("resource temporarily unavailable",)
+
 
 def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> Result:
     """Returns what a function of a module returns for a cell, or else "status" and "reason".
 
-    The status is "does not fit" where memory ran out, and "failed" otherwise.
+    The status is "does not fit" where memory ran out, and "failed" otherwise; "said" is then the
+    end of what the process printed.
     """
     if _FORKS:
         _start_server()
@@ -40,15 +67,72 @@ def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> R
     with tempfile.TemporaryDirectory() as folder, receiver:
         said = Path(folder) / "said"
         process = _CONTEXT.Process(target=_serve, args=(function, cell, sender, said), daemon=True)
-        killed = kills()
+        killed = _count_kills()
         process.start()
         sender.close()
         try:
-            result = _await(process, receiver, timeout, killed)
-            return result | {"said": _tail(said)} if "reason" in result else result
+            if receiver.poll(timeout):
+                result: Result = receiver.recv()
+            else:
+                result = _failed(f"not done after {timeout:g} s; --timeout allows more")
+        except EOFError:
+            process.join()
+            result = _ended(process.exitcode, by_system=_count_kills() > killed)
         finally:
             process.kill()
             process.join()
+        if "reason" in result:
+            text = said.read_text(errors="replace") if said.is_file() else ""
+            result["said"] = text[-4000:]
+        return result
+
+
+def check_limit(size: int | str | None, device: str) -> None:
+    """Raises ConfigError where the memory of a process cannot be bounded."""
+    if size is not None and device == "cpu" and sys.platform != "linux":
+        raise ConfigError(
+            f"memory_limit on the CPU needs Linux; this is {sys.platform}. Leave it out"
+        )
+
+
+@contextmanager
+def limited(size: int | None, device: str) -> Iterator[None]:
+    """Bounds the memory of this process to `size` bytes within a block, as said above.
+
+    Where that is too little, allocators raise; `ran_out` knows by what.
+    """
+    if size is None:
+        yield
+    elif device == "cuda":
+        total = torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(min(size / total, 1.0))
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    else:
+        resource: Any = import_module("resource")  # Windows has none
+
+        # threads that torch starts later would count their stacks, 8 MiB each, against the cell
+        torch.ones(1 << 17).add_(1)
+        # VmData is the private writable memory, as RLIMIT_DATA counts it
+        lines = Path("/proc/self/status").read_text().splitlines()
+        before = next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmData"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (before + size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def ran_out(error: BaseException, limit: int | None = None) -> bool:
+    """Says whether an error, or one that led to it, is that there was no memory."""
+    words = WORDS if limit is None else WORDS + LIMITED_WORDS
+    said = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return error.__cause__ is not None and ran_out(error.__cause__, limit)
 
 
 def _start_server() -> None:
@@ -63,23 +147,10 @@ def _start_server() -> None:
         signal.signal(signal.SIGINT, earlier)
 
 
-def _await(process: Any, receiver: Connection, timeout: float, killed: int) -> Result:
-    if not receiver.poll(timeout):
-        return _failed(f"not done after {timeout:g} s; --timeout allows more")
-    try:
-        result: Result = receiver.recv()
-    except EOFError:
-        process.join()
-        result = _end(process.exitcode, kills() > killed)
-    return result
-
-
-def _end(code: int, by_system: bool) -> Result:
+def _ended(code: int, *, by_system: bool) -> Result:
+    """Returns the result of a process that ended without one."""
     if code == -signal.SIGKILL and by_system:
-        return {
-            "status": "does not fit",
-            "reason": "killed by the system as memory ran out; a smaller batch_size needs less",
-        }
+        return _unfit("killed by the system as memory ran out; a smaller batch_size needs less")
     if code == -signal.SIGKILL:
         return _failed("killed by SIGKILL, by hand or as memory ran out")
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -90,15 +161,25 @@ def _failed(reason: str) -> Result:
     return {"status": "failed", "reason": reason}
 
 
-def _tail(said: Path) -> str:
-    return said.read_text(errors="replace")[-4000:] if said.is_file() else ""
+def _unfit(reason: str) -> Result:
+    return {"status": "does not fit", "reason": reason}
+
+
+def _count_kills() -> int:
+    """Counts the processes that the system has ended so far because memory ran out; 0 unknown."""
+    counters = Path("/proc/vmstat")
+    lines = counters.read_text().splitlines() if counters.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, said: Path) -> None:
     """Runs in the new process; what it prints goes to a file, not between the lines of progress."""
     # Ctrl-C reaches the whole group; the process that waits decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    be_killed_first()
+    score = Path("/proc/self/oom_score_adj")
+    if score.is_file():
+        # when memory runs out, the system ends this process and not the one that waits for it
+        score.write_text("1000")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     file = os.open(said, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
@@ -114,9 +195,13 @@ def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, s
 
 
 def _raised(error: Exception, limit: int | None) -> Result:
-    if ran_out(error, limit):
-        return {"status": "does not fit", "reason": too_much(error, limit)}
-    return _failed(" ".join(f"{type(error).__name__}: {error}".split()))
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    if not ran_out(error, limit):
+        return _failed(words)
+    if limit is not None:
+        return _unfit(f"needs more than its memory_limit of {format_bytes(limit)}")
+    less = "a smaller batch_size needs less"
+    return _unfit(f"needs more memory than there is ({words[:200]}); {less}")
 
 
 def _end_with_parent() -> None:

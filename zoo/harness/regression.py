@@ -9,16 +9,16 @@ changed (seconds, bits, versions) is said and fails nothing: another torch may r
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from rich.console import Console
 
 from zoo.errors import ConfigError, shortened
 from zoo.harness.cells import KINDS, expand
 from zoo.harness.config import Config
-from zoo.harness.results import Record, Results
+from zoo.harness.results import Comparison, Record, Results
 from zoo.report.rows import differences
 from zoo.units import format_bytes
 
@@ -26,58 +26,53 @@ PEAKS = {"peak": "step peak", "activation_peak": "activation peak"}
 WHAT = ("name", "data", "batch_size", "size", "arguments", "optimizer", "checkpoint")
 WHERE = ("device", "dtype")
 SAME_BITS = ("steps", "seed", "threads")
+ENVIRONMENT = ("torch", "zoo", "commit", "python", "device", "threads")
 
-Subject = str
-Old = Mapping[Subject, Record]
+Old = Mapping[str, Record]
+"""Earlier records by subject."""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A difference between two runs in a sentence; `fault` where it fails the comparison."""
 
     text: str
     fault: bool = False
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What changed, and how many peaks were compared."""
-
-    changes: tuple[Change, ...]
-    compared: int
-
-    @property
-    def failed(self) -> bool:
-        """Says whether a peak has grown or a cell has no peak any more."""
-        return any(change.fault for change in self.changes)
-
-
 class Earlier:
-    """The results that a config's `compare` names."""
+    """The results that a config's `compare` names.
+
+    Raises:
+        ConfigError: there is no such file, no result in it, or none of the config's cells.
+    """
 
     def __init__(self, config: Config, path: str) -> None:
         self.path, self.tolerance = path, config.tolerance
         self.old = read_earlier(Path(path))
-        cells = [cell for entry in expand(config) for cell in entry.values()]
-        check_overlap(self.old, [{"kind": cell.kind, "cell": asdict(cell)} for cell in cells], path)
+        cells = [asdict(cell) for entry in expand(config) for cell in entry.values()]
+        if not any(subject({"kind": cell["kind"], "cell": cell}) in self.old for cell in cells):
+            first = next(iter(self.old.values()))["cell"]["model"]["name"]
+            raise ConfigError(
+                f"--compare {shortened(path)} holds none of these cells (it begins with {first}): "
+                "models, sizes, arguments, device and dtype must be those of the earlier run"
+            )
 
     @classmethod
     def of(cls, config: Config) -> "Earlier | None":
-        """Reads them before anything runs; None where a config names none.
-
-        Raises:
-            ConfigError: there is no such file, no result in it, or none of the config's cells.
-        """
+        """Reads them before anything runs; None where a config names none."""
         return None if config.compare is None else cls(config, config.compare)
 
-    def compare(self, comparisons: Sequence[Mapping[str, Any]], console: Console) -> bool:
-        """Prints what changed and says whether something is worse."""
+    def compare(self, comparisons: Sequence[Comparison], console: Console) -> bool:
+        """Prints what changed and says whether a peak has grown or is not there any more."""
         records = [entry[kind] for entry in comparisons for kind in KINDS]
-        verdict = judge(self.old, records, self.tolerance)
-        for text, fault in lines(verdict, self.path, self.tolerance):
+        changes, peaks = judge(self.old, records, self.tolerance)
+        worse = sum(change.fault for change in changes)
+        found = f"{worse} worse" if worse else "nothing worse"
+        end = f"compared with {self.path}: {peaks} peaks, tolerance {self.tolerance:.2%}: {found}"
+        for text, fault in (*changes, Change(end, worse > 0)):
             style = "red" if fault else None
             console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-        return verdict.failed
+        return worse > 0
 
 
 def read_earlier(path: Path) -> Old:
@@ -88,8 +83,8 @@ def read_earlier(path: Path) -> Old:
     """
     if not os.path.isfile(path):
         raise ConfigError(f"--compare {shortened(str(path))}: there is no such file")
-    records = (record for record in Results(path).read().values() if _measured(record))
-    found = {subject(record): record for record in records}
+    records = Results(path).read().values()
+    found = {subject(record): record for record in records if record["status"] != "failed"}
     if not found:
         raise ConfigError(
             f"--compare {shortened(str(path))} holds no result; give the .jsonl of a run"
@@ -97,17 +92,7 @@ def read_earlier(path: Path) -> Old:
     return found
 
 
-def check_overlap(old: Old, new: Sequence[Record], path: str) -> None:
-    """Raises ConfigError when no cell of a run was measured before: that would compare nothing."""
-    if not any(subject(record) in old for record in new):
-        first = next(iter(old.values()))["cell"]["model"]["name"]
-        raise ConfigError(
-            f"--compare {shortened(path)} holds none of these cells (it begins with {first}): "
-            "models, sizes, arguments, device and dtype must be those of the earlier run"
-        )
-
-
-def subject(record: Record) -> Subject:
+def subject(record: Record) -> str:
     """Says what a record is about, whatever measured it: kind, model, data, device and type."""
     cell = record["cell"]
     model = {name: cell["model"].get(name) for name in WHAT}
@@ -115,89 +100,56 @@ def subject(record: Record) -> Subject:
     return json.dumps([record["kind"], model, [cell.get(name) for name in WHERE]], sort_keys=True)
 
 
-def judge(old: Old, new: Sequence[Record], tolerance: float) -> Verdict:
-    """Compares each record with the earlier one of its subject.
+def judge(old: Old, new: Sequence[Record], tolerance: float) -> tuple[list[Change], int]:
+    """Compares each record with the earlier one of its subject; also counts the peaks compared.
 
     A peak may be `tolerance` of the earlier one larger.
     """
-    pairs = [(old[subject(record)], record) for record in new if subject(record) in old]
-    found = [change for before, after in pairs for change in _changes(before, after, tolerance)]
-    places = dict.fromkeys(_elsewhere(before, after) for before, after in pairs)
-    elsewhere = [Change(text) for text in places if text]
-    missing = [
-        Change(f"{_name(record)} was not measured before")
-        for record in new
-        if subject(record) not in old
-    ]
-    peaks = sum(len(PEAKS) for pair in pairs if all("memory" in record for record in pair))
-    return Verdict((*elsewhere, *missing, *found), peaks)
-
-
-def lines(verdict: Verdict, path: str, tolerance: float) -> list[tuple[str, bool]]:
-    """Says a verdict in lines, and of each whether it is a fault; the last sums them up."""
-    worse = sum(change.fault for change in verdict.changes)
-    found = f"{worse} worse" if worse else "nothing worse"
-    end = f"compared with {path}: {verdict.compared} peaks, tolerance {tolerance:.2%}: {found}"
-    return [*((change.text, change.fault) for change in verdict.changes), (end, verdict.failed)]
+    elsewhere, missing, changes = dict[str, None](), list[Change](), list[Change]()
+    peaks = 0
+    for after in new:
+        before = old.get(subject(after))
+        if before is None:
+            missing.append(Change(f"{_name(after)} was not measured before"))
+            continue
+        if place := _other_environment(before, after):
+            elsewhere[f"measured elsewhere: {place}"] = None
+        changes += _changes(before, after, tolerance)
+        peaks += len(PEAKS) if "memory" in before and "memory" in after else 0
+    return [*map(Change, elsewhere), *missing, *changes], peaks
 
 
 def _changes(before: Record, after: Record, tolerance: float) -> Iterator[Change]:
     name = _name(after)
     if after["status"] != "done" and before["status"] == "done":
-        yield Change(f"{name} {_ended(after)}", fault=True)
+        words = "no longer fits" if after["status"] == "does not fit" else "now fails"
+        yield Change(f"{name} {words}: {after['reason']}", fault=True)
     elif after["status"] == "done" and before["status"] != "done":
         yield Change(f"{name} fits now")
     if "memory" in before and "memory" in after:
-        yield from _grown(name, before["memory"], after["memory"], tolerance)
-    yield from _other_bits(name, before, after)
-    yield from _other_time(name, before, after)
-
-
-def _grown(
-    name: str, before: Mapping[str, int], after: Mapping[str, int], tolerance: float
-) -> Iterator[Change]:
-    for key, words in PEAKS.items():
-        old, new = before[key], after[key]
-        if old == new:
-            continue
-        share = f" ({new / old - 1:+.2%})" if old else ""
-        worse = new > old * (1 + tolerance)
-        end = f", more than the tolerance of {tolerance:.2%}" if worse else ""
-        sizes = f"{format_bytes(old)} → {format_bytes(new)}"
-        yield Change(f"{name}: {words} {sizes}, {new - old:+,} bytes{share}{end}", worse)
-
-
-def _other_bits(name: str, before: Record, after: Record) -> Iterator[Change]:
+        for key, words in PEAKS.items():
+            old, new = before["memory"][key], after["memory"][key]
+            if old != new:
+                share = f" ({new / old - 1:+.2%})" if old else ""
+                worse = new > old * (1 + tolerance)
+                end = f", more than the tolerance of {tolerance:.2%}" if worse else ""
+                sizes = f"{format_bytes(old)} → {format_bytes(new)}"
+                yield Change(f"{name}: {words} {sizes}, {new - old:+,} bytes{share}{end}", worse)
     same = all(before["cell"].get(key) == after["cell"].get(key) for key in SAME_BITS)
     if same and "digests" in before and "digests" in after:
         found = differences(before["digests"], after["digests"])
-        if found:
-            yield Change(f"{name}: other bits in {', '.join(found)}")
+        yield from [Change(f"{name}: other bits in {', '.join(found)}")] if found else []
+    # ratios whose quartiles meet may differ by the machine alone
+    ratio, now = (record.get("spread", {}).get("ratio") for record in (before, after))
+    if ratio and now and (ratio["upper"] < now["lower"] or now["upper"] < ratio["lower"]):
+        yield Change(f"{name}: step time ×{ratio['median']:.2f} → ×{now['median']:.2f}")
 
 
-def _other_time(name: str, before: Record, after: Record) -> Iterator[Change]:
-    """Tells of ratios whose quartiles do not meet: within them it may be the machine."""
-    old, new = (record.get("spread", {}).get("ratio") for record in (before, after))
-    if old and new and (old["upper"] < new["lower"] or new["upper"] < old["lower"]):
-        yield Change(f"{name}: step time ×{old['median']:.2f} → ×{new['median']:.2f}")
-
-
-def _elsewhere(before: Record, after: Record) -> str:
-    """Names what differs in the surroundings of two records: 'torch 2.13.0 → 2.14.1'."""
+def _other_environment(before: Record, after: Record) -> str:
+    """Names what differs in the environments of two records: 'torch 2.13.0 → 2.14.1'."""
     old, new = ((record.get("environment") or {}) for record in (before, after))
-    keys = ("torch", "zoo", "commit", "python", "device", "threads")
-    pairs = ((key, old.get(key), new.get(key)) for key in keys)
-    parts = [f"{key} {one} → {other}" for key, one, other in pairs if one != other]
-    return f"measured elsewhere: {', '.join(parts)}" if parts else ""
-
-
-def _ended(record: Record) -> str:
-    words = "no longer fits" if record["status"] == "does not fit" else "now fails"
-    return f"{words}: {record['reason']}"
-
-
-def _measured(record: Record) -> bool:
-    return record["status"] in ("done", "does not fit")
+    pairs = ((key, old.get(key), new.get(key)) for key in ENVIRONMENT)
+    return ", ".join(f"{key} {one} → {other}" for key, one, other in pairs if one != other)
 
 
 def _name(record: Record) -> str:

@@ -1,79 +1,36 @@
-"""What a config may say, for editors and for readers, from the dataclasses that read it.
+"""What a config may say, for editors and for readers, from the types that validate it.
 
-python -m zoo.harness.schema      writes configs/schema.json and docs/configs.md again
+python -m zoo.harness.schema      writes configs/schema.json and the tables of docs/configs.md again
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+import re
+from collections.abc import Sequence
+from typing import Any
 
 from zoo.catalog import list_models
-from zoo.harness.config import MODEL_KEYS, RUN_KEYS, Config, ModelConfig, config_folder
+from zoo.harness.config import MODEL_KEYS, RUN_KEYS, config_folder
 from zoo.harness.recipes import RECIPES
-from zoo.harness.values import Declared
 
 Schema = dict[str, Any]
 
-TYPES = {
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    str: "string",
-    list: "array",
-    dict: "object",
-    NoneType: "null",
-}
-BY_MODEL = "by model"
-PAGE = """\
-# Configs
-
-A config is a YAML file that says what `zoo compare` trains, and how. `configs/` holds some; each
-opens with its command and the result to expect. `python -m zoo.harness.schema` writes this page and
-[configs/schema.json](../configs/schema.json) from the code. A line such as
-
-```yaml
-# yaml-language-server: $schema=schema.json
-```
-
-has editors complete keys and mark mistakes. `zoo compare` refuses mistakes and offers the nearest
-right key.
-
-A key of a run stands at the top of the file, a key of a model below `models:`; every one of them is
-also an option of the command line, `--batch-size 16`, which wins over the file.
-
-## Keys of a run
-
-{run}
-
-## Keys of a model
-
-{model}
-
-## What a model is trained on where nothing is said
-
-The first pattern that fits the name counts.
-
-{recipes}
-"""
+FILE = config_folder() / "schema.json"
+PAGE = config_folder().parent / "docs" / "configs.md"
 
 
 def json_schema() -> Schema:
     """Returns the JSON schema (draft 7) of a config file."""
-    named = {"name": {"enum": list_models(), "description": "a name of `zoo list`"}}
-    model = _object({**named, **_properties(MODEL_KEYS, ModelConfig)}, ["name"])
+    name = {"enum": list_models(), "description": "a name of `zoo list`"}
     models = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": [{"enum": list_models()}, model]},
+        "items": {"anyOf": [{"enum": list_models()}, _object("name", name=name, **MODEL_KEYS)]},
         "description": "the models to compare, by name or with keys of their own",
     }
-    found = _object({"models": models, **_properties(RUN_KEYS, Config)}, ["models"])
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "a comparison of zoo",
-        **found,
+        **_object("models", models=models, **RUN_KEYS),
     }
 
 
@@ -83,103 +40,61 @@ def schema_text() -> str:
 
 
 def page() -> str:
-    """Returns the page that documents every key."""
-    return PAGE.format(
-        run=_table(RUN_KEYS, Config), model=_table(MODEL_KEYS, ModelConfig), recipes=_recipes()
+    """Returns the page that documents every key, its tables made anew."""
+    names = list(dict.fromkeys(key for _, keys in RECIPES for key in keys))
+    recipes = [
+        (f"`{pattern}`", *(str(keys.get(name, "-")) for name in names)) for pattern, keys in RECIPES
+    ]
+    tables = iter(
+        [
+            _key_table(RUN_KEYS),
+            _key_table(MODEL_KEYS),
+            _table(("model", *(f"`{name}`" for name in names)), recipes),
+        ]
     )
+    return re.sub(r"(?m)(^\|.*\n)+", lambda _: next(tables), PAGE.read_text(encoding="utf-8"))
 
 
-def _object(properties: Mapping[str, Schema], required: list[str]) -> Schema:
+def _object(required: str, **properties: Schema) -> Schema:
     return {
         "type": "object",
-        "properties": dict(properties),
-        "required": required,
+        "properties": properties,
+        "required": [required],
         "additionalProperties": False,
     }
 
 
-def _properties(keys: Iterable[Declared], config: type) -> dict[str, Schema]:
-    defaults = _defaults(config)
-    return {entry.name: _property(entry, defaults[entry.name]) for entry in keys}
-
-
-def _property(entry: Declared, default: Any) -> Schema:
-    found = _type(entry.hint, entry.key.least)
-    unit = f" ({entry.key.unit})" if entry.key.unit else ""
-    found["description"] = f"{entry.key.text}{unit}"
-    return found if default is MISSING else {**found, "default": default}
-
-
-def _type(hint: Any, least: float | None) -> Schema:
-    origin = get_origin(hint) or hint
-    if origin is Literal:
-        return {"enum": list(get_args(hint))}
-    if origin in (Union, UnionType):
-        return {"anyOf": [_type(kind, least) for kind in get_args(hint)]}
-    found: Schema = {"type": TYPES[origin]}
-    if origin is list:
-        found["items"] = _type(get_args(hint)[0], least)
-    if origin in (int, float) and least is not None:
-        found["minimum"] = least
-    return found
-
-
-def _defaults(config: type) -> dict[str, Any]:
-    return {entry.name: entry.default for entry in fields(config)}
-
-
-def _table(keys: Iterable[Declared], config: type) -> str:
-    defaults = _defaults(config)
+def _key_table(keys: dict[str, Schema]) -> str:
     rows = [
         (
-            f"`{entry.name}`",
-            _words(_type(entry.hint, entry.key.least)),
-            entry.key.unit or "-",
-            _shown(defaults[entry.name]),
-            entry.key.text,
+            f"`{key}`",
+            _type_words(schema),
+            f"`{json.dumps(schema['default'])}`" if "default" in schema else "by model",
+            schema["description"],
         )
-        for entry in keys
+        for key, schema in keys.items()
     ]
-    return _table_of(("key", "type", "unit", "default", "meaning"), rows)
+    return _table(("key", "type", "default", "meaning"), rows)
 
 
-def _words(found: Schema) -> str:
-    """Says a type in words: 'integer from 1, or null'."""
-    if "anyOf" in found:
-        return " or ".join(_words(kind) for kind in found["anyOf"])
-    if "enum" in found:
-        return ", ".join(f"`{value}`" for value in found["enum"])
-    if "items" in found:
-        return f"array of {_words(found['items'])}s"
-    return f"{found['type']} from {found['minimum']}" if "minimum" in found else str(found["type"])
+def _type_words(schema: Schema) -> str:
+    """Says a type in words: 'integer from 1 or null'."""
+    if "anyOf" in schema:
+        return " or ".join(map(_type_words, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "items" in schema:
+        count = f"{schema['minItems']} to {schema['maxItems']}"
+        return f"array of {count} ({_type_words(schema['items'])})"
+    return f"{schema['type']} from {schema['minimum']}" if "minimum" in schema else schema["type"]
 
 
-def _shown(default: Any) -> str:
-    return BY_MODEL if default is MISSING else f"`{json.dumps(default)}`"
-
-
-def _recipes() -> str:
-    names = list(dict.fromkeys(key for _, keys in RECIPES for key in keys))
-    rows = [
-        (f"`{pattern}`", *(str(keys.get(name, "-")) for name in names)) for pattern, keys in RECIPES
-    ]
-    return _table_of(("model", *(f"`{name}`" for name in names)), rows)
-
-
-def _table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Writes a table of words: every column begins at the left."""
-    lines = (f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
-    return "\n".join(lines)
-
-
-def write() -> None:
-    """Writes both files of a checkout again."""
-    folder = config_folder()
-    (folder / "schema.json").write_text(schema_text(), encoding="utf-8")
-    docs = folder.parent / "docs"
-    docs.mkdir(exist_ok=True)
-    (docs / "configs.md").write_text(page(), encoding="utf-8")
+    lines = (columns, ["---"] * len(columns), *rows)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 if __name__ == "__main__":
-    write()
+    FILE.write_text(schema_text(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,11 +1,21 @@
-"""A model in training as the cells run it: real batches, an optimizer, one step at a time.
+"""A model in training as the cells run it, and digests of all that a step leaves behind.
 
 Gradients are None between steps (`set_to_none=True`, the default), so that a step's peak is that of
 a training loop that leaves nothing lying around. The optimizers are torch's fused ones: the others
 allocate copies of a parameter, which in a language model would hide the activations' peak.
+
+Comparing tensors would need both models in one process, whose allocations would then no longer be
+those of a training run. A digest per kind and step also tells where two runs part:
+
+    step      1     2     3
+    loss      4f1c  9b02  c7d1        differs at step 2 in gradients first: the backward is wrong
+    gradients 11aa  e09c  ...         differs in buffers first: statistics were updated twice
+    buffers   53b7  53b8  ...         differs in rng: dropout was drawn again
 """
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,68 +23,81 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.catalog import create
-from zoo.harness.config import ModelConfig
+from zoo.harness.cells import Cell
 from zoo.harness.data import Batch
-from zoo.plan import Plan
-from zoo.planner.schemes import NAMES
+
+Named = tuple[str, Tensor | None]
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
+    "adamw": partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.05, fused=True),
+}
 
 
 class Training:
-    """Trains one model of a config. The same seed gives the same weights and the same steps.
+    """Trains the model of a cell. The same seed gives the same weights and the same steps.
 
-    `checkpoint` is what `zoo.create` takes, or a plan's text; `dtype` is float32, or bfloat16 for
-    autocast. A model of stream data keeps its state from step to step.
+    A model of stream data keeps its state from step to step.
     """
 
-    def __init__(
-        self, config: ModelConfig, checkpoint: bool | int | str, device: str, dtype: str, seed: int
-    ) -> None:
-        torch.manual_seed(seed)
-        model = create(config.name, checkpoint=_option(checkpoint), **config.arguments)
-        self.model = model.to(device).train()
-        self.optimizer = OPTIMIZERS[config.optimizer](self.model)
-        self.device, self.half = device, dtype == "bfloat16"
-        self._loss = {"text": self._next, "stream": self._carry}.get(config.data, self._classify)
+    def __init__(self, cell: Cell) -> None:
+        torch.manual_seed(cell.seed)
+        chain = create(cell.model.name, checkpoint=cell.checkpoint, **cell.model.arguments)
+        self.model: Any = chain.to(cell.device).train()
+        self.optimizer = OPTIMIZERS[cell.model.optimizer](self.model.parameters())
+        self.device, self.data = cell.device, cell.model.data
+        half = cell.dtype == "bfloat16"
+        self.autocast = torch.autocast(cell.device, torch.bfloat16, enabled=half)
         self._state: Any = None
 
     def step(self, batch: Batch) -> Tensor:
         """Runs forward, backward and optimizer on a batch and returns the loss ()."""
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
+        with self.autocast:
             loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.detach()
 
-    def _classify(self, batch: Batch) -> Tensor:
-        return F.cross_entropy(self.model(batch.inputs), batch.targets)
+    def outer_loss(self, batch: Batch) -> Callable[[Tensor], Tensor] | None:
+        """Returns the loss of the model's logits; None where the model returns its loss."""
+        if self.data in ("text", "stream"):
+            return None
+        return partial(F.cross_entropy, target=batch.targets)
 
-    def _next(self, batch: Batch) -> Tensor:
-        loss: Tensor = self.model(batch.inputs, batch.targets)
-        return loss
-
-    def _carry(self, batch: Batch) -> Tensor:
-        model: Any = self.model
-        loss, state = model(batch.inputs, self._state, batch.targets)
-        self._state = model.detach(state)
-        return loss  # type: ignore[no-any-return]
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    def _loss(self, batch: Batch) -> Tensor:
+        returned = self.model(*batch.arguments(self.data, self._state))
+        if self.data == "stream":
+            returned, state = returned
+            self._state = self.model.detach(state)
+        loss = self.outer_loss(batch)
+        return returned if loss is None else loss(returned)  # type: ignore[no-any-return]
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=True)
+def step_digests(model: nn.Module, loss: Tensor) -> dict[str, str]:
+    """Returns the digest of each kind after a step: loss, gradients, buffers, parameters, rng."""
+    parameters = list(model.named_parameters())
+    streams: list[Named] = [("cpu", torch.get_rng_state())]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states = torch.cuda.get_rng_state_all()
+        streams += [(f"cuda:{device}", state) for device, state in enumerate(states)]
+    return {
+        "loss": digest([("loss", loss)]),
+        "gradients": digest((name, parameter.grad) for name, parameter in parameters),
+        "buffers": digest(model.named_buffers()),
+        "parameters": digest(parameters),
+        "rng": digest(streams),
+    }
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": _sgd,
-    "adamw": _adamw,
-}
-
-
-def _option(checkpoint: bool | int | str) -> bool | int | str | Plan:
-    if isinstance(checkpoint, str) and checkpoint not in NAMES:
-        return Plan.parse(checkpoint)
-    return checkpoint
+def digest(tensors: Iterable[Named]) -> str:
+    """Returns the SHA-256 of names, types, shapes and raw bytes, so that -0.0 differs from 0.0."""
+    total = hashlib.sha256()
+    for name, tensor in tensors:
+        if tensor is None:
+            total.update(f"{name} None".encode())
+            continue
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        total.update(raw.numpy().data)
+    return total.hexdigest()

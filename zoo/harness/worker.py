@@ -1,30 +1,34 @@
-"""Runs one cell and measures it.
+"""What runs in a process of its own: the measurement of a cell, and a check of cells before.
 
-Done in a process of its own, one cell's allocator, caches and crash stay away from the next. What
-goes wrong in Python is a result; what ends the process is noticed by `processes`, which started it.
+One cell's allocator, caches and crash stay away from the next. What goes wrong in Python is a
+result; what ends the process is noticed by `processes`, which started it.
 """
 
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zoo.api.track import track
+from zoo.catalog import create
+from zoo.errors import ZooError
 from zoo.harness.cells import Cell
 from zoo.harness.collect import details
 from zoo.harness.data import Batch, batches
-from zoo.harness.digests import step_digests
 from zoo.harness.environment import environment
-from zoo.harness.limits import limited
-from zoo.harness.training import Training
-from zoo.measure.memory import measure_step
-from zoo.measure.timeline import Timeline
+from zoo.harness.processes import limited
+from zoo.harness.training import Training, step_digests
+from zoo.invocation import Invocation, capture_first_state
+from zoo.planner.plan import Plan
+from zoo.planner.schemes import segments
+from zoo.profiling.allocator import measure_step
+from zoo.profiling.timeline import Timeline
 from zoo.report.rows import spread
-from zoo.tracking import track
 
 Result = dict[str, Any]
 Also = Callable[[Training, Cell, Batch, Timeline], Result]
@@ -32,7 +36,13 @@ Also = Callable[[Training, Cell, Batch, Timeline], Result]
 
 def work(cell: Cell, also: Also = details) -> Result:
     """Runs a cell in this process and returns its numbers, and what `also` reads afterwards."""
-    _prepare(cell)
+    torch.set_num_threads(cell.threads)
+    if cell.device == "cuda" and cell.kind != "timing":
+        # two processes give the same bits only with algorithms that add in a fixed order
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     with limited(cell.memory_limit, cell.device):
         result = _time(cell) if cell.kind == "timing" else _measure(cell, also)
     return result | locate(cell)
@@ -44,16 +54,6 @@ def locate(cell: Cell) -> Result:
     return {"environment": environment(cell.device)}
 
 
-def _prepare(cell: Cell) -> None:
-    torch.set_num_threads(cell.threads)
-    if cell.device == "cuda" and cell.kind != "timing":
-        # two processes give the same bits only with algorithms that add in a fixed order
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
 def _measure(cell: Cell, also: Also) -> Result:
     """Takes digests after each step and traces the last, when the optimizer has its state.
 
@@ -61,46 +61,39 @@ def _measure(cell: Cell, also: Also) -> Result:
     allocator hands out holds kernel workspaces, too, which each processor and number of threads has
     its own of.
     """
-    training = _training(cell, cell.model.checkpoint)
+    training = Training(cell)
     *first, last = _batches(cell, cell.steps)
     digests = [step_digests(training.model, training.step(batch)) for batch in first]
     losses: list[Tensor] = []
+    inputs = [last.inputs, last.targets]
     memory = measure_step(
-        lambda: losses.append(training.step(last)),
-        training.model,
-        training.optimizer,
-        [last.inputs, last.targets],
+        lambda: losses.append(training.step(last)), training.model, training.optimizer, inputs
     )
-    timeline = _tracked(training, last)
-    of_tensors = {
-        "tensor_peak": timeline.tensor_peak,
-        "tensor_activation_peak": timeline.tensor_activation_peak,
-    }
+    # kernel workspaces are in the timeline on the CPU
+    with track(
+        training.model,
+        optimizer=training.optimizer,
+        inputs=inputs,
+        allocator=cell.device == "cpu",
+    ) as timeline:
+        training.step(last)
     result = {
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "plan": None if training.model.plan is None else training.model.plan.text(),
         "digests": [*digests, step_digests(training.model, losses[0])],
-        "memory": asdict(memory) | of_tensors,
+        "memory": {
+            **asdict(memory),
+            "tensor_peak": timeline.tensor_peak,
+            "tensor_activation_peak": timeline.tensor_activation_peak,
+        },
     }
     # what a report draws is read when all is measured
     return result | also(training, cell, last, timeline)
 
 
-def _tracked(training: Training, batch: Batch) -> Timeline:
-    """Runs a step and returns its timeline; kernel workspaces are in it on the CPU."""
-    with track(
-        training.model,
-        optimizer=training.optimizer,
-        inputs=[batch.inputs, batch.targets],
-        allocator=training.device == "cpu",
-    ) as timeline:
-        training.step(batch)
-    return timeline
-
-
 def _time(cell: Cell) -> Result:
-    """Times steps of one model in training, which now keeps everything and now follows its plan."""
-    training = _training(cell, cell.plan or cell.model.checkpoint)
+    """Times steps of one model in training, in turn as the baseline and by its plan."""
+    training = Training(cell)
     runners = {"baseline": None, "checkpointed": training.model.runner}
     warm_up, *data = _batches(cell, 1 + cell.repeats)
     seconds: dict[str, list[float]] = {name: [] for name in runners}
@@ -110,24 +103,15 @@ def _time(cell: Cell) -> Result:
     gc.collect()
     gc.disable()
     try:
-        for batch, order in zip(data, turns(tuple(runners)), strict=False):
-            for name in order:
+        for number, batch in enumerate(data):
+            # A B, B A, A B, ...: what disturbs the machine for a while disturbs both, and neither
+            # is always the one that finds the caches warmed by the other
+            for name in list(runners)[:: -1 if number % 2 else 1]:
                 training.model.runner = runners[name]
                 seconds[name].append(_seconds(training, batch))
     finally:
         gc.enable()
     return {"step_seconds": seconds, "spread": _spreads(seconds)}
-
-
-def turns(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yields the order in which variants run on each batch: A B, B A, A B, ... without end.
-
-    What disturbs the machine for a while disturbs all of them, and none is always the one that
-    finds the caches warmed by another.
-    """
-    while True:
-        yield names
-        names = names[::-1]
 
 
 def _spreads(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
@@ -146,9 +130,48 @@ def _seconds(training: Training, batch: Batch) -> float:
     return time.perf_counter() - start
 
 
-def _training(cell: Cell, checkpoint: bool | int | str) -> Training:
-    return Training(cell.model, checkpoint, cell.device, cell.dtype, cell.seed)
-
-
 def _batches(cell: Cell, count: int) -> list[Batch]:
     return [batch.to(cell.device) for batch in batches(cell.model, count, cell.seed)]
+
+
+def first_fault(cells: Sequence[Cell]) -> dict[str, str | None]:
+    """Returns under "fault" what is wrong with the first cell that cannot run.
+
+    Of a config's ten models the last would otherwise say after an hour that its text is too long.
+    Models and batches are meta tensors, which take no memory.
+    """
+    for cell in cells:
+        try:
+            _build(cell)
+        except Exception as error:
+            kind = "" if isinstance(error, ZooError) else f"{type(error).__name__}: "
+            text = " ".join(f"{kind}{error}".split())
+            name = cell.model.name
+            return {"fault": text if text.startswith(name) else f"{name}: {text}"}
+    return {"fault": None}
+
+
+def _build(cell: Cell) -> None:
+    """Builds a model, has it check inputs of the shape of a batch, and checks its plan."""
+    with torch.device("meta"):
+        chain = create(cell.model.name, **cell.model.arguments)
+    # a chain refuses inputs before its first step: its forward, seconds for a thousand layers even
+    # on meta tensors, would find no more
+    found, _ = capture_first_state(chain, Invocation(_meta_batch(cell).arguments(cell.model.data)))
+    if isinstance(cell.checkpoint, Plan):
+        cell.checkpoint.check(len(found.steps))
+    elif type(cell.checkpoint) is int:
+        segments(found.blocks, cell.checkpoint)
+
+
+def _meta_batch(cell: Cell) -> Batch:
+    """Returns a batch as shapes; of images and volumes only one sample is made."""
+    model = cell.model
+    is_text = model.data in ("text", "stream")
+    (batch,) = batches(model if is_text else replace(model, batch_size=1), 1, seed=0)
+
+    def grown(tensor: Tensor) -> Tensor:
+        shape = tensor.shape if is_text else (model.batch_size, *tensor.shape[1:])
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return Batch(grown(batch.inputs), grown(batch.targets))

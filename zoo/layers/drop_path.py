@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 
 class DropPath(nn.Module):
-    """Drops whole samples of a residual branch: any shape (N, ...) -> the same shape.
+    """Drops whole samples of a residual branch in training: (N, ...) -> the same shape.
 
-    Each sample is dropped with probability `rate` in training; what is left is scaled by
-    1 / (1 - rate).
+    Each is dropped with probability `rate`; the others are scaled by 1 / (1 - rate).
     """
 
     def __init__(self, rate: float = 0.0) -> None:
@@ -19,7 +18,7 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, branch: Tensor) -> Tensor:
-        """Drops samples in training, passes the branch on otherwise."""
+        """Drops samples in training."""
         if self.rate == 0.0 or not self.training:
             return branch
         keep = 1 - self.rate

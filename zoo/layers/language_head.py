@@ -1,112 +1,93 @@
 """A language model's decoder and cross entropy as steps, one chunk of tokens after another.
 
-The scores (tokens x vocabulary) are by far the largest tensor of a language model: GPT-2's 1024
-tokens x 50257 are 196 MiB a sample. Here every chunk of tokens is a step, so a plan that runs each
-again holds the scores of one chunk at a time, and its gradients are those of the plain chain bit
-for bit.
+The logits (tokens x vocabulary) are by far the largest tensor of a language model: GPT-2's 1024
+tokens x 50257 are 196 MiB a sample. Here every chunk of tokens is a step, so a plan that recomputes
+each holds the logits of one chunk at a time, with the baseline's gradients bit for bit.
 
     state after            tensors, behind those carried on
     split                  total count | hidden targets | hidden targets | ...
     add_loss               total count | hidden targets | ...
-    ...
     mean                   loss
 
-Heads are "inplace" and "plain", which agree in every bit, and "fused": there one step decodes all
-chunks and computes their gradients at once, which is equal up to rounding.
+Heads are, as a model's `head=` says,
+
+- "plain": `F.cross_entropy`, which holds three buffers of a chunk's size at once: the logits, the
+  gradient of their logarithms, that of the logits;
+- "inplace": the same bits in one buffer. Only the logits are kept; the backward recomputes the
+  logarithms, a few rows at a time, by torch's own kernels and writes the gradient over the logits;
+- "fused": one step decodes all chunks and computes their gradients at once, equal up to rounding
+  since they are summed before they are scaled. No logits are kept.
+
+`torch.nn.functional.linear_cross_entropy` (torch 2.13, with options) does what "fused" does, but
+hands each use of a weight a gradient of its own, where `SharedWeight` sums them in one buffer.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import ceil
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo._torch import FakeTensor, is_graph_kept
 from zoo.chain import Steps
-from zoo.errors import InputError
-from zoo.layers.checks import check_range
-from zoo.layers.cross_entropy import IGNORED, cross_entropy, cross_entropy_inplace
-from zoo.layers.fused_loss import fused_loss
-from zoo.layers.shared_weight import SharedWeight
+from zoo.errors import ArgumentError
+from zoo.layers.checks import IGNORED
+from zoo.layers.shared_weight import (
+    SharedWeight,
+    Total,
+    is_eager,
+    is_engine_running,
+    is_first_order,
+    is_wanted,
+)
 
 # what `head=` of a model may be
 HEADS = ("inplace", "plain", "fused")
-# hidden (tokens, C), targets (tokens) -> summed loss ()
-Loss = Callable[[Tensor, Tensor], Tensor]
+# so few that they do not matter beside the logits, so many that no kernel has too little to do
+PARTS = 8
+SUM = 2  # `reduction="sum"`, as the operators of torch count
 
 
 @dataclass(frozen=True)
 class Head:
-    """How a model comes from hidden (tokens, C) and targets to their summed loss.
-
-    `chunk_tokens` at a time make a step of their own; None where one step takes them all.
-    """
-
-    loss: Loss
-    chunk_tokens: int | None
-
-
-def make_head(
-    name: str, weight: SharedWeight, chunk_tokens: int, module: nn.Linear | None = None
-) -> Head:
-    """Makes one of `HEADS` for a decoder of this weight, or this module with its bias.
-
-    Scores of a module that is more than an `nn.Linear` may be seen by others: its head is plain.
-    """
-    decoder = weight.decoder(module)
-    if name == "plain" or decoder is module:
-        return Head(partial(_decoded, decoder, cross_entropy), chunk_tokens)
-    if name == "inplace":
-        return Head(partial(_decoded, decoder, cross_entropy_inplace), chunk_tokens)
-    bias = module.bias if module is not None else None
-    return Head(partial(fused_loss, weight, bias, chunk_tokens), None)
-
-
-def _decoded(
-    decoder: Callable[[Tensor], Tensor], loss: Loss, hidden: Tensor, targets: Tensor
-) -> Tensor:
-    return loss(decoder(hidden), targets)
-
-
-@dataclass(frozen=True)
-class LossChunks:
     """The steps hidden (..., C), targets (...) -> mean loss () over the targets that count.
 
-    `tokens` is the number of targets. The first `carried` tensors of the state are handed on
-    untouched and stand before the loss at the end. Targets of -100 are ignored.
+    `loss` maps hidden (tokens, C), targets (tokens) to their summed loss (). `chunk_tokens` at a
+    time make a step of their own; None where one step takes all. The first `carried` tensors of the
+    state are handed on untouched and stand before the loss at the end. Targets of -100 are ignored.
 
     With one chunk and an exact head the loss is that of `F.cross_entropy` bit for bit. Half
     precision is summed in float32: 256 losses of 10 each would round to a few hundredths in
     bfloat16.
     """
 
-    head: Head
-    tokens: int
+    loss: Callable[[Tensor, Tensor], Tensor]
+    chunk_tokens: int | None
     carried: int = 0
 
-    def steps(self) -> Steps:
-        """Lists split, then add_loss for each chunk, then mean."""
-        chunks = ceil(self.tokens / self._chunk_tokens)
-        return [self.split, *(self.add_loss for _ in range(chunks)), self.mean]
+    def steps(self, tokens: int) -> Steps:
+        """Lists split, then add_loss for each chunk of so many targets, then mean."""
+        chunks = ceil(tokens / (self.chunk_tokens or tokens))
+        return [self.split, *[self.add_loss] * chunks, self.mean]
 
     def split(self, *state: Any) -> tuple[Tensor, ...]:
         """carried, hidden (..., C), targets (...) -> carried, total, count, chunks in pairs."""
         carried, (hidden, targets) = state[: self.carried], state[self.carried :]
-        total = hidden.new_zeros(())
+        size = self.chunk_tokens or targets.numel()
+        chunks = zip(hidden.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
         count = (targets != IGNORED).sum()
-        chunks = zip(
-            hidden.flatten(0, -2).split(self._chunk_tokens),
-            targets.flatten().split(self._chunk_tokens),
-            strict=True,
-        )
-        return (*carried, total, count, *(tensor for pair in chunks for tensor in pair))
+        return (*carried, hidden.new_zeros(()), count, *chain.from_iterable(chunks))
 
     def add_loss(self, *state: Any) -> tuple[Tensor, ...]:
         """carried, total, count, hidden (chunk, C), targets, ... -> carried, total, count, ..."""
         total, count, hidden, targets, *rest = state[self.carried :]
-        loss = self.head.loss(hidden, targets)
+        loss = self.loss(hidden, targets)
         return (*state[: self.carried], total + loss, count, *rest)
 
     def mean(self, *state: Any) -> Tensor | tuple[Tensor, ...]:
@@ -115,26 +96,189 @@ class LossChunks:
         loss: Tensor = total / count
         return (*state[: self.carried], loss) if self.carried else loss
 
-    @property
-    def _chunk_tokens(self) -> int:
-        return self.head.chunk_tokens or self.tokens
+
+def make_head(
+    name: str,
+    weight: SharedWeight,
+    chunk_tokens: int,
+    module: nn.Linear | None = None,
+    carried: int = 0,
+) -> Head:
+    """Makes one of `HEADS` for a decoder of this weight, or this module with its bias.
+
+    A module that does more than `nn.Linear` may show the logits to others: its head is plain.
+    """
+    decoder = weight.decoder(module)
+    if name == "fused" and decoder is not module:
+        bias = None if module is None else module.bias
+        return Head(partial(fused_loss, weight, bias, chunk_tokens), None, carried)
+    loss = cross_entropy if name == "plain" or decoder is module else cross_entropy_inplace
+    return Head(lambda hidden, targets: loss(decoder(hidden), targets), chunk_tokens, carried)
 
 
-def check_targets(model: str, tokens: Tensor, targets: Tensor, vocabulary: int) -> None:
-    """Checks that targets are class numbers, one for each token.
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Logits (tokens, V), targets (tokens) -> summed loss (), in float32 for half precision."""
+    return F.cross_entropy(_widened(logits), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def cross_entropy_inplace(logits: Tensor, targets: Tensor) -> Tensor:
+    """Computes `cross_entropy`, bit for bit; its backward writes the gradient over the logits.
+
+    So the logits must be the caller's alone: fresh, kept by no hook, read by no other function.
+    They are not written in a backward with `retain_graph`, `create_graph` or batched gradients; and
+    under `torch.compile`, `torch.func`, forward-mode derivatives and for tensor subclasses this is
+    `cross_entropy` itself.
+    """
+    if type(logits) not in (Tensor, FakeTensor) or not is_eager():
+        return cross_entropy(logits, targets)
+    # in this order, so that a recomputation, which needs what the first line saves, ends there
+    zero = cast(Tensor, _InplaceLoss.apply(logits, targets))
+    return zero + _summed_loss(logits.detach(), targets)
+
+
+def fused_loss(
+    shared: SharedWeight, bias: Tensor | None, chunk_tokens: int, hidden: Tensor, targets: Tensor
+) -> Tensor:
+    """Hidden (tokens, C), targets (tokens) -> summed loss (), `chunk_tokens` decoded at a time.
+
+    Plain operations take over without gradients and under `torch.compile`, `torch.func` and
+    forward-mode derivatives.
 
     Raises:
-        InputError: another shape than the tokens', not int64, or a target that is neither a token
-            of the vocabulary nor -100.
+        ArgumentError: in the backward, when it is itself differentiated, or batched.
     """
-    if targets.shape != tokens.shape:
-        raise InputError(
-            f"{model} needs one target for each token; got targets {tuple(targets.shape)} "
-            f"for tokens {tuple(tokens.shape)}. Shift the text by one: text[:-1], text[1:]"
+    weight, kind = shared.weight, hidden.device.type
+    if not torch.is_grad_enabled() or not is_eager():
+        chunks = (torch.split(tensor, chunk_tokens) for tensor in (hidden, targets))
+        pairs = zip(*chunks, strict=True)
+        losses = [cross_entropy(F.linear(x, weight, bias), wanted) for x, wanted in pairs]
+        return torch.stack(losses).sum()
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        bias = bias if bias is None else bias.to(dtype)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast(kind, enabled=False):
+        loss = _FusedLoss.apply(
+            shared.token, weight, hidden, bias, targets, chunk_tokens, shared.total
         )
-    if targets.dtype != torch.int64:
-        raise InputError(
-            f"{model} takes targets of int64; got {targets.dtype}. Convert them with .long()"
-        )
-    if type(targets) is Tensor:
-        check_range(model, targets.where(targets != IGNORED, 0), vocabulary)
+    return cast(Tensor, loss)
+
+
+class _InplaceLoss(torch.autograd.Function):
+    """Zero, whose backward is that of the summed loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(targets, logits)
+        return _widened(logits.new_zeros(()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,), (targets, logits) = gradients, ctx.saved_tensors
+        if not is_first_order(gradient):  # by what autograd calls and can differentiate
+            return _gradient(_log_softmax(logits), targets, gradient).to(logits.dtype), None
+        written = logits.detach() if _is_last_backward() else logits.detach().clone()
+        for rows in _parts(len(written)):
+            part = written[rows]
+            part.copy_(_gradient(_log_softmax(part), targets[rows], gradient))
+        return written, None
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Computes the gradients in the forward.
+
+    Those of weight and bias are no saved tensors, since a recomputation would not free them.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  (autograd hands arguments on by position)
+        ctx: Any,
+        token: Tensor | None,
+        weight: Tensor,
+        hidden: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk_tokens: int,
+        total: Total,
+    ) -> Tensor:
+        for_hidden = torch.empty_like(hidden)
+        for_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
+        losses = []
+        chunks = (torch.split(tensor, chunk_tokens) for tensor in (hidden, targets, for_hidden))
+        for x, wanted, for_x in zip(*chunks, strict=True):
+            logits = F.linear(x, weight, bias)
+            losses.append(_summed_loss(logits, wanted, replace_logits=True))
+            torch.mm(logits, weight, out=for_x)
+            if for_weight is not None:
+                for_weight.addmm_(logits.t(), x)
+            if for_bias is not None:
+                for_bias += logits.sum(0)
+            del logits  # before those of the next chunk
+        ctx.save_for_backward(for_hidden)
+        ctx.sums, ctx.total, ctx.shared = (for_weight, for_bias), total, token is not None
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,), (for_hidden,) = gradients, ctx.saved_tensors
+        if not is_first_order(gradient):
+            raise ArgumentError(
+                "head='fused' computes its gradients in the forward, so they can be neither "
+                "differentiated (create_graph=True) nor batched; build the model with "
+                "head='inplace'"
+            )
+        sums, scale = ctx.sums, operator.mul
+        if _is_last_backward():
+            ctx.sums, scale = None, operator.imul
+        for_weight, for_bias = (None if found is None else scale(found, gradient) for found in sums)
+        if ctx.shared and for_weight is not None:
+            if is_wanted(ctx):
+                ctx.total.add(lambda: for_weight, lambda total: total.add_(for_weight))
+            for_weight = None
+        return None, for_weight, for_hidden * gradient, for_bias, None, None, None
+
+
+def _summed_loss(logits: Tensor, targets: Tensor, replace_logits: bool = False) -> Tensor:
+    """Computes `cross_entropy` a few rows at a time; can write its gradient over the logits."""
+    places = targets.where(targets != IGNORED, 0).unsqueeze(1)
+    one = _widened(logits.new_ones(()))
+    picked = []
+    for rows in _parts(len(logits)):
+        logarithms = _log_softmax(logits[rows])
+        picked.append(logarithms.gather(1, places[rows]))
+        if replace_logits:
+            logits[rows] = _gradient(logarithms, targets[rows], one)
+    # summed as torch does: what is picked are logits of a vocabulary of one word
+    words = torch.where(targets != IGNORED, 0, IGNORED)
+    return F.nll_loss(torch.cat(picked), words, ignore_index=IGNORED, reduction="sum")
+
+
+def _gradient(logarithms: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
+    """Returns the gradient of the logits from that of the summed loss."""
+    unused = logarithms.new_zeros(())  # the number of targets, which a mean would need
+    for_logarithms = torch.ops.aten.nll_loss_backward(
+        gradient, logarithms, targets, None, SUM, IGNORED, unused
+    )
+    found: Tensor = torch.ops.aten._log_softmax_backward_data(
+        for_logarithms, logarithms, 1, logarithms.dtype
+    )
+    return found
+
+
+def _parts(rows: int) -> Iterator[slice]:
+    size = max(ceil(rows / PARTS), 1)
+    return (slice(start, start + size) for start in range(0, rows, size))
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return F.log_softmax(_widened(logits), 1)
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _is_last_backward() -> bool:
+    """Says whether the current backward frees its graph, so that no other can follow."""
+    return not (is_engine_running() and is_graph_kept())

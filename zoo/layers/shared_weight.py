@@ -6,17 +6,14 @@ them pairwise, so two or three exist at once. Here the uses share one buffer, wh
 the parameter's gradient:
 
     forward    weight -> token          an empty tensor, which every use takes as an input
-    backward   last use                 total  = scores' @ hidden
-               ...                      total += scores' @ hidden
+    backward   last use                 total  = logits' @ hidden
+               ...                      total += logits' @ hidden
                embedding                total[tokens] += gradient
                token, after all uses    gives total to the weight
 
-Sums are kept apart by the number of the backward that they belong to, so what a failed one left
-behind goes into no other. Gradients equal autograd's up to the order of additions.
-
-Plain operations take over where a sum in place cannot be: under autocast, `torch.compile` and
-`torch.func`, without gradients, for frozen weights and other kinds of tensors; and in a backward
-that is itself differentiated or batched.
+Gradients equal autograd's up to the order of additions. Plain operations take over where a sum in
+place cannot be: under autocast, `torch.compile` and `torch.func`, without gradients, for frozen
+weights and tensor subclasses; and in a backward that is itself differentiated or batched.
 """
 
 import functools
@@ -26,84 +23,114 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
+from zoo._torch import (
+    FakeTensor,
+    are_functorch_transforms_active,
+    current_backward,
+    is_any_autocast_enabled,
+    is_legacy_batched,
+    is_tracing,
+    will_run,
+)
 from zoo.chain import hooks_for_all, is_hooked
-from zoo.layers.modes import is_eager, is_once_differentiated
+
+
+def is_eager() -> bool:
+    """Says whether no compiler, tracer, `torch.func` or forward-mode derivative is at work."""
+    return (
+        not torch.compiler.is_compiling()
+        and not are_functorch_transforms_active()
+        and not is_tracing()
+        and forward_ad._current_level < 0
+    )
+
+
+def is_first_order(gradient: Tensor) -> bool:
+    """Says whether the backward given this gradient is neither differentiated nor batched."""
+    batched = is_legacy_batched(gradient)  # by is_grads_batched=True
+    transformed = batched or are_functorch_transforms_active()
+    return not torch.is_grad_enabled() and not transformed
+
+
+def is_engine_running() -> bool:
+    """Says whether autograd's engine runs this backward; else a planner walks it, once."""
+    return bool(current_backward() != -1)
 
 
 class SharedWeight:
     """A weight (V, C) for the steps of one forward; make a new one in each."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.total = Total()
-        self.shared = _can_share(weight)
         self.weight = weight
+        self.total = Total()
+        self.shared = (
+            type(weight) in (Tensor, nn.Parameter, FakeTensor)
+            and weight.requires_grad
+            and torch.is_grad_enabled()
+            and not is_any_autocast_enabled()
+            and is_eager()
+        )
         self.token: Tensor | None = _Token.apply(weight, self.total) if self.shared else None
 
     def decoder(self, module: nn.Module | None = None) -> Callable[[Tensor], Tensor]:
-        """Returns x (tokens, C) -> scores (tokens, V), what a decoder of this weight computes.
+        """Returns x (tokens, C) -> logits (tokens, V) by this weight.
 
-        With a module it is the module's call, except for a `nn.Linear` that is nothing more: one
-        without hooks, parametrizations or a forward of its own. What it is not the module's call
-        for, nobody else sees.
+        That is the module, where it does more than `nn.Linear`: hooks, parametrizations and a
+        forward of its own see the logits. In all other cases nobody else does.
         """
         if module is None:
             return functools.partial(self._linear, None)
-        if type(module) is nn.Linear and _is_plain(module):
+        if type(module) is nn.Linear and _is_unmodified(module):
             return functools.partial(self._linear, module.bias)
         return module
 
     def embedding(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Returns tokens (...) -> x (..., C), what an embedding of this weight computes.
-
-        It is the module's call, except for a `nn.Embedding` that is nothing more.
-        """
-        plain = type(module) is nn.Embedding and _is_plain(module) and _looks_up(module)
-        return self._lookup if self.shared and plain else module
+        """Returns tokens (...) -> x (..., C): the module, if it does more than look up."""
+        if self.shared and type(module) is nn.Embedding and _is_unmodified(module):
+            options = (module.padding_idx, module.max_norm)
+            if options == (None, None) and not module.scale_grad_by_freq and not module.sparse:
+                return self._look_up
+        return module
 
     def _linear(self, bias: Tensor | None, x: Tensor) -> Tensor:
         if self.shared:
             return cast(Tensor, _Linear.apply(self.token, self.weight, x, bias, self.total))
         return F.linear(x, self.weight, bias)
 
-    def _lookup(self, tokens: Tensor) -> Tensor:
+    def _look_up(self, tokens: Tensor) -> Tensor:
         return cast(Tensor, _Lookup.apply(self.token, self.weight, tokens, self.total))
 
 
 class Total:
-    """The gradient of one weight so far, for each backward that is under way.
+    """The gradient of one weight so far, by the number of the backward that sums it.
 
-    The token takes it away. A backward that fails before leaves it, under a number that no other
-    backward has, until the graph goes.
+    A backward that fails leaves its sum behind, under a number that no other backward has.
     """
 
     def __init__(self) -> None:
         self.sums: dict[int, Tensor] = {}
 
-    def get(self) -> Tensor | None:
-        """Returns the sum of the backward under way."""
-        return self.sums.get(torch._C._current_graph_task_id())
-
-    def begin(self, gradient: Tensor) -> None:
-        """Makes a gradient that nobody else holds the sum so far."""
-        self.sums[torch._C._current_graph_task_id()] = gradient
-
-    def add(self, gradient: Tensor) -> None:
-        """Adds a gradient that nobody else holds."""
-        total = self.get()
-        if total is None:
-            self.begin(gradient)
+    def add(self, make: Callable[[], Tensor], add_to: Callable[[Tensor], Any]) -> None:
+        """Adds a gradient in place, or makes it where it is the first."""
+        backward = current_backward()
+        if backward in self.sums:
+            add_to(self.sums[backward])
         else:
-            total.add_(gradient)
+            self.sums[backward] = make()
 
-    def take(self) -> Tensor | None:
-        """Returns the sum and forgets it."""
-        return self.sums.pop(torch._C._current_graph_task_id(), None)
+
+def is_wanted(ctx: Any) -> bool:
+    """Says whether this backward leads to the weight (`autograd.grad` may ask for others)."""
+    token, _ = ctx.next_functions[0]
+    if not is_engine_running():
+        return True
+    return bool(will_run(token))
 
 
 class _Token(torch.autograd.Function):
-    """Weight -> an empty tensor; its backward runs when those of all that took it are done."""
+    """Weight -> an empty tensor; its backward runs after those of all that took it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, total: Total) -> Tensor:
@@ -113,7 +140,7 @@ class _Token(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
-        return ctx.total.take(), None
+        return ctx.total.sums.pop(current_backward(), None), None
 
 
 class _Linear(torch.autograd.Function):
@@ -131,14 +158,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (weight, x) = gradients, ctx.saved_tensors
         for_weight = None
-        if not is_once_differentiated(gradient):
+        if not is_first_order(gradient):
             for_weight = gradient.t() @ x
         elif is_wanted(ctx):
-            total = ctx.total.get()
-            if total is None:
-                ctx.total.begin(gradient.t() @ x)
-            else:
-                total.addmm_(gradient.t(), x)
+            ctx.total.add(lambda: gradient.t() @ x, lambda total: total.addmm_(gradient.t(), x))
         for_x = gradient @ weight if ctx.needs_input_grad[2] else None
         for_bias = gradient.sum(0) if ctx.needs_input_grad[3] else None
         return None, for_weight, for_x, for_bias, None
@@ -158,19 +181,18 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (tokens,) = gradients, ctx.saved_tensors
         for_weight = None
-        if not is_once_differentiated(gradient):
+        if not is_first_order(gradient):
             for_weight = _row_sums(gradient, tokens, ctx.rows)
         elif is_wanted(ctx):
-            total = ctx.total.get()
-            if total is None:
-                ctx.total.begin(_row_sums(gradient, tokens, ctx.rows))
-            else:
-                _add_rows(total, gradient, tokens.flatten())
+            ctx.total.add(
+                lambda: _row_sums(gradient, tokens, ctx.rows),
+                lambda total: _add_rows(total, gradient, tokens.flatten()),
+            )
         return None, for_weight, None, None
 
 
 def _add_rows(total: Tensor, gradient: Tensor, tokens: Tensor) -> None:
-    """Adds each token's gradient to its row: one sum per row, the same bits on every run.
+    """Adds each token's gradient to its row: one sum per row, the same bits in every run.
 
     A token that comes again has its sum in the slot of its first place in order; the slots of the
     others are zero, and added in whatever sequence these change no bit.
@@ -188,35 +210,11 @@ def _row_sums(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
     return sums
 
 
-def is_wanted(ctx: Any) -> bool:
-    """Says whether this backward leads to the weight (`autograd.grad` may ask for others)."""
-    token, _ = ctx.next_functions[0]
-    return bool(torch._C._will_engine_execute_node(token))  # type: ignore[attr-defined]
+def _is_unmodified(module: nn.Module) -> bool:
+    """Says whether calling a module does no more than its class's forward.
 
-
-def _can_share(weight: Tensor) -> bool:
-    return (
-        type(weight) in (Tensor, nn.Parameter, FakeTensor)
-        and weight.requires_grad
-        and torch.is_grad_enabled()
-        and not torch._C._is_any_autocast_enabled()
-        and is_eager()
-    )
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Says whether calling a module does no more than its class's forward."""
-    hooked = is_hooked(module)
-    return not (hooked or "forward" in vars(module) or _is_watched())
-
-
-def _is_watched() -> bool:
-    """Says whether someone watches all modules, other than the engine in a second run."""
-    return any(
-        not str(getattr(hook, "__module__", "")).startswith("zoo.") for hook in hooks_for_all()
-    )
-
-
-def _looks_up(embedding: nn.Embedding) -> bool:
-    unusual = embedding.scale_grad_by_freq or embedding.sparse
-    return embedding.padding_idx is None and embedding.max_norm is None and not unusual
+    The engine's own hooks for all modules do not count.
+    """
+    hooks = (str(getattr(hook, "__module__", "")) for hook in hooks_for_all())
+    foreign = any(not name.startswith("zoo.") for name in hooks)
+    return not (is_hooked(module) or "forward" in vars(module) or foreign)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, shortened
-from zoo.layers.checks import check_choice, check_positive, check_rate
+from zoo.layers.checks import check_choice, check_integers, check_rates
 from zoo.layers.drop_path import DropPath
 
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -28,14 +28,7 @@ class TransformerBlock(Chain):
     what each branch adds, `drop_path_rate` whole samples of a branch. `activation` is "gelu" or its
     tanh form "gelu_tanh".
 
-    Tensors behind the first in the state are handed on untouched, so the block fits into any chain:
-
-        step       takes        hands on
-        project    x            x, qkv (N, T, 3C)
-        attend     x, qkv       x, mixed (N, T, C)
-        merge      x, mixed     x
-        widen      x            x, hidden (N, T, mlp_ratio C)
-        narrow     x, hidden    x
+    Each step hands on the rest of its state untouched, so the block fits into any chain.
 
     Outputs and gradients are those of timm's `Block(qkv_bias=True)` bit for bit. Deviation: timm's
     `proj_drop` also drops after the activation; here, as in GPT-2, nothing is dropped there.
@@ -59,10 +52,21 @@ class TransformerBlock(Chain):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        hidden = _hidden(width, heads, mlp_ratio)
+        check_integers("TransformerBlock", width=width, heads=heads)
+        if not isinstance(mlp_ratio, int | float) or not math.isfinite(mlp_ratio):
+            raise ArgumentError(
+                f"TransformerBlock needs mlp_ratio that is a number; got {shortened(mlp_ratio)}"
+            )
+        hidden = int(width * mlp_ratio)
+        check_integers("TransformerBlock", hidden=hidden)
+        if width % heads:
+            raise ArgumentError(
+                f"TransformerBlock splits its width over the heads; {width} is not divisible by "
+                f"{heads}. Choose heads from {[n for n in range(1, width + 1) if width % n == 0]}"
+            )
         check_choice("TransformerBlock", "activation", activation, list(ACTIVATIONS))
-        check_rate("TransformerBlock", attention_drop_rate=attention_drop_rate)
-        check_rate("TransformerBlock", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        rates = {"attention_drop_rate": attention_drop_rate, "drop_path_rate": drop_path_rate}
+        check_rates("TransformerBlock", drop_rate=drop_rate, **rates)
         self.heads = heads
         self.causal = causal
         self.attention_drop_rate = attention_drop_rate
@@ -77,7 +81,7 @@ class TransformerBlock(Chain):
         self.drop_path = DropPath(drop_path_rate)
 
     def steps(self) -> Steps:
-        """Lists the five steps of the table above."""
+        """Lists project, attend, merge, widen, narrow."""
         return [self.project, self.attend, self.merge, self.widen, self.narrow]
 
     def project(self, x: Tensor, *rest: Any) -> Any:
@@ -87,12 +91,9 @@ class TransformerBlock(Chain):
     def attend(self, x: Tensor, qkv: Tensor, *rest: Any) -> Any:
         """x, qkv (N, T, 3C) -> x, mixed (N, T, C)."""
         query, key, value = rearrange(qkv, "n t (qkv h c) -> qkv n h t c", qkv=3, h=self.heads)
+        drop_rate = self.attention_drop_rate if self.training else 0.0
         mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=self.attention_drop_rate if self.training else 0.0,
-            is_causal=self.causal,
+            query, key, value, dropout_p=drop_rate, is_causal=self.causal
         )
         return x, rearrange(mixed, "n h t c -> n t (h c)"), *rest
 
@@ -111,20 +112,3 @@ class TransformerBlock(Chain):
 
 def _state(x: Tensor, rest: tuple[Any, ...]) -> Any:
     return (x, *rest) if rest else x
-
-
-def _hidden(width: int, heads: int, mlp_ratio: float) -> int:
-    """Returns the width of the perceptron."""
-    check_positive("TransformerBlock", width=width, heads=heads)
-    if not isinstance(mlp_ratio, int | float) or not math.isfinite(mlp_ratio):
-        raise ArgumentError(
-            f"TransformerBlock needs mlp_ratio that is a number; got {shortened(mlp_ratio)}"
-        )
-    hidden = int(width * mlp_ratio)
-    check_positive("TransformerBlock", hidden=hidden)
-    if width % heads:
-        raise ArgumentError(
-            f"TransformerBlock splits its width over the heads; {width} is not divisible by "
-            f"{heads}. Choose heads from {[n for n in range(1, width + 1) if width % n == 0]}"
-        )
-    return hidden

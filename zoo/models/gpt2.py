@@ -2,11 +2,11 @@
 
 The layers are those of Hugging Face's `GPT2LMHeadModel` under timm's names for the blocks; its
 state dicts (and `GPT2Model`'s) load with `load_state_dict`, which renames the keys and transposes
-the weights. Scores, loss and gradients are its own bit for bit when it computes the activation with
+the weights. Logits, loss and gradients are its own bit for bit when it computes the activation with
 torch's kernel (`gelu_pytorch_tanh`), as here; its default `gelu_new` spells the same function out
 in operations that keep three more tensors of its size, and differs by rounding.
 
-The scores and the loss are steps too, a chunk of tokens at a time (see `layers.language_head`).
+Logits and loss are steps too, a chunk of tokens at a time (see `layers.language_head`).
 Not here: a cache of keys and values, padding masks, token types, cross attention.
 """
 
@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.chain import Chain, Steps, spread
-from zoo.layers.checks import check_choice, check_positive, check_rate, check_tokens
+from zoo.layers.checks import check_choice, check_integers, check_rates, check_tokens
 from zoo.layers.drop_path import drop_path_rates
-from zoo.layers.language_head import HEADS, LossChunks, check_targets, make_head
+from zoo.layers.language_head import HEADS, make_head
 from zoo.layers.shared_weight import SharedWeight
 from zoo.layers.transformer import TransformerBlock
 
@@ -42,7 +42,7 @@ RENAMED = {
 
 
 class GPT2(Chain):
-    """Scores the next token: tokens (N, T) -> (N, T, V); with targets (N, T) -> mean loss ().
+    """GPT-2: tokens (N, T) -> logits (N, T, V); with targets (N, T) -> mean loss ().
 
     Targets are the next tokens, shifted by the caller; those of -100 are ignored. V is `vocabulary`
     and T at most `positions`. `depth` blocks of `width` channels in `heads` heads; the embedding of
@@ -50,9 +50,9 @@ class GPT2(Chain):
     residuals, `drop_path_rate` the stochastic depth of the last block (rising linearly from 0 at
     the first; an addition to the paper). The loss decodes `chunk_tokens` tokens at a time.
 
-    `head` says how. "inplace" writes the gradient of the scores over them; "plain" leaves all to
-    `F.cross_entropy`: the same bits, three times a chunk's scores. "fused" computes the gradients
-    in the forward and keeps no scores at all: equal up to rounding, and it cannot be differentiated
+    `head` says how. "inplace" writes the gradient of the logits over them; "plain" leaves all to
+    `F.cross_entropy`: the same bits, three times a chunk's logits. "fused" computes the gradients
+    in the forward and keeps no logits at all: equal up to rounding, and it cannot be differentiated
     twice.
 
     Weights are drawn as published: normal of 0.02, on the residual paths divided by sqrt(2 depth);
@@ -77,31 +77,28 @@ class GPT2(Chain):
         head: str = "inplace",
     ) -> None:
         super().__init__()
-        check_positive("GPT2", width=width, depth=depth, vocabulary=vocabulary)
-        check_positive("GPT2", positions=positions, chunk_tokens=chunk_tokens)
+        check_integers("GPT2", width=width, depth=depth, vocabulary=vocabulary)
+        check_integers("GPT2", positions=positions, chunk_tokens=chunk_tokens)
         check_choice("GPT2", "head", head, HEADS)
-        check_rate("GPT2", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        check_rates("GPT2", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         self.positions = positions
         self.chunk_tokens = chunk_tokens
         self.head = head
         self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(positions, width)
         self.drop = nn.Dropout(drop_rate)
-        self.blocks = nn.Sequential(
-            *(
-                TransformerBlock(
-                    width,
-                    heads,
-                    causal=True,
-                    activation="gelu_tanh",
-                    norm_epsilon=1e-5,
-                    attention_drop_rate=drop_rate,
-                    drop_rate=drop_rate,
-                    drop_path_rate=rate,
-                )
-                for rate in drop_path_rates(drop_path_rate, depth)
-            )
+        block = partial(
+            TransformerBlock,
+            width,
+            heads,
+            causal=True,
+            activation="gelu_tanh",
+            norm_epsilon=1e-5,
+            attention_drop_rate=drop_rate,
+            drop_rate=drop_rate,
         )
+        rates = drop_path_rates(drop_path_rate, depth)
+        self.blocks = nn.Sequential(*(block(drop_path_rate=rate) for rate in rates))
         self.norm = nn.LayerNorm(width, eps=1e-5)
         self.initialize()
 
@@ -116,48 +113,38 @@ class GPT2(Chain):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:  # type: ignore[override]
-        """Returns the scores (N, T, V), or with targets (N, T) the mean loss ()."""
+        """Returns the logits (N, T, V), or with targets (N, T) the mean loss ()."""
         return super().forward(tokens) if targets is None else super().forward(tokens, targets)
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Checks tokens (N, T) and targets (N, T) and lists the steps for them."""
         tokens, targets = cast(Tensor, inputs[0]), inputs[1] if len(inputs) > 1 else None
-        vocabulary = self.token_embedding.num_embeddings
-        check_tokens("GPT2", tokens, "N T", vocabulary, self.positions)
+        sizes = {"vocabulary": self.token_embedding.num_embeddings, "longest": self.positions}
+        check_tokens("GPT2", tokens, targets, "N T", **sizes)
         if targets is None:
             return self.steps()
-        check_targets("GPT2", tokens, targets, vocabulary)
         weight = SharedWeight(self.token_embedding.weight)
-        chunks = LossChunks(make_head(self.head, weight, self.chunk_tokens), tokens.numel())
-        embed = partial(self.embed_with, weight.embedding(self.token_embedding))
-        return [embed, *spread(self.blocks), self.normalize, *chunks.steps()]
+        head = make_head(self.head, weight, self.chunk_tokens)
+        embed = partial(self.embed, weight.embedding(self.token_embedding))
+        return [embed, *spread(self.blocks), self.normalize, *head.steps(tokens.numel())]
 
     def steps(self) -> Steps:
         """Lists the embedding, the blocks, the last norm and the decoder."""
-        return [self.embed, *spread(self.blocks), self.normalize, self.decode]
+        embed = partial(self.embed, self.token_embedding)
+        return [embed, *spread(self.blocks), self.normalize, self.decode]
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens (N, T) -> x (N, T, width), positions added."""
-        return self._add_positions(self.token_embedding(tokens))
-
-    def embed_with(
-        self, embedding: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens (N, T), targets -> x (N, T, width), targets."""
-        return self._add_positions(embedding(tokens)), targets
+    def embed(self, embedding: Callable[[Tensor], Tensor], tokens: Tensor, *targets: Tensor) -> Any:
+        """Tokens (N, T), targets, if any -> x (N, T, width), targets; positions added."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.drop(embedding(tokens) + self.position_embedding(places)), *targets
 
     def normalize(self, x: Tensor, *rest: Any) -> Any:
         """x (N, T, width) -> hidden (N, T, width)."""
         return self.norm(x), *rest
 
     def decode(self, hidden: Tensor) -> Tensor:
-        """Hidden (..., width) -> scores (..., V)."""
+        """Hidden (..., width) -> logits (..., V)."""
         return F.linear(hidden, self.token_embedding.weight)
-
-    def _add_positions(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device)
-        dropped: Tensor = self.drop(x + self.position_embedding(places))
-        return dropped
 
     def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Renames and transposes the weights of Hugging Face's GPT-2; leaves our own alone.
@@ -171,39 +158,20 @@ class GPT2(Chain):
             return state_dict
         translated = {}
         for key, value in state_dict.items():
-            if key == "lm_head.weight" and _same(value, embedding):
+            is_tied = key == "lm_head.weight" and torch.equal(value, embedding)
+            if is_tied or re.search(r"\.attn\.(masked_)?bias$", key):
                 continue
-            if not re.search(r"\.attn\.(masked_)?bias$", key):
-                transposed = re.search(r"\.c_\w+\.weight$", key)
-                translated[_rename(key.removeprefix(prefix))] = value.t() if transposed else value
+            renamed = key.removeprefix(prefix)
+            for theirs, ours in RENAMED.items():
+                renamed = re.sub(theirs, ours, renamed)
+            translated[renamed] = value.t() if re.search(r"\.c_\w+\.weight$", key) else value
         return translated
 
 
-def gpt2_small(*, width: int = 768, depth: int = 12, heads: int = 12, **arguments: Any) -> GPT2:
-    """Builds GPT-2: 12 blocks of 768, 124 million parameters; the arguments are GPT2's."""
-    return GPT2(width=width, depth=depth, heads=heads, **arguments)
-
-
-def gpt2_medium(*, width: int = 1024, depth: int = 24, heads: int = 16, **arguments: Any) -> GPT2:
-    """Builds GPT-2 medium: 24 blocks of 1024, 355 million parameters; the arguments are GPT2's."""
-    return GPT2(width=width, depth=depth, heads=heads, **arguments)
-
-
-def gpt2_large(*, width: int = 1280, depth: int = 36, heads: int = 20, **arguments: Any) -> GPT2:
-    """Builds GPT-2 large: 36 blocks of 1280, 774 million parameters; the arguments are GPT2's."""
-    return GPT2(width=width, depth=depth, heads=heads, **arguments)
-
-
-def gpt2_xl(*, width: int = 1600, depth: int = 48, heads: int = 25, **arguments: Any) -> GPT2:
-    """Builds GPT-2 XL: 48 blocks of 1600, 1558 million parameters; the arguments are GPT2's."""
-    return GPT2(width=width, depth=depth, heads=heads, **arguments)
-
-
-def _rename(key: str) -> str:
-    for theirs, ours in RENAMED.items():
-        key = re.sub(theirs, ours, key)
-    return key
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
+# millions of parameters, and arguments
+SIZES = {
+    "gpt2_small": (124, {"width": 768, "depth": 12, "heads": 12}),
+    "gpt2_medium": (355, {"width": 1024, "depth": 24, "heads": 16}),
+    "gpt2_large": (774, {"width": 1280, "depth": 36, "heads": 20}),
+    "gpt2_xl": (1558, {"width": 1600, "depth": 48, "heads": 25}),
+}

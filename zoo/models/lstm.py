@@ -1,8 +1,8 @@
 """Word language models: LSTM (Zaremba et al. 2014, arXiv:1409.2329) and GRU (arXiv:1406.1078).
 
-torch's word_language_model example runs `nn.LSTM` over the whole text and then scores all of it,
+torch's word_language_model example runs `nn.LSTM` over the whole text and then decodes all of it,
 tokens x vocabulary numbers at once. Here time is cut into chunks. Each goes through all layers and,
-where there are targets, straight on to its scores and losses, before the next one begins; every
+where there are targets, straight on to its logits and losses, before the next one begins; every
 layer's chunk of time is a step.
 
     state after   carried on              the chunk's                        chunks to come
@@ -14,40 +14,41 @@ layer's chunk of time is a step.
     finish        loss, hidden, cell
 
 Without targets, total, count and targets are None, and a chunk's x is set aside behind the others
-until all are scored at once. Chunks embed their own tokens: views of one embedding would each keep
+until all are decoded at once. Chunks embed their own tokens: views of one embedding would each keep
 all of it. Other `chunk_steps` sum the weights' gradients in another order: equal up to rounding.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from math import ceil
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from zoo._torch import HAS_MKLDNN
 from zoo.chain import Chain, State, Steps
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_choice, check_positive, check_rate, check_tokens
-from zoo.layers.cross_entropy import IGNORED
-from zoo.layers.language_head import HEADS, LossChunks, check_targets, make_head
+from zoo.layers.checks import IGNORED, check_choice, check_integers, check_rates, check_tokens
+from zoo.layers.language_head import HEADS, make_head
 from zoo.layers.shared_weight import SharedWeight
 
 Carried = Tensor | tuple[Tensor, ...]
 
 # under autocast oneDNN's LSTM takes no float16, and bfloat16 on processors with AVX-512 alone
-_HAS_BFLOAT16 = torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+_HAS_BFLOAT16 = HAS_MKLDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class WordLanguageModel(Chain):
-    """Tokens (T, N), state -> scores (T, N, V), state; with targets (T, N) -> mean loss (), state.
+    """Tokens (T, N), state -> logits (T, N, V), state; with targets (T, N) -> mean loss (), state.
 
     The state is (hidden, cell) of an LSTM and hidden of a GRU, each (layers, N, hidden); None is
     zeros. The one returned goes in with the next batch, once detached by `model.detach(state)`.
     Targets of -100 are ignored. `drop_rate` is that of Zaremba's dropout, behind the embedding and
     behind each layer. `tied` makes the embedding's weight the decoder's (arXiv:1608.05859).
-    `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are scored at a time: 64
-    times 33278 scores are 8 MiB. `head` is that of `GPT2`: "inplace", "plain" or "fused".
+    `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are decoded at a time: 64
+    times 33278 logits are 8 MiB. `head` is that of `GPT2`: "inplace", "plain" or "fused".
 
     Embedding and decoder are drawn from (-0.1, 0.1) and the decoder's bias is zero, as in torch's
     example; the layers are torch's own. (Zaremba draws these from (-0.1, 0.1) too.)
@@ -75,9 +76,9 @@ class WordLanguageModel(Chain):
     ) -> None:
         super().__init__()
         self.name = self.recurrent.__name__.lower()
-        check_positive(self.name, vocabulary=vocabulary, embedding=embedding, hidden=hidden)
-        check_positive(self.name, layers=layers, chunk_steps=chunk_steps, chunk_tokens=chunk_tokens)
-        check_rate(self.name, drop_rate=drop_rate)
+        check_integers(self.name, vocabulary=vocabulary, embedding=embedding, hidden=hidden)
+        check_integers(self.name, layers=layers, chunk_steps=chunk_steps, chunk_tokens=chunk_tokens)
+        check_rates(self.name, drop_rate=drop_rate)
         check_choice(self.name, "head", head, HEADS)
         if tied and embedding != hidden:
             raise ArgumentError(
@@ -102,7 +103,7 @@ class WordLanguageModel(Chain):
     def forward(  # type: ignore[override]
         self, tokens: Tensor, state: Carried | None = None, targets: Tensor | None = None
     ) -> tuple[Tensor, Carried]:
-        """Returns the scores (T, N, V), or with targets the mean loss (), and the state after."""
+        """Returns the logits (T, N, V), or with targets the mean loss (), and the state after."""
         given = () if state is None else (state,) if isinstance(state, Tensor) else tuple(state)
         return self.returned(*super().forward(tokens, targets, *given))
 
@@ -123,29 +124,27 @@ class WordLanguageModel(Chain):
         tokens, targets, *state = inputs
         assert tokens is not None
         vocabulary = self.embedding.num_embeddings
-        check_tokens(self.name, tokens, "T N", vocabulary)
+        check_tokens(self.name, tokens, targets, "T N", vocabulary=vocabulary)
         self._check_state(state, tokens.shape[1])
         layers = [(partial(self.recur, layer), self.drop) for layer in range(len(self.layers))]
         words = SharedWeight(self.embedding.weight)
         body: Steps = [partial(self.embed, words.embedding(self.embedding)), self.drop, *layers]
         starts = range(0, len(tokens), self.chunk_steps)
+        chunks: list[Steps] = [[body, self.set_aside] for _ in starts]
         if targets is None:
-            chunks: list[Steps] = [[body, self.set_aside] for _ in starts]
-            return [self.begin, *chunks, [self.score, self.finish]]
-        check_targets(self.name, tokens, targets, vocabulary)
+            return [self.begin, *chunks, [self.decode, self.finish]]
         tied = self.decoder.weight is self.embedding.weight
-        scored = words if tied else SharedWeight(self.decoder.weight)
-        head = make_head(self.head, scored, self.chunk_tokens, self.decoder)
-        loss = LossChunks(head, tokens.numel(), self.carried)
+        decoder = words if tied else SharedWeight(self.decoder.weight)
+        head = make_head(self.head, decoder, self.chunk_tokens, self.decoder, self.carried)
+        end: Steps = [head.mean, self.finish]
         if head.chunk_tokens is None:
-            chunks = [[body, self.set_aside] for _ in starts]
-            return [self.begin, *chunks, [self.join, loss.add_loss], [loss.mean, self.finish]]
+            return [self.begin, *chunks, [self.join, head.add_loss], end]
         chunks = []
         for start in starts:
             size = min(self.chunk_steps, len(tokens) - start) * tokens.shape[1]
             chunks += [[body, self.divide]]
-            chunks += [[loss.add_loss]] * ceil(size / self.chunk_tokens)
-        return [self.begin, *chunks, [loss.mean, self.finish]]
+            chunks += [[head.add_loss]] * ceil(size / self.chunk_tokens)
+        return [self.begin, *chunks, end]
 
     def begin(self, tokens: Any, targets: Any, *state: Any) -> State:
         """tokens (T, N), targets, state -> carried, total, count, tokens (t, N), targets, ..."""
@@ -154,12 +153,11 @@ class WordLanguageModel(Chain):
         state = state or (zeros,) * len(self.carries)
         carried = [part for tensor in state for part in tensor.split(1)]
         chunks = tokens.split(self.chunk_steps)
-        if targets is None:
-            return (*carried, None, None, *(part for chunk in chunks for part in (chunk, None)))
-        total = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
-        pairs = zip(chunks, targets.split(self.chunk_steps), strict=True)
-        count = (targets != IGNORED).sum()
-        return (*carried, total, count, *(part for pair in pairs for part in pair))
+        wanted, total, count = [None] * len(chunks), None, None
+        if targets is not None:
+            wanted, count = targets.split(self.chunk_steps), (targets != IGNORED).sum()
+            total = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
+        return (*carried, total, count, *chain.from_iterable(zip(chunks, wanted, strict=True)))
 
     def embed(self, embedding: Callable[[Tensor], Tensor], *state: Any) -> State:
         """..., tokens (t, N), ... -> ..., x (t, N, embedding), ..."""
@@ -182,9 +180,8 @@ class WordLanguageModel(Chain):
     def divide(self, *state: Any) -> State:
         """..., x (t, N, hidden), targets (t, N), ... -> ..., x (tokens, hidden), targets, ..."""
         x, targets = (part.flatten(0, 1) for part in state[self.hand : self.hand + 2])
-        pairs = zip(x.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
-        divided = (part for pair in pairs for part in pair)
-        return (*state[: self.hand], *divided, *state[self.hand + 2 :])
+        chunks = zip(x.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
+        return (*state[: self.hand], *chain.from_iterable(chunks), *state[self.hand + 2 :])
 
     def set_aside(self, *state: Any) -> State:
         """..., x (t, N, hidden), targets, others -> ..., others, x, targets"""
@@ -196,8 +193,8 @@ class WordLanguageModel(Chain):
         pairs = state[self.hand :: 2], state[self.hand + 1 :: 2]
         return (*state[: self.hand], *(torch.cat(parts).flatten(0, 1) for parts in pairs))
 
-    def score(self, *state: Any) -> State:
-        """carried, None, None, x (t, N, hidden), None, x, None, ... -> carried, scores (T, N, V)"""
+    def decode(self, *state: Any) -> State:
+        """carried, None, None, x (t, N, hidden), None, x, None, ... -> carried, logits (T, N, V)"""
         return (*state[: self.carried], self.decoder(torch.cat(state[self.hand :: 2])))
 
     def finish(self, *state: Any) -> State:
@@ -233,24 +230,20 @@ def _cast(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 class LSTMLanguageModel(WordLanguageModel):
-    """A `WordLanguageModel` of LSTMs; its state is (hidden, cell)."""
+    """LSTM language model: tokens (T, N), (hidden, cell) -> logits (T, N, V), (hidden, cell).
+
+    All else is said of `WordLanguageModel`.
+    """
 
     recurrent = nn.LSTM
     carries = ("hidden", "cell")
 
 
 class GRULanguageModel(WordLanguageModel):
-    """A `WordLanguageModel` of GRUs; its state is hidden."""
+    """GRU language model: tokens (T, N), hidden -> logits (T, N, V), hidden.
+
+    All else is said of `WordLanguageModel`.
+    """
 
     recurrent = nn.GRU
     carries = ("hidden",)
-
-
-def lstm(**arguments: Any) -> LSTMLanguageModel:
-    """Builds an LSTM language model, 14.0 million parameters; arguments of `WordLanguageModel`."""
-    return LSTMLanguageModel(**arguments)
-
-
-def gru(**arguments: Any) -> GRULanguageModel:
-    """Builds a GRU language model, 13.8 million parameters; arguments of `WordLanguageModel`."""
-    return GRULanguageModel(**arguments)

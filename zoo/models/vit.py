@@ -6,7 +6,6 @@ paper are timm's: no hidden layer before the classifier, and dropout only in fro
 """
 
 from math import sqrt
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, Steps, spread
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_input, check_positive, check_rate, only_input
+from zoo.layers.checks import check_input, check_integers, check_rates
 from zoo.layers.drop_path import drop_path_rates
 from zoo.layers.transformer import TransformerBlock
 
@@ -22,7 +21,7 @@ PATCH = 16
 
 
 class ViT(Chain):
-    """Cuts an image into patches and lets them attend to one another: (N, C, H, W) -> (N, classes).
+    """A vision transformer on patches of 16 x 16: images (N, C, H, W) -> logits (N, classes).
 
     `depth` blocks of `width` channels in `heads` heads. H and W are `image_size`, a multiple of 16;
     C is `in_channels`. `drop_rate` is the dropout before the classifier, `drop_path_rate` the
@@ -47,22 +46,24 @@ class ViT(Chain):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        check_positive("ViT", width=width, depth=depth, classes=classes, in_channels=in_channels)
-        check_positive("ViT", image_size=image_size)
-        check_rate("ViT", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
-        _check_patches(image_size)
+        check_integers("ViT", width=width, depth=depth, classes=classes, in_channels=in_channels)
+        check_integers("ViT", image_size=image_size)
+        check_rates("ViT", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        if image_size % PATCH:
+            raise ArgumentError(
+                f"ViT cuts images into patches of {PATCH}; image_size {image_size} is not a "
+                f"multiple. Take {image_size // PATCH * PATCH or PATCH}"
+            )
         patches = (image_size // PATCH) ** 2
         self.in_channels = in_channels
         self.image_size = image_size
         self.cls_token = nn.Parameter(torch.empty(1, 1, width))
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + patches, width))
-        self.patch_embed = nn.ModuleDict(
-            {"proj": nn.Conv2d(in_channels, width, PATCH, stride=PATCH)}
-        )
+        patch_embed = nn.Conv2d(in_channels, width, PATCH, stride=PATCH)
+        self.patch_embed = nn.ModuleDict({"proj": patch_embed})
         rates = drop_path_rates(drop_path_rate, depth)
-        self.blocks = nn.Sequential(
-            *(TransformerBlock(width, heads, drop_path_rate=rate) for rate in rates)
-        )
+        blocks = (TransformerBlock(width, heads, drop_path_rate=rate) for rate in rates)
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(width, classes)
@@ -79,8 +80,7 @@ class ViT(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Checks images (N, C, H, W) and lists the steps."""
-        images = only_input("ViT", inputs)
-        check_input("ViT", images, "N C H W", self.in_channels, self.cls_token)
+        images = check_input("ViT", inputs, "N C H W", self.in_channels, self.cls_token)
         if tuple(images.shape[2:]) != (self.image_size, self.image_size):
             raise InputError(
                 f"this ViT takes images of {self.image_size} x {self.image_size}; got "
@@ -109,32 +109,6 @@ class ViT(Chain):
         return logits
 
 
-def vit_tiny_patch16(*, width: int = 192, depth: int = 12, heads: int = 3, **arguments: Any) -> ViT:
-    """Builds ViT-Ti/16: 12 blocks of 192, 5.7 million parameters; the arguments are ViT's."""
-    return ViT(width=width, depth=depth, heads=heads, **arguments)
-
-
-def vit_small_patch16(
-    *, width: int = 384, depth: int = 12, heads: int = 6, **arguments: Any
-) -> ViT:
-    """Builds ViT-S/16: 12 blocks of 384, 22.1 million parameters; the arguments are ViT's."""
-    return ViT(width=width, depth=depth, heads=heads, **arguments)
-
-
-def vit_base_patch16(
-    *, width: int = 768, depth: int = 12, heads: int = 12, **arguments: Any
-) -> ViT:
-    """Builds ViT-B/16: 12 blocks of 768, 86.6 million parameters; the arguments are ViT's."""
-    return ViT(width=width, depth=depth, heads=heads, **arguments)
-
-
-def vit_large_patch16(
-    *, width: int = 1024, depth: int = 24, heads: int = 16, **arguments: Any
-) -> ViT:
-    """Builds ViT-L/16: 24 blocks of 1024, 304.3 million parameters; the arguments are ViT's."""
-    return ViT(width=width, depth=depth, heads=heads, **arguments)
-
-
 def _truncated_normal(tensor: Tensor) -> None:
     """Fills with timm's draws: torch 2.14's own `trunc_normal_` draws otherwise."""
     if not tensor.is_meta:
@@ -142,9 +116,10 @@ def _truncated_normal(tensor: Tensor) -> None:
             tensor.uniform_(-1, 1).erfinv_().mul_(0.02 * sqrt(2)).clamp_(-2, 2)
 
 
-def _check_patches(image_size: int) -> None:
-    if image_size % PATCH:
-        raise ArgumentError(
-            f"ViT cuts images into patches of {PATCH}; image_size {image_size} is not a multiple. "
-            f"Take {image_size // PATCH * PATCH or PATCH}"
-        )
+# millions of parameters, and arguments
+SIZES = {
+    "vit_tiny_patch16": (5.7, {"width": 192, "depth": 12, "heads": 3}),
+    "vit_small_patch16": (22.1, {"width": 384, "depth": 12, "heads": 6}),
+    "vit_base_patch16": (86.6, {"width": 768, "depth": 12, "heads": 12}),
+    "vit_large_patch16": (304.3, {"width": 1024, "depth": 24, "heads": 16}),
+}

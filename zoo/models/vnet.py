@@ -16,9 +16,8 @@ every dropout (MONAI's two last skips always have 0.5); instance norm and `width
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,17 +26,10 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, State, Steps, spread
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import (
-    check_choice,
-    check_classes,
-    check_input,
-    check_positive,
-    check_rate,
-    check_values,
-    only_input,
-)
+from zoo.layers.checks import check_choice, check_input, check_integers, check_norm, check_rates
 
 STRIDE = 16
+NORMS = {"batch": nn.BatchNorm3d, "instance": nn.InstanceNorm3d}
 # Parts of MONAI's names and ours, replaced in this order; none of MONAI's stands in a name of ours.
 FROM_MONAI = {
     "out_tr.conv2": "logits",
@@ -70,141 +62,118 @@ class ELU(nn.Module):
         return F.elu(x.clone(), inplace=True)
 
 
+def _activation(name: str, channels: int) -> nn.Module:
+    return ELU() if name == "elu" else nn.PReLU(channels)
+
+
 class ConvNormAct(Chain):
     """Convolution, norm, activation, each a step: x (N, C, D, H, W), ... -> (N, channels, ...)."""
 
-    def __init__(self, conv: nn.Module, norm: nn.Module, act: nn.Module) -> None:
+    def __init__(self, conv: nn.Conv3d | nn.ConvTranspose3d, activation: str, norm: str) -> None:
         super().__init__()
         self.conv = conv
-        self.norm = norm
-        self.act = act
+        self.norm = NORMS[norm](conv.out_channels, affine=True)
+        self.act = _activation(activation, conv.out_channels)
 
     def steps(self) -> Steps:
         """Lists convolve, normalize, activate."""
-        return [self.convolve, self.normalize, self.activate]
+        return [self._convolve, self._normalize, self._activate]
 
-    def convolve(self, x: Tensor, *held: Tensor) -> State:
-        """x, ... -> conv(x), ..."""
+    def _convolve(self, x: Tensor, *held: Tensor) -> State:
         return self.conv(x), *held
 
-    def normalize(self, x: Tensor, *held: Tensor) -> State:
-        """x, ... -> norm(x), ..."""
+    def _normalize(self, x: Tensor, *held: Tensor) -> State:
         return self.norm(x), *held
 
-    def activate(self, x: Tensor, *held: Tensor) -> State:
-        """x, ... -> act(x), ..."""
+    def _activate(self, x: Tensor, *held: Tensor) -> State:
         return self.act(x), *held
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Makes the layers of a V-Net with this activation and norm."""
-
-    activation: str
-    norm: str
-
-    def act(self, channels: int) -> nn.Module:
-        """Returns an activation for so many channels."""
-        return ELU() if self.activation == "elu" else nn.PReLU(channels)
-
-    def around(self, conv: nn.Conv3d | nn.ConvTranspose3d) -> ConvNormAct:
-        """Returns a convolution with a norm and an activation behind it."""
-        channels = conv.out_channels
-        norms = {"batch": nn.BatchNorm3d, "instance": nn.InstanceNorm3d}
-        return ConvNormAct(conv, norms[self.norm](channels, affine=True), self.act(channels))
-
-    def unit(self, in_channels: int, channels: int) -> ConvNormAct:
-        """Returns the 5 x 5 x 5 convolution that V-Net repeats, with norm and activation."""
-        return self.around(nn.Conv3d(in_channels, channels, 5, padding=2, bias=False))
+def _unit(in_channels: int, channels: int, *parts: str) -> ConvNormAct:
+    """Returns the 5 x 5 x 5 convolution that V-Net repeats, with this activation and norm."""
+    return ConvNormAct(nn.Conv3d(in_channels, channels, 5, padding=2, bias=False), *parts)
 
 
 class Stem(Chain):
     """Adds a unit to the repeated input: (N, C, D, H, W) -> (N, channels, D, H, W)."""
 
-    def __init__(self, in_channels: int, channels: int, parts: Parts) -> None:
+    def __init__(self, in_channels: int, channels: int, *parts: str) -> None:
         super().__init__()
-        self.unit = parts.unit(in_channels, channels)
+        self.unit = _unit(in_channels, channels, *parts)
 
     def steps(self) -> Steps:
         """Lists convolve, normalize, add, activate."""
-        return [self.convolve, self.unit.normalize, self.add, self.unit.activate]
+        return [self._convolve, self.unit._normalize, self._add, self.unit._activate]
 
-    def convolve(self, x: Tensor) -> State:
-        """x -> conv(x), x"""
+    def _convolve(self, x: Tensor) -> State:
         return self.unit.conv(x), x
 
-    def add(self, out: Tensor, x: Tensor) -> Tensor:
-        """out, x -> out + x repeated along its channels"""
+    def _add(self, out: Tensor, x: Tensor) -> Tensor:
         times = out.shape[1] // x.shape[1]
         return out + repeat(x, "n c d h w -> n (times c) d h w", times=times)
 
 
 class Level(Chain):
-    """What a level of V-Net consists of: a convolution that resamples, dropout, residual units."""
+    """A convolution that resamples, dropout, and units in whose state a shortcut follows x."""
 
-    def __init__(self, resample: ConvNormAct, channels: int, depth: int, parts: Parts) -> None:
+    def __init__(
+        self, conv: nn.Conv3d | nn.ConvTranspose3d, channels: int, depth: int, *parts: str
+    ) -> None:
         super().__init__()
-        self.resample = resample
-        self.units = nn.Sequential(*(parts.unit(channels, channels) for _ in range(depth)))
-        self.act = parts.act(channels)
+        self.resample = ConvNormAct(conv, *parts)
+        self.units = nn.Sequential(*(_unit(channels, channels, *parts) for _ in range(depth)))
+        self.act = _activation(parts[0], channels)
 
-    def add(self, x: Tensor, shortcut: Tensor, *skips: Tensor) -> State:
-        """x, shortcut, ... -> x + shortcut, ..."""
+    def _add(self, x: Tensor, shortcut: Tensor, *skips: Tensor) -> State:
         return x + shortcut, *skips
 
-    def activate(self, x: Tensor, *skips: Tensor) -> State:
-        """x, ... -> act(x), ..."""
+    def _activate(self, x: Tensor, *skips: Tensor) -> State:
         return self.act(x), *skips
 
 
 class Down(Level):
     """Halves the size and keeps its input: x (N, C, D, ...), ... -> (N, 2 C, D / 2, ...), x, ..."""
 
-    def __init__(self, channels: int, depth: int, drop_rate: float, parts: Parts) -> None:
+    def __init__(self, channels: int, depth: int, drop_rate: float, *parts: str) -> None:
         conv = nn.Conv3d(channels, 2 * channels, 2, stride=2, bias=False)
-        super().__init__(parts.around(conv), 2 * channels, depth, parts)
+        super().__init__(conv, 2 * channels, depth, *parts)
         self.dropout = nn.Dropout3d(drop_rate)
 
     def steps(self) -> Steps:
         """Lists the convolution's steps, drop, the units' steps, add, activate."""
-        convolution = (self.convolve, self.resample.normalize, self.resample.activate)
-        return [convolution, self.drop, self.units, self.add, self.activate]
+        convolution = (self._convolve, self.resample._normalize, self.resample._activate)
+        return [convolution, self._drop, self.units, self._add, self._activate]
 
-    def convolve(self, x: Tensor, *skips: Tensor) -> State:
-        """x, ... -> conv(x), x, ..."""
+    def _convolve(self, x: Tensor, *skips: Tensor) -> State:
         return self.resample.conv(x), x, *skips
 
-    def drop(self, x: Tensor, *skips: Tensor) -> State:
-        """x, ... -> dropout(x), x, ..."""
+    def _drop(self, x: Tensor, *skips: Tensor) -> State:
         return self.dropout(x), x, *skips
 
 
 class Up(Level):
     """Doubles the size and uses a skip: x (N, C, D, ...), skip, ... -> (N, channels, 2 D, ...)."""
 
-    def __init__(
-        self, ends: tuple[int, int], depth: int, rates: tuple[float, float], parts: Parts
+    def __init__(  # as a row of the table in `VNet`
+        self, inputs: int, channels: int, depth: int, drop: float, drop_skip: float, *parts: str
     ) -> None:
-        conv = nn.ConvTranspose3d(ends[0], ends[1] // 2, 2, stride=2)
-        super().__init__(parts.around(conv), ends[1], depth, parts)
-        self.dropout = nn.Dropout3d(rates[0])
-        self.skip_dropout = nn.Dropout3d(rates[1])
+        conv = nn.ConvTranspose3d(inputs, channels // 2, 2, stride=2)
+        super().__init__(conv, channels, depth, *parts)
+        self.dropout = nn.Dropout3d(drop)
+        self.skip_dropout = nn.Dropout3d(drop_skip)
 
     def steps(self) -> Steps:
         """Lists drop, the convolution's steps, drop_skip, join, the units' steps, add, activate."""
-        joined = (self.drop, self.resample, self.drop_skip, self.join)
-        return [joined, self.units, self.add, self.activate]
+        joined = (self._drop, self.resample, self._drop_skip, self._join)
+        return [joined, self.units, self._add, self._activate]
 
-    def drop(self, x: Tensor, *skips: Tensor) -> State:
-        """x, ... -> dropout(x), ..."""
+    def _drop(self, x: Tensor, *skips: Tensor) -> State:
         return self.dropout(x), *skips
 
-    def drop_skip(self, x: Tensor, skip: Tensor, *skips: Tensor) -> State:
-        """x, skip, ... -> x, dropout(skip), ..."""
+    def _drop_skip(self, x: Tensor, skip: Tensor, *skips: Tensor) -> State:
         return x, self.skip_dropout(skip), *skips
 
-    def join(self, x: Tensor, skip: Tensor, *skips: Tensor) -> State:
-        """x, skip, ... -> joined, joined, ..."""
+    def _join(self, x: Tensor, skip: Tensor, *skips: Tensor) -> State:
         joined = torch.cat((x, skip), 1)
         return joined, joined, *skips
 
@@ -231,32 +200,32 @@ class VNet(Chain):
         width: int = 16,
     ) -> None:
         super().__init__()
-        check_positive("vnet", in_channels=in_channels, width=width)
-        check_classes("vnet", classes)
-        check_rate("vnet", drop_rate=drop_rate)
+        check_integers("vnet", in_channels=in_channels, width=width)
+        check_integers("vnet", minimum=2, classes=classes)
+        check_rates("vnet", drop_rate=drop_rate)
         check_choice("vnet", "activation", activation, ("elu", "prelu"))
-        check_choice("vnet", "norm", norm, ("batch", "instance"))
+        check_choice("vnet", "norm", norm, list(NORMS))
         if width % in_channels:
             raise ArgumentError(
                 f"vnet repeats its input to {width} channels; {in_channels} does not divide "
                 f"{width}. Append channels of zeros, or take another width"
             )
         self.in_channels, self.norm = in_channels, norm
-        parts = Parts(activation, norm)
-        self.stem = Stem(in_channels, width, parts)
+        parts = activation, norm
+        self.stem = Stem(in_channels, width, *parts)
         self.down = nn.Sequential(
-            Down(width, 1, 0.0, parts),
-            Down(2 * width, 2, 0.0, parts),
-            Down(4 * width, 3, drop_rate, parts),
-            Down(8 * width, 2, drop_rate, parts),
+            Down(width, 1, 0.0, *parts),
+            Down(2 * width, 2, 0.0, *parts),
+            Down(4 * width, 3, drop_rate, *parts),
+            Down(8 * width, 2, drop_rate, *parts),
         )
         self.up = nn.Sequential(
-            Up((16 * width, 16 * width), 2, (drop_rate, drop_rate), parts),
-            Up((16 * width, 8 * width), 2, (drop_rate, drop_rate), parts),
-            Up((8 * width, 4 * width), 1, (0.0, drop_rate), parts),
-            Up((4 * width, 2 * width), 1, (0.0, drop_rate), parts),
+            Up(16 * width, 16 * width, 2, drop_rate, drop_rate, *parts),
+            Up(16 * width, 8 * width, 2, drop_rate, drop_rate, *parts),
+            Up(8 * width, 4 * width, 1, 0.0, drop_rate, *parts),
+            Up(4 * width, 2 * width, 1, 0.0, drop_rate, *parts),
         )
-        self.head = parts.unit(2 * width, classes)
+        self.head = _unit(2 * width, classes, *parts)
         self.logits = nn.Conv3d(classes, classes, 1)
 
     def steps(self) -> Steps:
@@ -265,37 +234,27 @@ class VNet(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the steps once the volume is known to fit."""
-        volume = only_input("vnet", inputs)
         weight = self.stem.unit.conv.weight
-        check_input("vnet", volume, "N C D H W", self.in_channels, cast(Tensor, weight))
-        _check_size(volume)
+        volume = check_input("vnet", inputs, "N C D H W", self.in_channels, weight)
+        for axis, size in zip("DHW", volume.shape[2:], strict=True):
+            if size % STRIDE:
+                below, above = size // STRIDE * STRIDE, -(-size // STRIDE) * STRIDE
+                raise InputError(
+                    f"vnet halves each axis four times; axis {axis} of {tuple(volume.shape)} has "
+                    f"size {size}, which {STRIDE} does not divide. Crop or pad it to "
+                    f"{f'{below} or ' if below else ''}{above}"
+                )
         if self.training or self.norm == "instance":
             least = prod(size // STRIDE for size in volume.shape[2:])
-            check_values("vnet", volume, least * (len(volume) if self.norm == "batch" else 1))
+            check_norm("vnet", volume, least * (len(volume) if self.norm == "batch" else 1))
         return self.steps()
 
     def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Renames MONAI's keys; this model's own stay."""
-        return {_translated(key): value for key, value in state_dict.items()}
-
-
-def vnet(classes: int = 2, in_channels: int = 1, **arguments: Any) -> VNet:
-    """Builds `VNet` with these arguments: 45.6 million parameters at width 16."""
-    return VNet(classes, in_channels, **arguments)
-
-
-def _translated(key: str) -> str:
-    for theirs, ours in FROM_MONAI.items():
-        key = key.replace(theirs, ours)
-    return key
-
-
-def _check_size(volume: Tensor) -> None:
-    for axis, size in zip("DHW", volume.shape[2:], strict=True):
-        if size % STRIDE:
-            below, above = size // STRIDE * STRIDE, -(-size // STRIDE) * STRIDE
-            raise InputError(
-                f"vnet halves each axis four times; axis {axis} of {tuple(volume.shape)} has size "
-                f"{size}, which {STRIDE} does not divide. Crop or pad it to "
-                f"{f'{below} or ' if below else ''}{above}"
-            )
+        renamed = {}
+        for key, value in state_dict.items():
+            name = key
+            for theirs, ours in FROM_MONAI.items():
+                name = name.replace(theirs, ours)
+            renamed[name] = value
+        return renamed

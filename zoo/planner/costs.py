@@ -4,6 +4,7 @@ Bytes are counted by distinct storage. States share storage (a skip connection i
 steps, DenseNet's features by all that follow), so a sum over shapes would count it many times.
 """
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -13,29 +14,28 @@ class StepCosts:
     """The costs of a chain of n steps for one kind of input.
 
     Storages of parameters, buffers and the chain's inputs are left out: no plan can change them.
+    A recomputation that ends with a step stops when its last tensor is saved: `until_saved`.
 
     Attributes:
         sizes: bytes of each storage; the sets below hold indices into it.
         live: for each of the n + 1 states (before step 0, ..., after the last) its storages.
         saved: for each step, the storages that autograd saves for its backward.
         forward: for each step, the largest number of new bytes during its forward.
-        forward_until_saved: the same up to the moment when its last tensor is saved, which is where
-            a second run that ends with this step stops.
+        forward_until_saved: the same, until saved.
         backward: for each step, the largest number of new bytes during its backward, parameter
             gradients included but for those that several steps sum up in one buffer.
         gradients: for each of the n + 1 states, bytes of its gradient.
         flops: for each step, floating point operations of its forward.
-        flops_until_saved: those that a second run which ends with this step does.
-        seconds: for each step, seconds of its forward. Who does not know them puts in numbers that
-            are in proportion to them: planners compare seconds only with each other.
-        seconds_until_saved: seconds of a second run of the step that ends with it, stopped when its
-            last tensor is saved.
+        flops_until_saved: the same, until saved.
+        seconds: for each step, seconds of its forward, or any numbers in proportion to them:
+            planners compare seconds only with each other.
+        seconds_until_saved: the same, until saved.
         seconds_backward: for each step, seconds of its backward; the same under every plan.
         blocks: for each step, the number of its block.
         parameter_gradients: for each of the n + 1 states, bytes of the gradients of parameters that
             exist when the backward comes to it; none where it is empty.
         returned: storages that the caller holds until the backward is over: what the chain returned
-            to it. Empty where nobody does. A second run that makes one again makes another.
+            to it. Empty where nobody does. A recomputation that makes one again makes another.
         gradients_made: for each step, bytes of such gradients that its forward makes beside the
             bytes above; none where it is empty.
         draws: for each step, how many of its kernels draw random numbers; none where it is empty.
@@ -69,9 +69,9 @@ class StepCosts:
         made = self.gradients_made or (0,) * len(self)
         return replace(
             self,
-            forward=_sums(self.forward, made),
-            forward_until_saved=_sums(self.forward_until_saved, made),
-            gradients=_sums(self.gradients, self.parameter_gradients),
+            forward=tuple(map(operator.add, self.forward, made)),
+            forward_until_saved=tuple(map(operator.add, self.forward_until_saved, made)),
+            gradients=tuple(map(operator.add, self.gradients, self.parameter_gradients)),
             parameter_gradients=(),
             gradients_made=(),
         )
@@ -88,7 +88,3 @@ class StepCosts:
     def bytes_of(self, storages: Collection[int]) -> int:
         """Returns the bytes of a set of storages."""
         return sum(map(self.sizes.__getitem__, storages)) if storages else 0
-
-
-def _sums(ones: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(one + other for one, other in zip(ones, others, strict=True))

@@ -1,138 +1,94 @@
-"""The plan of least time for a budget in bytes, among all nested plans.
+"""The plans of least time for every budget in bytes, among all nested plans.
 
-A table is made once for a chain and answers for every budget. Grids divide the memory of plain
-training, a third of it, a ninth and so on into equal levels; from them plans are traced for some
-hundreds of budgets and simulated. What a budget gets is the best of those that keep to it: a
-larger budget never gets a slower plan.
-
-With a resolution of one byte (small numbers, as in tests) there is one grid and nothing is rounded.
-In chains of more than `FLAT` steps, long segments begin and end at cuts; see `layout`.
+Plans are traced from the values of a dynamic program (`dp_table`) for some hundreds of budgets and
+simulated; of these the best are kept. In chains of more than `FLAT` steps, long segments begin and
+end at cuts; see `search_space`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from zoo.errors import BudgetError
-from zoo.plan import Plan
 from zoo.planner.costs import StepCosts
-from zoo.planner.grid import Bytes, Grid
-from zoo.planner.layout import Layout, lay_out
+from zoo.planner.dp_table import Bytes, DPTable
+from zoo.planner.plan import Plan
+from zoo.planner.search_space import SearchSpace
 from zoo.planner.simulate import simulate
-from zoo.planner.trace import trace
 
 FLAT = 150  # steps of a chain in which every state is a cut
 FEW = 128  # cuts to which others are added
 MANY = 400  # cuts, at most; segments nest about as deep, and plans to `zoo.plan.DEEPEST`
 NEAR = 12  # steps of a segment that begins and ends anywhere
-ENTRIES = 2 * 10**8  # values in a grid
+ENTRIES = 2 * 10**8  # values in a table
 
 
 class Point(NamedTuple):
-    """A plan, the peak bytes of its activations, and the seconds that it runs again."""
+    """A plan, the peak bytes of its activations, and the seconds of its recomputation."""
 
     peak: int
     recomputed_seconds: float
     plan: Plan
 
 
-class Table:
-    """Plans of least time for a chain, for every budget.
+def frontier(
+    costs: StepCosts,
+    *,
+    levels: int | None = 500,
+    cuts: Collection[int] | None = None,
+    plans: int | None = None,
+) -> list[Point]:
+    """Returns the best plans, by rising peak and falling seconds of recomputation.
 
-    levels: amounts of memory for which a grid knows the least time; None for each whole number of
-        bytes, which makes the plans optimal and only suits small numbers.
-    cuts: states where long segments may begin and end; by default all in a short chain.
-    plans: about how many plans are traced.
+    Of plans of equal peak and time, that of fewer operations is chosen.
+
+    Args:
+        costs: those of the chain.
+        levels: amounts of memory for which the least time is known; None for each whole number of
+            bytes, which makes the plans optimal and only suits small numbers, as in tests.
+        cuts: states where long segments may begin and end; by default all in a short chain.
+        plans: about how many plans are traced.
     """
-
-    def __init__(
-        self,
-        costs: StepCosts,
-        *,
-        levels: int | None = 500,
-        cuts: Collection[int] | None = None,
-        plans: int | None = None,
-    ) -> None:
-        layout = lay_out(costs, default_cuts(costs) if cuts is None else cuts, NEAR)
-        keep_all = Plan.keep_all(len(costs))
-        self.baseline = simulate(keep_all, costs).peak
-        if levels is None:
-            traced = _traced_exactly(layout, self.baseline)
-        else:
-            levels = min(levels, max(50, ENTRIES // layout.entries))
-            plans = plans or max(160, min(400, 40_000 // max(len(costs), 1)))
-            traced = _traced(layout, self.baseline, levels, plans)
-        self._points = _undominated([keep_all, *traced], costs)
-
-    @property
-    def least(self) -> int:
-        """The least peak, in bytes."""
-        return self._points[0].peak
-
-    def plan(self, budget: int) -> Plan:
-        """Returns the plan of least recomputed seconds whose peak is at most a budget in bytes.
-
-        Of plans of equal time, that of fewer operations is chosen, then that of less memory.
-
-        Raises:
-            BudgetError: every plan needs more.
-        """
-        found = [point for point in self._points if point.peak <= budget]
-        if not found:
-            raise BudgetError(
-                f"the activations need at least {self.least} bytes; the budget is {budget} bytes; "
-                f"keeping everything takes {self.baseline} bytes"
-            )
-        return found[-1].plan
-
-    def plan_within(self, seconds: float) -> Plan:
-        """Returns the plan of least peak that runs at most so many seconds again."""
-        return next(p.plan for p in self._points if p.recomputed_seconds <= max(seconds, 0.0))
-
-    def frontier(self) -> list[Point]:
-        """Returns the plans without the dominated ones, by rising peak and falling seconds."""
-        faster = (
-            point
-            for before, point in pairwise(self._points)
-            if point.recomputed_seconds < before.recomputed_seconds
-        )
-        return [self._points[0], *faster]
-
-
-def optimal(costs: StepCosts, budget: int) -> Plan:
-    """Returns the plan of least recomputed seconds whose simulated peak is at most a budget.
-
-    For several budgets of one chain, make a `Table`.
-
-    Raises:
-        BudgetError: every plan needs more.
-    """
-    return Table(costs).plan(budget)
+    space = SearchSpace(costs, default_cuts(costs) if cuts is None else cuts, NEAR)
+    keep_all = Plan.keep_all(len(costs))
+    baseline = simulate(keep_all, costs).peak
+    if levels is None:
+        table = DPTable(space, np.arange(baseline + 1), exact=True)
+        budgets = table.budgets()
+    else:
+        entries = sum(len(rows) * space.columns(k) for k, rows in enumerate(space.rows))
+        levels = min(levels, max(50, ENTRIES // entries))
+        plans = plans or max(160, min(400, 40_000 // max(len(costs), 1)))
+        table = DPTable(space, _amounts(0, baseline, levels))
+        budgets = _amounts(min(table.least, baseline), baseline, plans).tolist()
+    found = []
+    for plan in dict.fromkeys([keep_all, *map(table.plan, budgets)]):
+        result = simulate(plan, costs)
+        found.append((result.peak, result.recomputed_seconds, result.recomputed_flops, plan))
+    points: list[Point] = []
+    for peak, seconds, _, plan in sorted(found, key=lambda entry: entry[:3]):
+        if not points or seconds < points[-1].recomputed_seconds:
+            points.append(Point(peak, seconds, plan))
+    return points
 
 
 def least(costs: StepCosts) -> Plan:
-    """Returns the plan of least peak, in a fraction of a `Table`'s time.
+    """Returns the plan of least peak, in a fraction of the time of `frontier`.
 
-    What decides whether something fits a grid knows to the byte at any number of levels.
+    What decides whether something fits is known to the byte at any number of levels.
     """
-    layout = lay_out(costs, default_cuts(costs), NEAR)
     baseline = simulate(Plan.keep_all(len(costs)), costs).peak
-    grid = Grid(layout, np.unique(np.array([0, baseline], np.int64)))
-    return trace(grid, min(grid.least, baseline))
-
-
-def frontier(costs: StepCosts) -> list[Point]:
-    """Returns the best plans of a chain, by rising peak and falling seconds."""
-    return Table(costs).frontier()
+    space = SearchSpace(costs, default_cuts(costs), NEAR)
+    table = DPTable(space, np.unique(np.array([0, baseline], np.int64)))
+    return table.plan(min(table.least, baseline))
 
 
 def default_cuts(costs: StepCosts) -> list[int]:
     """Chooses the states where long segments begin and end.
 
-    These are all states of a short chain; else those between blocks, where there are few of them or
-    long ones also the smallest state inside, and where there are very many only some.
+    These are all states of a short chain; else those between blocks, of very many only some, and
+    where there are few or long ones also the smallest state about the middle between two.
     """
     steps = len(costs)
     if steps <= FLAT:
@@ -140,61 +96,25 @@ def default_cuts(costs: StepCosts) -> list[int]:
     edges = [k for k in range(1, steps) if costs.blocks[k] != costs.blocks[k - 1]]
     cuts = [0, *edges[:: len(edges) // MANY + 1], steps]
     sizes = [costs.bytes_of(live) for live in costs.live]
+
+    def middle(start: int, stop: int) -> int:
+        margin = max((stop - start) // 4, 1)
+        inner = range(start + margin, stop - margin + 1)
+        return min(inner, key=lambda k: (sizes[k], abs(start + stop - 2 * k), k))
+
     while len(cuts) <= FEW or (
         len(cuts) <= MANY and max(stop - start for start, stop in pairwise(cuts)) > 2 * NEAR
     ):
-        finer = _finer(cuts, sizes, MANY - len(cuts))
-        if finer == cuts:
+        # those first that are farthest from each other
+        gaps = sorted(pairwise(cuts), key=lambda gap: gap[0] - gap[1])[: MANY - len(cuts)]
+        added = [middle(start, stop) for start, stop in gaps if stop - start > 2]
+        if not added:
             break
-        cuts = finer
+        cuts = sorted([*cuts, *added])
     return cuts
-
-
-def _finer(cuts: Sequence[int], sizes: Sequence[int], most: int) -> list[int]:
-    """Adds the smallest state about the middle between any two cuts, unless these are close.
-
-    It adds `most` of them, where cuts are farthest from each other.
-    """
-    found = set(cuts)
-    longest = sorted(pairwise(cuts), key=lambda pair: pair[0] - pair[1])
-    for start, stop in longest[:most]:
-        if stop - start > 2:
-            margin = max((stop - start) // 4, 1)
-            inner = range(start + margin, stop - margin + 1)
-            found.add(min((sizes[k], abs(start + stop - 2 * k), k) for k in inner)[2])
-    return sorted(found)
-
-
-def _traced(layout: Layout, baseline: int, levels: int, plans: int) -> Iterator[Plan]:
-    """Traces plans from a grid, more closely where memory is small."""
-    grid = Grid(layout, _amounts(0, baseline, levels))
-    for budget in _amounts(min(grid.least, baseline), baseline, plans):
-        yield trace(grid, int(budget))
 
 
 def _amounts(first: int, last: int, count: int) -> Bytes:
     """Returns whole numbers between two, both included, closer together where they are small."""
     found = np.ceil(np.linspace(first**0.5, last**0.5, count) ** 2).astype(np.int64)
     return np.unique(np.clip([first, *found, last], first, last))
-
-
-def _traced_exactly(layout: Layout, baseline: int) -> Iterator[Plan]:
-    grid = Grid(layout, np.arange(baseline + 1), exact=True)
-    for budget in grid.budgets():
-        yield trace(grid, budget)
-
-
-def _undominated(plans: Iterable[Plan], costs: StepCosts) -> list[Point]:
-    """Simulates plans and leaves out those that are no better than one of less memory."""
-    found = []
-    for plan in dict.fromkeys(plans):
-        result = simulate(plan, costs)
-        time = (result.recomputed_seconds, result.recomputed_flops)
-        found.append((result.peak, time, plan))
-    points: list[Point] = []
-    least = None
-    for peak, time, plan in sorted(found, key=lambda entry: entry[:2]):
-        if least is None or time < least:
-            least = time
-            points.append(Point(peak, time[0], plan))
-    return points

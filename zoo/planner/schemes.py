@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Container, Sequence
 
 from zoo.errors import ArgumentError, nearest, shortened
-from zoo.plan import Item, Plan
 from zoo.planner.costs import StepCosts
+from zoo.planner.plan import Item, Plan
 
 
 def segments(blocks: Sequence[int], count: int) -> Plan:
@@ -46,9 +46,9 @@ def each_block(blocks: Sequence[int], whole: Container[int] = ()) -> Plan:
 
 
 def cheap(costs: StepCosts) -> Plan:
-    """Keeps convolutions and matrix products and runs the rest again.
+    """Keeps convolutions and matrix products and recomputes the rest.
 
-    Each segment ends with a step that does arithmetic: its second run stops before it.
+    Each segment ends with a step that does arithmetic: its recomputation stops before it.
     """
     items: list[Item] = []
     run: list[int] = []
@@ -63,19 +63,19 @@ def cheap(costs: StepCosts) -> Plan:
 def one_by_one(costs: StepCosts, steps: int) -> list[Plan]:
     """Makes more and more of the first `steps` steps segments of their own.
 
-    Those come first that free the most bytes for the seconds that they take again.
+    Those come first that free the most bytes for the seconds that their recomputation takes.
     """
     freed = costs.newly_saved()
     worth = [step for step in range(steps) if freed[step] > 0]
-    worth.sort(key=lambda step: costs.seconds[step] / freed[step])
+    recomputed: set[int] = set()
     plans = []
-    for count in range(1, len(worth) + 1):
-        again = frozenset(worth[:count])
-        plans.append(Plan([(step,) if step in again else step for step in range(steps)]))
+    for chosen in sorted(worth, key=lambda step: costs.seconds[step] / freed[step]):
+        recomputed.add(chosen)
+        plans.append(Plan([(step,) if step in recomputed else step for step in range(steps)]))
     return plans
 
 
-# which takes the steps that are whole, too
+# `each_block`, which takes more than the blocks
 BLOCKS = "blocks"
 FROM_BLOCKS: dict[str, Callable[[Sequence[int]], Plan]] = {"sqrt": sqrt}
 FROM_COSTS: dict[str, Callable[[StepCosts], Plan]] = {"cheap": cheap}

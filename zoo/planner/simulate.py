@@ -1,19 +1,20 @@
 """What a plan costs: the definition by which every planner is judged.
 
-The clock moves step by step as the engine does: the first run of all steps, then the backward from
-the last item to the first, where a segment runs again before its steps' backwards. At each tick the
-bytes are: what is held for later, the state in hand, what the step itself allocates, and in the
+The clock moves step by step as the engine does: the forward of all steps, then the backward from
+the last item to the first, where a segment is recomputed before its steps' backwards. At each tick
+the bytes are: what is held for later, the state in hand, what the step itself allocates, and in the
 backward the gradient of the state.
 """
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zoo.plan import Item, Plan, indices
 from zoo.planner.costs import StepCosts
+from zoo.planner.plan import Item, Plan, indices
 
 FORWARD, SECOND_RUN, BACKWARD = "forward", "second run", "backward"
 
@@ -21,10 +22,10 @@ FORWARD, SECOND_RUN, BACKWARD = "forward", "second run", "backward"
 class Moment(NamedTuple):
     """What the bytes of one tick are, each counted in one place.
 
-    phase: "forward", "second run" or "backward".
+    phase: "forward", "second run" (a recomputation) or "backward".
     step: the step at work.
-    kept: held since the first run, also by a caller who has what the chain returned.
-    again: held by second runs, and not since the first.
+    kept: held since the forward, also by a caller who has what the chain returned.
+    again: held by recomputations, and not since the forward.
     state: the state in hand, where nobody holds it.
     work: the most that the step at work allocates: what it returns, saves and needs meanwhile.
     gradient: the gradient of state `gradient_of`, with those of parameters if the costs have them.
@@ -43,7 +44,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan costs: peak bytes of activations, and the work that it does again.
+    """What a plan costs: peak bytes of activations, and the work that it recomputes.
 
     `turns` is the peak in the backward of each item of the plan, `moment` the first tick whose
     bytes are the peak.
@@ -56,41 +57,27 @@ class Simulation:
     moment: Moment
 
 
-class _Tick(NamedTuple):
-    phase: str
-    step: int
-    held: int
-    state: int
-    work: int
-    gradient_of: int | None
-
-
 def simulate(plan: Plan, costs: StepCosts) -> Simulation:
-    """Runs a plan on paper.
+    """Returns what a plan costs, without running it.
 
     Raises:
         PlanError: the plan is for another number of steps.
     """
     plan.check(len(costs))
     clock = _Clock(costs)
-    for item in plan:
-        clock.first_run(item)
-    peak, tick, kept = clock.peak, clock.tick, clock.tick.held
+    clock.run(plan)
+    peaks = [(clock.peak, clock.moment)]
     clock.hold(costs.returned)
-    turns: list[int] = []
     for item in reversed(plan):
-        # nothing is held here that a second run made
-        held = clock.held
+        # nothing is held here that was recomputed
+        clock.kept, clock.peak = clock.held, 0
         clock.give_away(item)
-        clock.peak = 0
         clock.backward(item)
-        turns.append(clock.peak)
-        if clock.peak > peak:
-            peak, tick, kept = clock.peak, clock.tick, held
+        peaks.append((clock.peak, clock.moment))
+    peak, moment = max(peaks, key=operator.itemgetter(0))
+    turns = tuple(turn for turn, _ in reversed(peaks[1:]))
     # an exact sum: plans that repeat equal steps in another order take equal time
-    seconds = math.fsum(clock.seconds)
-    moment = _moment(tick, kept, costs)
-    return Simulation(peak, clock.flops, seconds, tuple(reversed(turns)), moment)
+    return Simulation(peak, clock.flops, math.fsum(clock.seconds), turns, moment)
 
 
 def least_possible(costs: StepCosts) -> int:
@@ -101,89 +88,69 @@ def least_possible(costs: StepCosts) -> int:
     Whatever else a plan holds comes on top, and so does what any other order of the same steps
     holds that keeps states on the device.
     """
-    ahead = zip(costs.live[:-1], costs.forward, strict=True)
-    forward = [costs.bytes_of(live) + new for live, new in ahead]
-    behind = zip(costs.saved, costs.gradients[1:], costs.backward, strict=True)
-    backward = [
-        costs.bytes_of(saved | costs.returned) + gradient + new for saved, gradient, new in behind
-    ]
-    return max([*forward, *backward, 0])
-
-
-def _moment(tick: _Tick, kept: int, costs: StepCosts) -> Moment:
-    gradient = 0 if tick.gradient_of is None else costs.gradients[tick.gradient_of]
-    again = tick.held - kept
-    return Moment(
-        tick.phase, tick.step, kept, again, tick.state, tick.work, gradient, tick.gradient_of
-    )
+    peaks = [0]
+    for step, (live, saved) in enumerate(zip(costs.live, costs.saved, strict=False)):
+        behind = costs.bytes_of(saved | costs.returned) + costs.gradients[step + 1]
+        peaks += costs.bytes_of(live) + costs.forward[step], behind + costs.backward[step]
+    return max(peaks)
 
 
 class _Clock:
+    """What is held at a time, by how many, and the highest tick since `peak` was last set to 0."""
+
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
         self.holders: Counter[int] = Counter()
-        self.held = 0
-        self.peak = 0
-        self.tick = _Tick(FORWARD, 0, 0, 0, 0, None)
-        self.flops = 0
+        self.held = self.kept = self.peak = self.flops = 0
+        self.moment = Moment(FORWARD, 0, 0, 0, 0, 0, 0, None)
         self.seconds: list[float] = []
 
-    def first_run(self, item: Item) -> None:
-        if isinstance(item, int):
-            self.run(item, FORWARD, None)
-            self.hold(self.costs.saved[item])
-            return
-        steps = list(indices(item))
-        self.hold(self.costs.live[steps[0]])
-        for step in steps:
-            self.run(step, FORWARD, None)
+    def run(self, items: Sequence[Item], end: int | None = None) -> None:
+        """Runs the forward of items; in a recomputation the gradient of state `end` is in hand."""
+        costs = self.costs
+        phase = FORWARD if end is None else SECOND_RUN
+        for item in items:
+            steps = (item,) if isinstance(item, int) else tuple(indices(item))
+            if isinstance(item, tuple):
+                self.hold(costs.live[steps[0]])
+            for step in steps:
+                self.tick(phase, step, self.extra(costs.live[step]), costs.forward[step], end)
+                if end is not None:
+                    self.flops += costs.flops[step]
+                    self.seconds.append(costs.seconds[step])
+            if isinstance(item, int):
+                self.hold(costs.saved[item])
 
     def backward(self, item: Item) -> None:
         costs = self.costs
         if isinstance(item, int):
-            self.note(BACKWARD, item, 0, costs.backward[item], item + 1)
+            self.tick(BACKWARD, item, 0, costs.backward[item], item + 1)
             self.release(costs.saved[item])
             return
-        steps = list(indices(item))
-        self.second_run(item, steps[-1] + 1)
+        steps = tuple(indices(item))
+        last, end = item[-1], steps[-1] + 1
+        self.run(item[:-1], end)
+        if isinstance(last, tuple):
+            # it is handed over without running it
+            self.hold(costs.live[next(indices(last))])
+        else:
+            work = costs.forward_until_saved[last]
+            self.tick(SECOND_RUN, last, self.extra(costs.live[last]), work, end)
+            self.flops += costs.flops_until_saved[last]
+            self.seconds.append(costs.seconds_until_saved[last])
+            self.hold(costs.saved[last])
         for inner in reversed(item):
             self.backward(inner)
         self.release(costs.live[steps[0]])
 
-    def second_run(self, segment: tuple[Item, ...], end: int) -> None:
-        costs = self.costs
-        for inner in segment[:-1]:
-            if isinstance(inner, int):
-                self.run_again(inner, end)
-                self.hold(costs.saved[inner])
-            else:
-                steps = list(indices(inner))
-                self.hold(costs.live[steps[0]])
-                for step in steps:
-                    self.run_again(step, end)
-        last = segment[-1]
-        if isinstance(last, int):
-            state, work = self.extra(costs.live[last]), costs.forward_until_saved[last]
-            self.note(SECOND_RUN, last, state, work, end)
-            self.flops += costs.flops_until_saved[last]
-            self.seconds.append(costs.seconds_until_saved[last])
-            self.hold(costs.saved[last])
-        else:
-            self.hold(costs.live[next(indices(last))])
-
-    def run(self, step: int, phase: str, end: int | None) -> None:
-        self.note(phase, step, self.extra(self.costs.live[step]), self.costs.forward[step], end)
-
-    def run_again(self, step: int, end: int) -> None:
-        self.run(step, SECOND_RUN, end)
-        self.flops += self.costs.flops[step]
-        self.seconds.append(self.costs.seconds[step])
-
-    def note(self, phase: str, step: int, state: int, work: int, end: int | None) -> None:
-        """Notes the bytes of a tick; `end` is the state whose gradient is in hand."""
-        total = self.held + state + work + (0 if end is None else self.costs.gradients[end])
+    def tick(self, phase: str, step: int, state: int, work: int, end: int | None) -> None:
+        """Notes the bytes of a moment; `end` is the state whose gradient is in hand."""
+        gradient = 0 if end is None else self.costs.gradients[end]
+        total = self.held + state + work + gradient
         if total > self.peak:
-            self.peak, self.tick = total, _Tick(phase, step, self.held, state, work, end)
+            self.peak, kept = total, self.held if end is None else self.kept
+            again = self.held - kept
+            self.moment = Moment(phase, step, kept, again, state, work, gradient, end)
 
     def extra(self, storages: Iterable[int]) -> int:
         return sum(self.costs.sizes[s] for s in storages if not self.holders[s])
@@ -195,7 +162,7 @@ class _Clock:
             self.holders[storage] += 1
 
     def give_away(self, item: Item) -> None:
-        """Leaves to the caller what a segment made and returned: a second run makes it once more.
+        """Leaves to the caller what a segment made and returned: recomputing makes it once more.
 
         Its bytes stay. Nobody else holds it: all that came after the segment is done.
         """

@@ -12,14 +12,11 @@ has 2,000 steps, more than a page has points.
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from zoo.plan import Item, indices
+from zoo.planner.plan import Item, indices
 
 MOST_STEPS = 400
-
-# blocks of one stage: their names and steps
-Group = list[tuple[str, range]]
 
 
 @dataclass(frozen=True)
@@ -45,15 +42,16 @@ class ChainAxis:
     numbers, stages: two rows of labels.
     """
 
-    edges: tuple[float, ...]
-    columns: tuple[range, ...]
-    numbers: tuple[Label, ...]
-    stages: tuple[Label, ...]
+    edges: Sequence[float]
+    columns: Sequence[range]
+    numbers: Sequence[Label]
+    stages: Sequence[Label]
 
 
 def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
     """Lays a chain out along an axis: one column per step, or per block where there are many."""
-    runs = _runs(blocks)
+    stops = itertools.accumulate(len(list(group)) for _, group in itertools.groupby(blocks))
+    runs = [range(*pair) for pair in itertools.pairwise([0, *stops])]
     if len(names) <= MOST_STEPS:
         columns = [range(step, step + 1) for step in range(len(names))]
         edges = [float(step) for step in range(len(names) + 1)]
@@ -65,13 +63,22 @@ def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
             for place in range(len(run))
         )
         edges = [*starts, float(len(runs))]
-    groups = _groups([(block_name([names[step] for step in run]), run) for run in runs])
-    return ChainAxis(
-        tuple(edges),
-        tuple(columns),
-        tuple(_numbers(groups, edges)),
-        tuple(_stages(groups, edges)),
+    found = [
+        Label(block_name([names[step] for step in run]), edges[run.start], edges[run.stop])
+        for run in runs
+    ]
+    # blocks in a row whose names differ after the last dot only; a name without a dot stays alone
+    grouped = itertools.groupby(
+        enumerate(found), key=lambda entry: entry[1].text.rpartition(".")[0] or entry[0]
     )
+    groups = [[label for _, label in group] for _, group in grouped]
+    numbers = [
+        replace(label, text=match[0])
+        for group in groups
+        for label in group
+        if len(group) > 1 and (match := re.search(r"\d+$", label.text))
+    ]
+    return ChainAxis(edges, columns, numbers, _joined([_stage(group) for group in groups]))
 
 
 def segments(items: Sequence[Item], level: int = 0) -> Iterator[tuple[int, int, int]]:
@@ -104,63 +111,31 @@ def round_numbers(labels: Sequence[Label], room: float) -> list[Label]:
     """Leaves every label, or every second, fifth, tenth ..., so that all have `room` columns."""
     for every in (1, 2, 5, 10, 20, 50, 100, 200, 500):
         found = [label for label in labels if int(label.text) % every == 0]
-        if all(right.middle - left.middle >= room for left, right in itertools.pairwise(found)):
+        if fitting(found, room) == found:
             return found
     return []
 
 
-def _runs(blocks: Sequence[int]) -> list[range]:
-    groups = [len(list(group)) for _, group in itertools.groupby(blocks)]
-    stops = list(itertools.accumulate(groups))
-    return [range(stop - size, stop) for size, stop in zip(groups, stops, strict=True)]
-
-
-def _numbers(groups: Sequence[Group], edges: Sequence[float]) -> list[Label]:
-    """Labels the blocks of a stage with the number that their name ends with."""
-    pairs = (
-        (re.search(r"\d+$", name), run) for group in groups for name, run in group[1:] and group
-    )
-    return [Label(match[0], edges[run.start], edges[run.stop]) for match, run in pairs if match]
-
-
-def _stages(groups: Sequence[Group], edges: Sequence[float]) -> list[Label]:
-    """Labels blocks in a row that share a path with it, others with their own name."""
-    found = [
-        Label(_stage(group), edges[group[0][1].start], edges[group[-1][1].stop]) for group in groups
-    ]
-    return _joined(found)
+def _stage(group: Sequence[Label]) -> Label:
+    """Labels blocks in a row by the path that they share, a single one by its own name."""
+    parent, _, leaf = group[0].text.rpartition(".")
+    if len(group) > 1:
+        leaf = parent.rpartition(".")[2]
+    elif leaf.isdigit():
+        leaf = f"{parent}.{leaf}"
+    return Label(leaf, group[0].start, group[-1].stop)
 
 
 def _joined(labels: Sequence[Label]) -> list[Label]:
     """Makes one label of a part that repeats: embed, decode, embed, decode, ..."""
     found: list[Label] = []
     for label in labels:
-        near = [
-            place
-            for place, old in enumerate(found[-2:], max(len(found) - 2, 0))
-            if label.text in old.text.split(", ")
-        ]
+        near = [old for old in found[-2:] if label.text in old.text.split(", ")]
         if near:
-            old = found[near[0] :]
-            texts = dict.fromkeys(text for part in old for text in part.text.split(", "))
-            found[near[0] :] = [Label(", ".join(texts), old[0].start, label.stop)]
+            repeated = found[found.index(near[0]) :]
+            texts = dict.fromkeys(text for old in repeated for text in old.text.split(", "))
+            del found[-len(repeated) :]
+            found.append(Label(", ".join(texts), repeated[0].start, label.stop))
         else:
             found.append(label)
     return found
-
-
-def _stage(group: Group) -> str:
-    parent, _, leaf = group[0][0].rpartition(".")
-    if len(group) > 1:
-        return parent.rpartition(".")[2]
-    return f"{parent}.{leaf}" if leaf.isdigit() else leaf
-
-
-def _groups(found: Sequence[tuple[str, range]]) -> list[Group]:
-    """Puts blocks in a row together whose names differ after the last dot only."""
-    numbered = enumerate(found)
-    # a name without a dot stays alone
-    grouped = itertools.groupby(
-        numbered, key=lambda entry: entry[1][0].rpartition(".")[0] or entry[0]
-    )
-    return [[entry for _, entry in group] for _, group in grouped]

@@ -1,19 +1,60 @@
-"""Tables that read well as plain text and are Markdown."""
+r"""Texts in a report's files: tables, and names from outside that are shown and do nothing.
 
+Names of models and modules, arguments and reasons may hold anything: an escape sequence that clears
+a terminal, a `|` that ends a cell, HTML, a formula that a spreadsheet runs.
+
+    visible        ESC[2J -> \x1b[2J        all files: XML takes no control characters either
+    in_markdown    a|<b>  -> a\|&lt;b>      cells, headings, items
+    in_code        a`b    -> ``a`b``        what stands in backticks
+    in_csv         =1+2   -> '=1+2          cells that are text
+"""
+
+import re
 from collections.abc import Sequence
+from typing import Any
 
-from zoo.report.escape import visible
+# Unicode's controls, half pairs and non-characters; and what turns the direction of a line around
+_HIDDEN = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+# an underline within a word is no markup
+_MARKUP = re.compile(r"[\\`*|~$\[\]]|(?<!\w)_|_(?!\w)")
+
+
+def visible(text: str) -> str:
+    r"""Returns a text on one line, control characters as '\x1b'."""
+    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def in_markdown(text: str) -> str:
+    """Returns a text that Markdown shows as it is, also in a cell of a table."""
+    plain = visible(text).replace("&", "&amp;").replace("<", "&lt;")
+    return _MARKUP.sub(lambda found: f"\\{found[0]}", plain)
+
+
+def in_code(text: str) -> str:
+    """Returns a text as code in Markdown, between more backticks than it has in a row."""
+    shown = visible(text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
+    room = " " if shown.startswith("`") or shown.endswith("`") else ""
+    return f"{fence}{room}{shown}{room}{fence}"
+
+
+def in_csv(value: Any) -> Any:
+    """Returns a cell: of text that a spreadsheet would take for a formula, with a ' before it."""
+    if not isinstance(value, str):
+        return value
+    shown = visible(value)
+    return f"'{shown}" if shown.startswith(("=", "+", "-", "@")) else shown
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Writes a table whose columns are padded to equal width, all but the first to the right."""
+    """Returns a Markdown table in columns of equal width, all but the first to the right."""
     cells = [[visible(cell).replace("|", r"\|") for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(columns, *cells, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join(_line(row, widths) for row in (columns, rule, *cells))
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = zip(cells, widths, strict=True)
-    padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-    return f"| {' | '.join(padded)} |"
+    lines = []
+    for first, *others in (columns, rule, *cells):
+        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
+    return "\n".join(lines)

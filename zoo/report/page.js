@@ -3,7 +3,6 @@
 // from the keyboard. A model's tags say which property has which of the colors.
 
 const plots = new Map();
-const views = new Map();
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const still = matchMedia("(pointer: coarse)");
 
@@ -29,32 +28,26 @@ async function unpacked(id) {
 async function show(picture, id) {
   const [view] = await Bokeh.embed.embed_item(picture, id);
   const plot = view.model;
-  views.set(id, view);
-  plots.set(id, { plot, start: plot.x_range.start, end: plot.x_range.end });
+  plots.set(id, { view, plot, start: plot.x_range.start, end: plot.x_range.end });
   // a finger scrolls the page; zooming has its buttons
   if (still.matches) plot.toolbar.active_drag = null;
   if (still.matches) for (const tool of plot.toolbar.tools) if ("dimensions" in tool) tool.active = false;
   paint(plot);
 }
 
-function zoom(id, factor) {
+// shows `factor` of what is shown, moved by a part of it, within the whole chart
+function shift(id, factor, part) {
   const { plot, start, end } = plots.get(id);
-  const middle = (plot.x_range.start + plot.x_range.end) / 2;
-  const half = Math.min((plot.x_range.end - plot.x_range.start) * factor, end - start) / 2;
-  const left = factor === 0 ? start : Math.min(Math.max(middle - half, start), end - 2 * half);
-  plot.x_range.setv({ start: left, end: factor === 0 ? end : left + 2 * half });
-}
-
-function move(id, part) {
-  const { plot, start, end } = plots.get(id);
-  const width = plot.x_range.end - plot.x_range.start;
-  const left = Math.min(Math.max(plot.x_range.start + part * width, start), end - width);
-  plot.x_range.setv({ start: left, end: left + width });
+  const { start: left, end: right } = plot.x_range;
+  const width = Math.min((right - left) * factor, end - start);
+  const middle = (left + right) / 2 + part * width;
+  const first = Math.min(Math.max(middle - width / 2, start), end - width);
+  plot.x_range.setv({ start: first, end: first + width });
 }
 
 const actions = {
-  in: (id) => zoom(id, 0.5), out: (id) => zoom(id, 2), all: (id) => zoom(id, 0),
-  left: (id) => move(id, -0.4), right: (id) => move(id, 0.4),
+  in: (id) => shift(id, 0.5, 0), out: (id) => shift(id, 2, 0), all: (id) => shift(id, Infinity, 0),
+  left: (id) => shift(id, 1, -0.4), right: (id) => shift(id, 1, 0.4),
 };
 
 document.addEventListener("click", (event) => {
@@ -81,7 +74,7 @@ dark.addEventListener("change", repaint);
 addEventListener("beforeprint", () => {
   document.documentElement.dataset.printing = "";
   repaint();
-  views.forEach((view, id) => {
+  plots.forEach(({ view }, id) => {
     // what is drawn from data learns of its new color at leisure, unless it is told to look
     for (const part of view.renderer_views.values()) part.update_data?.();
     document.getElementById(id).append(view.export("png").canvas);

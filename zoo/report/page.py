@@ -1,10 +1,10 @@
 """Writes a comparison as one HTML file that needs nothing else: no network, no server, no torch.
 
 Every number in it is a `<data>` element with the exact value; one that stands in the results says
-where, as a path into the JSON that the page carries. Pictures are bokeh's, each with a table.
+where, as a path into the JSON that the page carries. Each chart has a table.
 
-    page.html   what the page says        step_axis.py     what the pictures show, in numbers
-    page.css    how it looks              interactive.py   the pictures
+    page.html   what the page says        charts.py        what the charts show
+    page.css    how it looks              interactive.py   their bokeh models
     page.js     draws, paints, zooms
 """
 
@@ -12,7 +12,7 @@ import base64
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,29 +21,31 @@ from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from zoo.plan import Plan
+from zoo.planner.plan import Plan
 from zoo.report.chain_axis import chain_axis
-from zoo.report.files import models_csv, timings_csv, to_csv
-from zoo.report.heading import Heading
-from zoo.report.interactive import (
+from zoo.report.charts import (
     CATEGORIES,
-    MARKS,
     RESIDENT,
-    RUNS,
-    categories_picture,
-    frontier_picture,
-    memory_picture,
-    plan_picture,
+    Chart,
+    Layer,
+    categories_chart,
+    frontier_chart,
+    memory_chart,
+    plan_chart,
     spoken,
 )
-from zoo.report.rows import Row, rows
+from zoo.report.interactive import interactive
+from zoo.report.report import models_csv, timings_csv, to_csv
+from zoo.report.rows import DEFINITIONS, KINDS, Comparison, Heading, Row, rows
 from zoo.report.step_axis import highest
-from zoo.report.words import OFTEN
-from zoo.units import format_bytes, format_seconds
+from zoo.units import format_bytes
 
-Comparison = Mapping[str, Any]
 HERE = Path(__file__).parent
-KINDS = ("baseline", "checkpointed")
+# characters of the legend
+SYMBOLS = {
+    "circle": "●", "ring": "◯", "square": "■", "triangle": "▲", "diamond": "◆",
+    "inverted_triangle": "▼", "plus": "✚",
+}  # fmt: skip
 
 
 def write_page(comparisons: Sequence[Comparison], heading: Heading, path: Path) -> Path:
@@ -55,132 +57,119 @@ def write_page(comparisons: Sequence[Comparison], heading: Heading, path: Path) 
 
 def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
     """Returns the page of a comparison: HTML."""
-    loader = FileSystemLoader(HERE)
-    writer = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
     found = rows(comparisons)
-    sections = [Section(number, *pair) for number, pair in enumerate(zip(comparisons, found))]  # noqa: B905
-    pictures = {place: drawn for section in sections for place, drawn in section.pictures.items()}
+    sections = [_section(*part) for part in zip(range(len(found)), comparisons, found, strict=True)]
+    pictures = {
+        f"{section['id']}-{name}": interactive(chart)
+        for section in sections
+        for name, chart in section["charts"].items()
+    }
+    writer = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     return writer.get_template("page.html").render(
         heading=heading,
         sections=sections,
         environment=_environment(comparisons),
-        faults=[fault for row in found for fault in row.faults],
         files=_files(comparisons, found, heading),
         pictures=_packed(json.dumps(pictures, separators=(",", ":"))),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
         library=_library(),
         size=lambda path: _size(comparisons, path),
-        number=_number,
+        number=Markup('<data value="{}">{}</data>').format,
         words=format_bytes,
-        seconds=format_seconds,
-        categories=CATEGORIES,
+        legend=_legend,
+        symbols=SYMBOLS,
         kinds=KINDS,
+        definitions=DEFINITIONS,
     )
 
 
-class Section:
+def _section(number: int, comparison: Comparison, row: Row) -> dict[str, Any]:
     """What the page says of one model; parts that were not recorded are None or empty."""
-
-    def __init__(self, number: int, comparison: Comparison, row: Row) -> None:
-        self.number, self.comparison, self.row = number, comparison, row
-        self.id = f"model-{number}"
-        self.timelines = {
-            kind: comparison[kind]["timeline"] for kind in KINDS if "timeline" in comparison[kind]
-        }
-        self.chain = comparison["baseline"].get("chain")
-        self.frontier = comparison["baseline"].get("frontier")
-        self.plan: str | None = comparison["checkpointed"].get("plan")
-        self.missing = {
+    chain, frontier = (comparison["baseline"].get(name) for name in ("chain", "frontier"))
+    timelines = {
+        kind: comparison[kind]["timeline"] for kind in KINDS if "timeline" in comparison[kind]
+    }
+    text = comparison["checkpointed"].get("plan")
+    plan = Plan.parse(text) if text is not None and chain is not None else None
+    # a plan for another chain is not drawn
+    if plan is not None and len(plan.flatten()) != len(chain["names"]):
+        plan = None
+    measured = {} if row.peak.baseline is None else {"baseline": (row.peak.baseline, 1.0)}
+    if row.peak.checkpointed is not None and row.time is not None:
+        measured["checkpointed"] = row.peak.checkpointed, row.time.median
+    charts: dict[str, Chart] = {}
+    if timelines:
+        charts["memory"] = memory_chart(timelines)
+        charts["activations"] = memory_chart(timelines, without=RESIDENT)
+        most = max(timeline["peak"]["bytes"] for timeline in timelines.values())
+        charts |= {kind: categories_chart(timeline, most) for kind, timeline in timelines.items()}
+    if plan is not None:
+        charts["plan"] = plan_chart(plan, chain)
+    if frontier and frontier["optimal"]:
+        charts["frontier"] = frontier_chart(frontier, measured)
+    return {
+        "number": number,
+        "id": f"model-{number}",
+        "comparison": comparison,
+        "row": row,
+        "timelines": timelines,
+        "chain": chain,
+        "plan": text,
+        "charts": charts,
+        "steps": _steps(plan, chain) if plan is not None else [],
+        "measured": measured,
+        "frontier": frontier,
+        "numbers": [f"#{kind}" for kind in timelines],
+        "phases": _phases(timelines),
+        "categories": [
+            name
+            for name in CATEGORIES
+            if any(name in timeline["bytes"] for timeline in timelines.values())
+        ],
+        "missing": {
             f"{kind}, {what}": why
             for kind in KINDS
             for what, why in comparison[kind].get("missing", {}).items()
-        }
+        },
+    }
 
-    @property
-    def parsed(self) -> Plan | None:
-        """The plan, where it is one for the chain that is known."""
-        if self.plan is None or self.chain is None:
-            return None
-        found = Plan.parse(self.plan)
-        return found if len(found.flatten()) == len(self.chain["names"]) else None
 
-    @property
-    def often(self) -> list[tuple[str, str, int]]:
-        """How often steps run: a color, words, and how many steps."""
-        runs = [min(count, 4) for count in self.parsed.runs()] if self.parsed else []
-        return [(RUNS[count], OFTEN[count], runs.count(count)) for count in sorted(set(runs))]
+def _steps(plan: Plan, chain: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
+    """Returns the steps, or blocks of a long chain: numbers, names, saved bytes, runs."""
+    names, saved, runs = chain["names"], chain["saved"], plan.runs()
+    return [
+        (
+            str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}",
+            spoken(part, names),
+            sum(saved[step] for step in part),
+            " or ".join(map(str, sorted({runs[step] for step in part}))),
+        )
+        for part in chain_axis(names, chain["blocks"]).columns
+    ]
 
-    @property
-    def steps(self) -> list[tuple[str, str, int, str]]:
-        """Rows of a table: the steps, or blocks of a long chain; names, saved bytes, runs."""
-        if self.parsed is None or self.chain is None:
-            return []
-        names, saved, runs = self.chain["names"], self.chain["saved"], self.parsed.runs()
-        found = []
-        for part in chain_axis(names, self.chain["blocks"]).columns:
-            often = sorted({runs[step] for step in part})
-            numbers = str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}"
-            size = sum(saved[step] for step in part)
-            found.append((numbers, spoken(part, names), size, " or ".join(map(str, often))))
-        return found
 
-    @property
-    def saving(self) -> float | None:
-        """The share of the baseline's step peak that is saved."""
-        return None if self.row.step_ratio is None else 1 - self.row.step_ratio
+def _phases(timelines: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Returns the most bytes in each phase of each run."""
+    found = {kind: highest(timeline) for kind, timeline in timelines.items()}
+    names = dict.fromkeys(phase for sizes in found.values() for phase in sizes)
+    order = ("forward", "recompute", "backward", "optimizer")
+    return {
+        name: {kind: sizes[name] for kind, sizes in found.items() if name in sizes}
+        for name in sorted(names, key=lambda name: order.index(name) if name in order else -1)
+    }
 
-    @property
-    def categories(self) -> list[str]:
-        """The categories that occur."""
-        found = {name for timeline in self.timelines.values() for name in timeline["bytes"]}
-        return [name for name in CATEGORIES if name in found]
 
-    @property
-    def phases(self) -> dict[str, dict[str, int]]:
-        """The most bytes in each phase of each run."""
-        found = {kind: highest(timeline) for kind, timeline in self.timelines.items()}
-        names = dict.fromkeys(phase for sizes in found.values() for phase in sizes)
-        order = ("forward", "recompute", "backward", "optimizer")
-        return {
-            name: {kind: sizes[name] for kind, sizes in found.items() if name in sizes}
-            for name in sorted(names, key=lambda name: order.index(name) if name in order else -1)
-        }
-
-    @property
-    def measured(self) -> dict[str, tuple[int, float]]:
-        """Peak and time ratio of both runs, as far as they were measured."""
-        peak, time = self.row.peak, self.row.time
-        found = {} if peak.baseline is None else {"baseline": (peak.baseline, 1.0)}
-        if peak.checkpointed is not None and time is not None:
-            found["checkpointed"] = peak.checkpointed, time.median
-        return found
-
-    @property
-    def schemes(self) -> list[tuple[str, str, int]]:
-        """The classic schemes: mark, name, and position among them."""
-        names = self.frontier["schemes"] if self.frontier else {}
-        marks = [*MARKS.values()] * (len(names) // len(MARKS) + 1)
-        return [(mark, name, place) for place, (mark, name) in enumerate(zip(marks, names))]  # noqa: B905
-
-    @cached_property
-    def pictures(self) -> dict[str, Any]:
-        """The pictures under the ids of their places."""
-        found: dict[str, Any] = {}
-        if self.timelines:
-            found["memory"] = memory_picture(self.timelines)
-            found["activations"] = memory_picture(self.timelines, without=RESIDENT)
-            most = max(timeline["peak"]["bytes"] for timeline in self.timelines.values())
-            for kind, timeline in self.timelines.items():
-                found[kind] = categories_picture(timeline, most)
-        if self.parsed is not None and self.chain is not None:
-            found["plan"] = plan_picture(self.chain, self.parsed)
-        if self.frontier and self.frontier["optimal"]:
-            found["frontier"] = frontier_picture(self.frontier, self.measured)
-        return {f"{self.id}-{name}": picture for name, picture in found.items()}
+def _legend(section: Mapping[str, Any], names: Sequence[str]) -> list[Layer]:
+    """Returns the layers of some charts that have a name, one of each."""
+    charts = [section["charts"][name] for name in names]
+    # the one with most of the categories tells their order
+    charts.sort(key=lambda chart: len(chart.layers), reverse=True)
+    layers = (layer for chart in charts for layer in chart.layers)
+    return list({layer.name: layer for layer in layers if layer.name}.values())
 
 
 def _size(comparisons: Sequence[Comparison], path: str) -> Markup:
@@ -190,11 +179,6 @@ def _size(comparisons: Sequence[Comparison], path: str) -> Markup:
         value = value[int(part)] if isinstance(value, list | tuple) else value[part]
     text = format_bytes(value)
     return Markup('<data value="{}" data-from="{}">{}</data>').format(value, path, text)
-
-
-def _number(value: float, text: str) -> Markup:
-    """Writes a number that follows from those of the results."""
-    return Markup('<data value="{}">{}</data>').format(value, text)
 
 
 def _environment(comparisons: Sequence[Comparison]) -> dict[str, Any]:
@@ -211,23 +195,7 @@ def _files(
     """Returns for each file in the page its name, what it holds, and itself as a link."""
     results = {"name": heading.name, "command": heading.command, "comparisons": comparisons}
     everything = base64.b64encode(json.dumps(results).encode()).decode()
-    link = Markup(f"data:application/json;base64,{everything}")
-    tables = [
-        ("models.csv", "a line per model", models_csv(found)),
-        ("timings.csv", "a line per timed pair of steps", timings_csv(found)),
-        ("memory.csv", "bytes over the step by category", _memory_csv(comparisons)),
-    ]
-    return [
-        (f"{heading.name}.json", "everything", link),
-        *(
-            (name, what, Markup(f"data:text/csv,{quote(text, safe=',:/')}"))
-            for name, what, text in tables
-        ),
-    ]
-
-
-def _memory_csv(comparisons: Sequence[Comparison]) -> str:
-    return to_csv(
+    memory = to_csv(
         {"model": comparison["model"]["name"], "run": kind, "event": event}
         | {name: timeline["bytes"].get(name, [0] * (place + 1))[place] for name in CATEGORIES}
         for comparison in comparisons
@@ -235,10 +203,21 @@ def _memory_csv(comparisons: Sequence[Comparison]) -> str:
         if (timeline := comparison[kind].get("timeline"))
         for place, event in enumerate(timeline["points"])
     )
+    tables = [
+        ("models.csv", "a line per model", models_csv(found)),
+        ("timings.csv", "a line per timed pair of steps", timings_csv(found)),
+        ("memory.csv", "bytes over the step by category", memory),
+    ]
+    links = [
+        (name, what, Markup(f"data:text/csv,{quote(text, safe=',:/')}"))
+        for name, what, text in tables
+    ]
+    link = Markup(f"data:application/json;base64,{everything}")
+    return [(f"{heading.name}.json", "everything", link), *links]
 
 
 def _packed(text: str) -> Markup:
-    """Writes text as gzip in base64: what stands in a page by the megabyte, and no one reads."""
+    """Returns text as gzip in base64: what stands in a page by the megabyte, and no one reads."""
     return Markup(base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())
 
 

@@ -1,106 +1,346 @@
-"""Draws a comparison: for each model its two step peaks, and what the second one costs."""
+"""Draws charts with matplotlib into files, by their suffix, or into axes.
 
-from collections.abc import Sequence
+A plan's chart, under what its peak consists of; a frontier's; and that of a comparison.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+from math import inf
 from pathlib import Path
+from typing import Any, Literal
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot
+import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.cbook import pts_to_poststep
+from matplotlib.figure import Figure
+from matplotlib.path import Path as Line
+from matplotlib.ticker import FormatStrFormatter
+from matplotlib.transforms import Bbox
 
-from zoo.errors import shortened_text
-from zoo.report.heading import Heading
-from zoo.report.rows import Row
-from zoo.report.style import BASELINE, FAINT_INK, STYLE, bare
-from zoo.report.style import KEPT as CHECKPOINTED
-from zoo.report.words import size_or_why
-from zoo.units import BINARY
+from zoo.errors import ArgumentError, shortened_text
+from zoo.planner.plan import Plan
+from zoo.report.chain_axis import fitting, round_numbers
+from zoo.report.charts import (
+    Axis,
+    Bars,
+    Chart,
+    Marks,
+    Steps,
+    frontier_chart,
+    plan_chart,
+    scale,
+)
+from zoo.report.markdown import visible
+from zoo.report.rows import Heading, Row, size_or_why
+from zoo.units import format_bytes
 
-HEIGHT = 0.36
+# the page's colors by day
+_SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+COLORS = dict(re.findall(r"--([\w-]+): (#\w+)", _SHEET.partition("@media")[0]))
+STYLE: Any = {
+    "font.size": 10,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), COLORS["ink"]),
+    # a name may hold a $
+    "text.parse_math": False,
+    # the same numbers make the same file
+    "svg.hashsalt": "zoo",
+}
+PICTURES = (".svg", ".png", ".pdf")
+MARKERS = {
+    **{"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "inverted_triangle": "v"},
+    "plus": "P",
+}
+# of the categories of a peak, in their order
+PEAK = (
+    *("parameters", "buffers", "inputs", "optimizer-state", "gradients"),
+    *("kept", "again", "temporaries", "at-work", "unseen"),
+)
+# where a name may stand, in points from its mark: to the upper right first, as one expects it
+DISTANCES = (9, 20, 36, 60)
+SIDES = ((1, 1), (-1, 1), (1, 0), (-1, 0), (1, -1), (-1, -1), (0, 1), (0, -1))
 
 
-def draw(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
-    """Draws the rows and saves the figure under each path, by its suffix.
+def draw_plan(
+    target: str | Path | Axes,
+    plan: Plan,
+    chain: Mapping[str, Any],
+    *,
+    title: str,
+    subtitle: str,
+    peak: Mapping[str, int],
+    limits: Mapping[str, int],
+) -> None:
+    """Draws what each step of a chain saves and how often it runs; into a file, also the peak.
+
+    `chain` is that of `plan_chart`; `peak` are bytes of each category at the peak, `limits` other
+    bytes to compare with: the budget, the baseline.
+
+    Raises:
+        ArgumentError: a file of no known kind.
+    """
+    chart = plan_chart(plan, chain)
+    if isinstance(target, Axes):
+        _draw(target, chart)
+        return
+    with rc_context(STYLE):
+        figure = Figure(figsize=(11, 6), layout="constrained")
+        above, below = figure.subplots(2, height_ratios=(1, 4))
+        _head(figure, title, subtitle)
+        _draw_peak(above, peak, limits)
+        _draw(below, chart)
+        _write(figure, target)
+
+
+def draw_frontier(target: str | Path | Axes, frontier: Mapping[str, Any], title: str) -> None:
+    """Draws the frontier that `frontier_chart` shows.
+
+    Raises:
+        ArgumentError: a file of no known kind.
+    """
+    chart = frontier_chart(frontier)
+    if isinstance(target, Axes):
+        _draw(target, chart)
+        _name_marks(target, chart)
+        return
+    least, time = frontier["optimal"][0]
+    subtitle = (
+        f"peak of a training step: {format_bytes(frontier['baseline'])} for the baseline, "
+        f"down to {format_bytes(least)} in ×{time:.2f} of the time"
+    )
+    with rc_context(STYLE):
+        figure = Figure(figsize=(8.5, 5.2), layout="constrained")
+        _head(figure, title, subtitle)
+        axes = figure.subplots()
+        _draw(axes, chart)
+        # where there is room for names is known when the layout is
+        figure.draw_without_rendering()
+        _name_marks(axes, chart)
+        _write(figure, target)
+
+
+def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
+    """Draws for each model its two step peaks, and what the second one costs.
 
     Where a cell has no number, words say why.
     """
-    with pyplot.rc_context(STYLE):
-        figure, (memory, time) = pyplot.subplots(
-            ncols=2,
-            sharey=True,
-            figsize=(10, 1.8 + 0.62 * len(rows)),
-            width_ratios=(2.4, 1),
-            layout="constrained",
-        )
-        figure.suptitle(heading.title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-        figure.supxlabel(heading.setting, x=0.01, ha="left", fontsize=8, color=FAINT_INK)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(10, 2.2 + 0.62 * len(rows)), layout="constrained")
+        memory, time = figure.subplots(ncols=2, sharey=True, width_ratios=(2.4, 1))
+        _head(figure, heading.title, heading.setting)
         _draw_memory(memory, rows)
         _draw_time(time, rows)
+        memory.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
         for path in paths:
-            figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else {})
-        pyplot.close(figure)
+            _write(figure, path)
+
+
+def _draw(axes: Axes, chart: Chart) -> None:
+    for order, layer in enumerate(chart.layers):
+        style: Any = {"color": COLORS[layer.color], "zorder": 2 + order / 100}
+        if isinstance(layer, Bars):
+            left, right, bottom, top = map(np.array, zip(*layer.boxes, strict=True))
+            style |= {"label": layer.name, "zorder": 0} if layer.behind else {"label": layer.name}
+            axes.bar(left, top - bottom, right - left, bottom, align="edge", **style)
+        elif isinstance(layer, Steps):
+            dashes = "--" if layer.dashed else "-"
+            axes.step(
+                layer.x, layer.y, where="post", lw=layer.width, ls=dashes, label=layer.name, **style
+            )
+        elif isinstance(layer, Marks):
+            x, y = zip(*layer.spots, strict=True)
+            # once for all of the group
+            grouped = layer.group not in axes.get_legend_handles_labels()[1]
+            label = layer.group if grouped else ""
+            axes.plot(x, y, MARKERS[layer.shape], ms=0.8 * layer.size, label=label, **style)
+    if chart.x.log:
+        axes.set_xscale("log", base=2)
+    axes.set(
+        xlim=(chart.x.start, chart.x.stop), ylim=(chart.y.start, chart.y.stop),
+        xlabel=chart.x.title, ylabel=chart.y.title,
+    )  # fmt: skip
+    axes.xaxis.set_major_formatter(FormatStrFormatter(chart.x.format))
+    axes.yaxis.set_major_formatter(FormatStrFormatter(chart.y.format))
+    # what is drawn below zero are no sizes
+    axes.set_yticks([y for y in axes.get_yticks() if max(chart.y.start, 0) <= y <= chart.y.stop])
+    axes.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
+    _bare(axes, "both" if chart.x.grid else "y")
+    if chart.x.labels:
+        _label(axes, chart.x)
+
+
+def _label(axes: Axes, axis: Axis) -> None:
+    """Writes labels below the axis, and between it and them the numbers that fit."""
+    inch = axis.stop * axes.figure.dpi / axes.get_window_extent().width
+    # texts of 10 points, centered, would run into each other
+    crowded = any(
+        right.middle - left.middle < 0.045 * inch * (len(left.text) + len(right.text) + 2)
+        for left, right in pairwise(axis.labels)
+    )
+    labels = fitting(axis.labels, 0.2 * inch) if crowded else axis.labels
+    numbers = round_numbers(axis.numbers, 0.26 * inch)
+    axes.xaxis.remove_overlapping_locs = False
+    for row, minor in ((labels, False), (numbers, True)):
+        axes.set_xticks([text.middle for text in row], [text.text for text in row], minor=minor)
+    axes.tick_params(axis="x", which="both", length=0)
+    axes.tick_params(axis="x", which="minor", labelsize=7, labelcolor=COLORS["faint"], pad=2)
+    axes.tick_params(axis="x", which="major", pad=13 if numbers else 4)
+    if crowded:
+        for text in axes.get_xticklabels():
+            text.set(rotation=30, ha="right", rotation_mode="anchor")
+    for label in labels:
+        axes.axvline(label.start, color=COLORS["grid"], lw=0.8, zorder=0)
+
+
+def _name_marks(axes: Axes, chart: Chart) -> None:
+    """Writes the marks' texts beside them."""
+    marks = [layer for layer in chart.layers if isinstance(layer, Marks) and layer.text]
+    texts = [
+        axes.annotate(
+            mark.text, mark.spots[0], (0, 0), textcoords="offset points", fontsize=8,
+            linespacing=1.1, va="bottom",
+        )
+        for mark in marks
+    ]  # fmt: skip
+    lines = [
+        axes.transData.transform_path(Line(np.transpose(pts_to_poststep(layer.x, layer.y))))
+        for layer in chart.layers
+        if isinstance(layer, Steps)
+    ]
+    spots = [axes.transData.transform(mark.spots[0]) for mark in marks]
+    sizes = [text.get_window_extent().size for text in texts]
+    # the file may have other pixels than the screen
+    point = axes.figure.dpi / 72
+    boxes = place(spots, sizes, axes.get_window_extent(), lines, point)
+    for text, spot, box in zip(texts, spots, boxes, strict=True):
+        text.set_position(tuple((box.min - spot) / point))
+
+
+def place(
+    spots: Sequence[Any], sizes: Sequence[Any], frame: Bbox, lines: Sequence[Line], point: float
+) -> list[Bbox]:
+    """Returns where the text of a given width and height beside each spot goes, in pixels.
+
+    Inside the frame, over no other text and no mark if possible, and over as few lines as possible:
+    matplotlib writes a text where it is told to, over whatever is there. `point` is that in pixels.
+    """
+    found: list[Bbox] = []
+    for spot, (width, height) in zip(spots, sizes, strict=True):
+        marks = [Bbox([other, other]).padded(5 * point) for other in spots if other is not spot]
+        best = inf
+        for distance, (across, up) in product(DISTANCES, SIDES):
+            left = spot[0] + across * distance * point + (across - 1) / 2 * width
+            low = spot[1] + up * distance * point * 0.6 + (up - 1) / 2 * height
+            box = Bbox.from_bounds(left, low, width, height)
+            covered = box.count_overlaps([*found, *marks])
+            outside = frame.count_contains(box.get_points()) < 2
+            crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
+            cost = 1000 * (covered + outside) + crossed
+            if cost < best:
+                best, chosen = cost, box
+        found.append(chosen)
+    return found
+
+
+def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -> None:
+    total = sum(peak.values())
+    most = max(total, *limits.values())
+    divisor, unit = scale(most)
+    left = 0
+    for (name, size), color in zip(peak.items(), PEAK, strict=True):
+        # what is too thin to be seen is left to the table
+        if size > total / 1000:
+            label = f"{name} {format_bytes(size)}"
+            axes.barh(0, size / divisor, left=left / divisor, color=COLORS[color], label=label)
+        left += size
+    for name, size in limits.items():
+        axes.axvline(size / divisor, color=COLORS["ink"], lw=1, ls=(0, (4, 2)))
+        axes.annotate(
+            f" {name} {format_bytes(size)} ", (size / divisor, 1), (0, 3), fontsize=8,
+            xycoords=("data", "axes fraction"), textcoords="offset points",
+            # the larger of two to the right of its line, the other to the left
+            ha="left" if size == max(limits.values()) else "right",
+        )  # fmt: skip
+    axes.set_yticks([0], [f"at the peak\n({unit})"])
+    axes.set_xlim(0, 1.2 * most / divisor)
+    axes.legend(
+        frameon=False, ncols=5, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.32),
+        handlelength=1, handleheight=1, borderaxespad=0, borderpad=0.2,
+    )  # fmt: skip
+    _bare(axes, "x")
 
 
 def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
-    baseline = [row.peak.baseline or 0 for row in rows]
-    checkpointed = [row.peak.checkpointed or 0 for row in rows]
-    whole = [_size(row.peak.baseline, row.fits.baseline) for row in rows]
-    saved = [_size(row.peak.checkpointed, row.fits.checkpointed) for row in rows]
-    saved = [
-        text if row.step_ratio is None else f"{text}  ({row.step_ratio:.1%})"
-        for text, row in zip(saved, rows, strict=True)
-    ]
-    largest = max([*baseline, *checkpointed], default=0)
-    unit = max(power for power in range(len(BINARY)) if largest >= 1024**power or not power)
-    places = range(len(rows))
-    for offset, sizes, labels, color, name in (
-        (-HEIGHT / 2, baseline, whole, BASELINE, "baseline"),
-        (HEIGHT / 2, checkpointed, saved, CHECKPOINTED, "checkpointed"),
-    ):
-        bars = axes.barh(
-            [place + offset for place in places],
-            [size / 1024**unit for size in sizes],
-            HEIGHT,
-            color=color,
-            label=name,
+    peaks = [size or 0 for row in rows for size in (row.peak.baseline, row.peak.checkpointed)]
+    divisor, unit = scale(max(peaks, default=0))
+    for kind, offset in (("baseline", -0.18), ("checkpointed", 0.18)):
+        sizes = [getattr(row.peak, kind) for row in rows]
+        fits = [getattr(row.fits, kind) for row in rows]
+        texts = [size_or_why(*cell, missing="failed") for cell in zip(sizes, fits, strict=True)]
+        if kind == "checkpointed":
+            shares = ["" if row.step_ratio is None else f"  ({row.step_ratio:.1%})" for row in rows]
+            texts = [text + share for text, share in zip(texts, shares, strict=True)]
+        places = [number + offset for number in range(len(rows))]
+        widths = [(size or 0) / divisor for size in sizes]
+        bars = axes.barh(places, widths, 0.36, color=COLORS[kind], label=kind)
+        axes.bar_label(bars, texts, padding=4, fontsize=9)
+    # there is no room for more beside the bars
+    names = [
+        "\n".join(
+            shortened_text(line, 60) for line in (row.model, row.arguments, row.batch) if line
         )
-        axes.bar_label(bars, labels, padding=4, fontsize=9)
-    names = [filter(None, (row.model, row.arguments, row.batch)) for row in rows]
-    axes.set_yticks(places, ["\n".join(map(_beside, lines)) for lines in names])
+        for row in rows
+    ]
+    axes.set_yticks(range(len(rows)), names)
     axes.margins(x=0.16)
-    axes.set_xlabel(f"peak of the whole training step ({BINARY[unit]})")
+    axes.set_xlabel(f"peak of the whole training step ({unit})")
     axes.invert_yaxis()
-    axes.figure.legend(frameon=False, loc="upper right", ncols=2)
-    bare(axes)
-
-
-def _beside(text: str) -> str:
-    """Shortens what stands beside the bars, or there is no room for them."""
-    return shortened_text(text, 60)
-
-
-def _size(count: int | None, fits: bool) -> str:
-    return "failed" if count is None and fits else size_or_why(count, fits)
+    _bare(axes, "x")
 
 
 def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         if row.time is None:
             continue
-        if row.quartiles is not None:
-            axes.plot(row.quartiles, [place, place], color=CHECKPOINTED, lw=2)
-        axes.plot(row.time.median, place, "o", color=CHECKPOINTED, ms=7)
+        median, color = row.time.median, COLORS["checkpointed"]
+        axes.plot(row.quartiles or (median, median), [number, number], color=color, lw=2)
+        axes.plot(median, number, "o", color=color, ms=7)
         axes.annotate(
-            f"×{row.time.median:.2f}",
-            (row.time.median, place),
-            (0, 8),
-            textcoords="offset points",
-            ha="center",
+            f"×{median:.2f}", (median, number), (0, 8), textcoords="offset points", ha="center",
             fontsize=9,
-        )
-    axes.axvline(1, color=BASELINE, lw=1.5, zorder=0)
+        )  # fmt: skip
+    axes.axvline(1, color=COLORS["baseline"], lw=1.5, zorder=0)
     axes.margins(x=0.15)
     axes.set_xlabel("step time, baseline = 1\n(median; quartiles from 5 pairs)")
-    bare(axes)
+    _bare(axes, "x")
+
+
+def _bare(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
+    """Leaves a grid and nothing else that holds no number."""
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_axisbelow(True)
+    axes.grid(axis=grid, color=COLORS["grid"], lw=0.8)
+
+
+def _head(figure: Figure, title: str, subtitle: str) -> None:
+    """Writes a title and a line below it above everything else."""
+    inch = 1 / figure.get_figheight()
+    figure.text(0.01, 1 - 0.12 * inch, visible(title), va="top", fontsize=13, fontweight="bold")
+    figure.text(
+        0.01, 1 - 0.4 * inch, visible(subtitle), va="top", fontsize=9, color=COLORS["faint"]
+    )
+    engine: Any = figure.get_layout_engine()
+    engine.set(rect=(0, 0, 1, 1 - 0.65 * inch))
+
+
+def _write(figure: Figure, path: str | Path) -> None:
+    """Saves a figure in the format of the path's suffix; raises ArgumentError for any other."""
+    place = Path(path)
+    kind = place.suffix.lower()
+    if kind not in PICTURES:
+        raise ArgumentError(
+            f"{place.name!r} names no kind of picture; end it with .svg, .png or .pdf"
+        )
+    figure.savefig(place, dpi=160, metadata={"Date": None} if kind == ".svg" else {})

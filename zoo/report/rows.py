@@ -1,4 +1,4 @@
-"""Turns the records of a comparison into one row of numbers per model, and judges it.
+"""What a comparison says: for each model a row of numbers and its verdict, and where they are from.
 
 Every number is one of the records' or a quotient of two; nothing is estimated here.
 """
@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 
-from zoo.report.escape import visible
+from zoo.report.markdown import visible
+from zoo.units import format_bytes
 
 Value = TypeVar("Value")
+Comparison = Mapping[str, Any]
+
+KINDS = ("baseline", "checkpointed")
 UNFIT = "does not fit"
 """The status of a record whose cell ran out of memory."""
 FEWEST = 5
@@ -20,6 +24,51 @@ USUAL = "sgd"
 """The optimizer, SGD with momentum 0.9, where a config names none."""
 JUDGED = "tensor_activation_peak"
 """What a config's `largest_ratio` is about: what kernels take inside themselves is no plan's."""
+MISSING = "—"
+COLUMNS = (
+    *("model", "batch", "parameters", "step peak", "activation peak", "of tensors alone"),
+    *("step time [quartiles]", "exact"),
+)
+"""The columns of a report's table, whose cells `words` returns."""
+DEFINITIONS = {
+    "step peak": (
+        "the most bytes that the allocator handed out at once in a training step: parameters, "
+        "gradients, optimizer state, inputs, activations and kernel workspaces; the optimizer is "
+        "SGD with momentum unless another stands behind the model's name"
+    ),
+    "activation peak": (
+        "the same less parameters, buffers, optimizer state, inputs and the gradients that exist "
+        "at that moment"
+    ),
+    "of tensors alone": (
+        "the activation peak without kernel workspaces, which differ from processor to processor "
+        "and with the threads: the same on every machine, and what a config's largest_ratio judges"
+    ),
+    "(ratio)": "checkpointed over baseline; in front of it, baseline → checkpointed",
+    "step time": (
+        "checkpointed over baseline, taken in turn on the same batches: the median of n pairs and, "
+        "from 5 pairs on, [quartiles]"
+    ),
+    "exact": (
+        "loss, every gradient, buffer and parameter and the random state are equal bit for bit "
+        "after each optimizer step"
+    ),
+}
+"""What the words of a report mean."""
+
+
+@dataclass(frozen=True)
+class Heading:
+    """The comparison's name, where it was measured, and the command that repeats it."""
+
+    name: str
+    setting: str
+    command: str
+
+    @property
+    def title(self) -> str:
+        """The title of a report."""
+        return f"Training with and without checkpointing: {self.name}"
 
 
 @dataclass(frozen=True)
@@ -100,13 +149,53 @@ class Row:
     @property
     def quartiles(self) -> tuple[float, float] | None:
         """The quartiles, where there are pairs enough for them."""
-        enough = self.time is not None and len(self.time_ratios) >= FEWEST
+        enough = len(self.time_ratios) >= FEWEST
         return (self.time.lower, self.time.upper) if self.time and enough else None
 
 
-def rows(comparisons: Sequence[Mapping[str, Any]]) -> list[Row]:
+def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Heading:
+    """Describes a comparison by the first of its records that says where it was measured."""
+    setting = "nothing could be measured"
+    for record in (record for comparison in comparisons for record in comparison.values()):
+        where = record.get("environment") or {}
+        if where.keys() >= {"device", "threads", "torch", "python", "zoo"}:
+            cell, count = record["cell"], where["threads"]
+            threads = f", {count} thread{'s' * (count != 1)}" if cell["device"] == "cpu" else ""
+            setting = (
+                f"{where['device']}{threads}, {cell['dtype']}, torch {where['torch']}, "
+                f"Python {where['python']}, zoo {where['zoo']}"
+            )
+            break
+    return Heading(visible(name), visible(setting), visible(command))
+
+
+def rows(comparisons: Sequence[Comparison]) -> list[Row]:
     """Returns a row for each model: its config under "model", its records under their kinds."""
     return [_row(comparison) for comparison in comparisons]
+
+
+def words(row: Row) -> list[str]:
+    """Returns a row's cells in the order of `COLUMNS`."""
+    time = MISSING
+    if row.time is not None:
+        between = "" if row.quartiles is None else " [{:.2f}, {:.2f}]".format(*row.quartiles)
+        time = f"×{row.time.median:.2f}{between} n={len(row.time_ratios)}"
+    peaks = row.peak, row.activation_peak, row.tensor_activation_peak
+    return [
+        row.label,
+        row.batch,
+        MISSING if row.parameters is None else f"{row.parameters / 1e6:.2f} M",
+        *(_change(pair, row.fits) for pair in peaks),
+        time,
+        MISSING if row.exact is None else "yes" if row.exact else "NO",
+    ]
+
+
+def size_or_why(count: int | None, fits: bool, missing: str = MISSING) -> str:
+    """Returns bytes in words, or why there are none."""
+    if count is not None:
+        return format_bytes(count)
+    return missing if fits else UNFIT
 
 
 def quotient(pair: Pair[int | None]) -> float | None:
@@ -139,62 +228,58 @@ def differences(
     return [f"{kind} from step {step} on" for kind, step in first.items()]
 
 
-def _row(comparison: Mapping[str, Any]) -> Row:
-    model = comparison["model"]
-    baseline, checkpointed = comparison["baseline"], comparison["checkpointed"]
-    exact = _differences(baseline, checkpointed)
+def _row(comparison: Comparison) -> Row:
+    model, *cells = (comparison[name] for name in ("model", *KINDS))
+    exact = _differences(comparison)
+    seconds = comparison["timing"].get("step_seconds", {})
+    names = "peak", "activation_peak", "tensor_peak", "tensor_activation_peak"
     return Row(
         model=visible(model["name"]),
         arguments=visible(_arguments(model)),
         checkpoint=visible(_text(model["checkpoint"])),
         batch=_batch(model),
         largest_ratio=model["largest_ratio"],
-        parameters=baseline.get("parameters", checkpointed.get("parameters")),
-        peak=_bytes(comparison, "peak"),
-        activation_peak=_bytes(comparison, "activation_peak"),
-        tensor_peak=_bytes(comparison, "tensor_peak"),
-        tensor_activation_peak=_bytes(comparison, JUDGED),
-        step_seconds=Pair(*_seconds(comparison["timing"])),
-        fits=Pair(baseline["status"] != UNFIT, checkpointed["status"] != UNFIT),
+        parameters=cells[0].get("parameters", cells[1].get("parameters")),
+        **{name: _bytes(comparison, name) for name in names},
+        step_seconds=Pair(*(seconds.get(kind, []) for kind in KINDS)),
+        fits=Pair(*(cell["status"] != UNFIT for cell in cells)),
         exact=None if exact is None else not exact,
         faults=tuple(map(visible, _faults(comparison))),
     )
 
 
-def _faults(comparison: Mapping[str, Any]) -> Iterator[str]:
-    model = comparison["model"]
-    for kind in ("baseline", "checkpointed", "timing"):
-        record = comparison[kind]
-        if record["status"] == "failed":
-            yield f"{model['name']} {kind} failed: {record['reason']}"
+def _faults(comparison: Comparison) -> Iterator[str]:
+    name, largest = (comparison["model"][key] for key in ("name", "largest_ratio"))
+    for kind in (*KINDS, "timing"):
+        if comparison[kind]["status"] == "failed":
+            yield f"{name} {kind} failed: {comparison[kind]['reason']}"
     # a baseline that does not fit is what checkpointing is for
     if comparison["checkpointed"]["status"] == UNFIT:
-        yield f"{model['name']} checkpointed does not fit: {comparison['checkpointed']['reason']}"
-    found = _differences(comparison["baseline"], comparison["checkpointed"])
-    if found:
-        yield f"{model['name']} is not exact: it differs in {', '.join(found)}"
+        yield f"{name} checkpointed does not fit: {comparison['checkpointed']['reason']}"
+    if found := _differences(comparison):
+        yield f"{name} is not exact: it differs in {', '.join(found)}"
     ratio = quotient(_bytes(comparison, JUDGED))
-    if ratio is not None and ratio > model["largest_ratio"]:
+    if ratio is not None and ratio > largest:
         yield (
-            f"{model['name']} keeps {ratio:.3f} of the activation peak of the baseline's tensors; "
-            f"largest_ratio is {model['largest_ratio']:g}"
+            f"{name} keeps {ratio:.3f} of the activation peak of the baseline's tensors; "
+            f"largest_ratio is {largest:g}"
         )
 
 
-def _differences(baseline: Mapping[str, Any], checkpointed: Mapping[str, Any]) -> list[str] | None:
-    if "digests" not in baseline or "digests" not in checkpointed:
-        return None
-    return differences(baseline["digests"], checkpointed["digests"])
+def _differences(comparison: Comparison) -> list[str] | None:
+    found = [comparison[kind].get("digests") for kind in KINDS]
+    return None if None in found else differences(*found)
 
 
-def _bytes(comparison: Mapping[str, Any], name: str) -> Pair[int | None]:
-    memory = [comparison[kind].get("memory", {}) for kind in ("baseline", "checkpointed")]
-    return Pair(*(found.get(name) for found in memory))
+def _bytes(comparison: Comparison, name: str) -> Pair[int | None]:
+    return Pair(*(comparison[kind].get("memory", {}).get(name) for kind in KINDS))
 
 
-def _seconds(record: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    seconds = record.get("step_seconds", {})
-    return seconds.get("baseline", []), seconds.get("checkpointed", [])
+def _change(pair: Pair[int | None], fits: Pair[bool]) -> str:
+    baseline = size_or_why(pair.baseline, fits.baseline)
+    ratio = quotient(pair)
+    share = "" if ratio is None else f" ({ratio:.3f})"
+    return f"{baseline} → {size_or_why(pair.checkpointed, fits.checkpointed)}{share}"
 
 
 def _batch(model: Mapping[str, Any]) -> str:

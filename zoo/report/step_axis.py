@@ -1,6 +1,6 @@
 """One axis for the training steps of two runs, which allocate unequally often.
 
-A step with a plan has more allocations than one without: its backward runs forwards again. So each
+A step with a plan has more allocations than one without: its backward recomputes forwards. So each
 part of a step gets a width of its own, the same for all runs, and is filled evenly:
 
     events     0 ........ 900 ......... 1500 .. 1560      without a plan
@@ -11,27 +11,25 @@ part of a step gets a width of its own, the same for all runs, and is filled eve
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 EDGES = (0.0, 1.0, 3.0, 3.4)
 PARTS = ("forward", "backward", "optimizer")
 
 
-@dataclass(frozen=True)
-class StepAxis:
-    """Where the events of one run lie on the axis.
+class StepAxis(NamedTuple):
+    """The events at which forward, backward and optimizer begin and the last one ends."""
 
-    starts: the events at which forward, backward and optimizer begin and the last one ends.
-    """
-
-    starts: tuple[int, int, int, int]
+    forward: int
+    backward: int
+    optimizer: int
+    end: int
 
     def place(self, event: float) -> float:
-        """Returns where an event lies."""
-        part = min(max(bisect_right(self.starts, event) - 1, 0), 2)
-        start, stop = self.starts[part : part + 2]
+        """Returns where an event lies on the axis."""
+        part = min(max(bisect_right(self, event) - 1, 0), 2)
+        start, stop = self[part : part + 2]
         left, right = EDGES[part : part + 2]
         return round(left + (right - left) * (event - start) / max(stop - start, 1), 5)
 
@@ -42,12 +40,18 @@ def step_axis(timeline: Mapping[str, Any]) -> StepAxis:
     starts = [start for start, phase in phases if phase in ("backward", "recompute")]
     backward = starts[0] if starts else length
     after = [start for start, phase in phases if phase == "optimizer" and start >= backward]
-    return StepAxis((0, backward, after[0] if after else length, length))
+    return StepAxis(0, backward, after[0] if after else length, length)
 
 
-def recomputes(timeline: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Returns from which event to which forwards run again."""
-    return [(start, stop) for start, stop, phase in _spans(timeline) if phase == "recompute"]
+def recomputes(timeline: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Returns where on the axis recomputation begins and ends."""
+    place = step_axis(timeline).place
+    marks = [*timeline["phases"], [timeline["length"], ""]]
+    return [
+        (place(start), place(stop))
+        for (start, phase), (stop, _) in pairwise(marks)
+        if phase == "recompute" and stop > start
+    ]
 
 
 def highest(timeline: Mapping[str, Any]) -> dict[str, int]:
@@ -65,8 +69,3 @@ def totals(timeline: Mapping[str, Any], without: Sequence[str] = ()) -> list[int
     """Returns the bytes of all categories but some, at each point that is drawn."""
     kept = [sizes for name, sizes in timeline["bytes"].items() if name not in without]
     return [sum(sizes) for sizes in zip(*kept, strict=True)] or [0] * len(timeline["points"])
-
-
-def _spans(timeline: Mapping[str, Any]) -> list[tuple[int, int, str]]:
-    marks = [*timeline["phases"], [timeline["length"], ""]]
-    return [(start, stop, phase) for (start, phase), (stop, _) in pairwise(marks) if stop > start]

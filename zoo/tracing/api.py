@@ -8,22 +8,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch._guards import active_fake_mode
 
+from zoo._torch import active_fake_mode
 from zoo.chain import Chain
-from zoo.checkpointing import Checkpoint, PlannedRunner, attach, runner_for
 from zoo.engine.ranges import Conductor, Script, Visit
-from zoo.entry import Invocation
 from zoo.errors import ArgumentError, BudgetError, PlanError, shortened
-from zoo.measure.sharded import is_spread
-from zoo.plan import Plan
-from zoo.plan_report import PlanReport
-from zoo.planning import Budget
-from zoo.tracing.entry import Entry, patched_forward, paths_of, steps_of
+from zoo.invocation import Invocation
+from zoo.planner.plan import Plan
+from zoo.policy.budget import Budget
+from zoo.policy.options import Checkpoint, PlannedRunner, attach, runner_for
+from zoo.policy.report import PlanReport
+from zoo.profiling.sharded import is_spread
+from zoo.tracing.ahead import graph_of
 from zoo.tracing.graph import Graph
-from zoo.tracing.isolated import graph_of
+from zoo.tracing.native_checkpointing import check_switches
 from zoo.tracing.patched_forward import BlockMark, PatchedForward, Traced, take_back_all
-from zoo.tracing.switches import check_switches
+from zoo.tracing.traced_steps import Entry, patched_forward, paths_of, steps_of
 from zoo.tracing.tracer import Tracer
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -127,7 +127,7 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 @dataclass(frozen=True)
-class Found:
+class ChainSummary:
     """What was found in a model: the steps by name, and the block of each.
 
     Attributes:
@@ -146,7 +146,7 @@ class Found:
         return "\n".join(lines)
 
 
-def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> Found:
+def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> ChainSummary:
     """Returns the steps that `zoo.checkpoint` finds in a model for inputs like these, real or meta.
 
     Those of a `zoo.Chain` are its own, and so are its blocks; `steps` names those of any other.
@@ -158,11 +158,11 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
         raise ArgumentError(f"a chain is found in a torch.nn.Module; got {type(model).__name__}")
     if isinstance(model, Chain):
         found = Entry.of(model, Invocation.of(inputs))
-        return Found(tuple(found.names), found.outline.blocks)
+        return ChainSummary(tuple(found.names), found.outline.blocks)
     check_switches(model)
     args, kwargs = _given(model, inputs)
     cut = steps_of(model, graph_of(model, Invocation(tuple(args), dict(kwargs))), _names(steps))
-    return Found(tuple(cut.names), cut.outline.blocks)
+    return ChainSummary(tuple(cut.names), cut.outline.blocks)
 
 
 class OptionPlanner(NamedTuple):

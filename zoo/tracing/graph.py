@@ -77,7 +77,7 @@ class TensorSpec(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """Stands for an operator that must not run again: it makes tensors like its results.
+    """Stands for an operator that must not run twice: it makes tensors like its results.
 
     Such are collectives, which other processes would wait for, code that is no kernel of torch's,
     and operators whose results' sizes depend on numbers.

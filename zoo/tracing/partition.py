@@ -10,7 +10,7 @@ The state between two steps is every value that a later kernel reads. A cut is l
   behind it, or to the one before it where it looks at its result within the same module.
 
 Views of parameters are no state: each step that needs one makes it. Equal steps of equal blocks are
-the same `Part` with other modules, so that each is measured once.
+the same `StepProgram` with other modules, so that each is measured once.
 """
 
 import functools
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zoo.chain import Outline, Source, Step, Titled
+from zoo._torch import DisableAutocast, FakeTensorMode
+from zoo.chain import NamedStep, Outline, Source, Step
 from zoo.errors import PlanError
-from zoo.measure.memory import tensors_in
+from zoo.profiling.allocator import tensors_in
 from zoo.tracing.blocks import block_of_each
 from zoo.tracing.graph import OWNED, Attribute, Call, Graph, Value, mapped
 
@@ -73,7 +73,7 @@ class Tensors(nn.Module):
         """Leaves them: they are the owner's."""
 
 
-class Part:
+class StepProgram:
     """What a step does: kernels over numbered values and numbered modules.
 
     Called with as many modules as `modules` says and then with the state.
@@ -101,7 +101,7 @@ class Part:
         known: dict[int, Any] = dict(enumerate(given[self.modules :]))
         del given
         fill = functools.partial(_fill, known, modules)
-        with torch._C._DisableAutocast():
+        with DisableAutocast():
             for place, (last, unused) in enumerate(zip(self.last, self.unused, strict=True)):
                 call = self.calls[place]
                 args, kwargs = mapped(call.args, fill), mapped(call.kwargs, fill)
@@ -169,7 +169,7 @@ class _Partition:
         self.calls = [call for call in calls if id(call) not in behind]
         self.loss_calls = [call for call in calls if id(call) in behind]
         self.blocks = block_of_each(self.calls, blocks)
-        self.known: dict[Any, Part] = {}
+        self.known: dict[Any, StepProgram] = {}
         self.proxies: dict[tuple[str, tuple[str, ...]], Tensors] = {}
 
     def steps(self) -> Steps:
@@ -203,11 +203,11 @@ class _Partition:
 
     def _step(
         self, calls: Sequence[Call], needs: Sequence[int], gives: Sequence[int], name: str
-    ) -> Titled:
+    ) -> NamedStep:
         calls = [*self._views_for(calls), *calls]
         key, part, owners = _localized(calls, needs, gives)
         part = self.known.setdefault(key, part)
-        step = Titled(part, *(self._proxy(owner, names) for owner, names in owners.items()))
+        step = NamedStep(part, *(self._proxy(owner, names) for owner, names in owners.items()))
         step.title = name
         step.sources = tuple(Source(id(self.modules[_path(c)]), c.line) for c in calls)
         return step
@@ -304,7 +304,7 @@ def _views_of_owned(calls: Sequence[Call]) -> dict[int, Call]:
 
 def _localized(
     calls: Sequence[Call], needs: Sequence[int], gives: Sequence[int]
-) -> tuple[Any, Part, dict[str, dict[str, None]]]:
+) -> tuple[Any, StepProgram, dict[str, dict[str, None]]]:
     """Renumbers the values and modules of a step.
 
     Returns what names it, its part, and for each module the names of the tensors that it reads.
@@ -332,7 +332,7 @@ def _localized(
         found.append(Call(call.operator, args, kwargs, results, 0, (), call.grad))
     given = [values[number] for number in gives]
     key = tuple((c.operator, repr(c.args), repr(c.kwargs), c.results, c.grad) for c in found)
-    return (key, len(needs), tuple(given)), Part(found, given, len(owners)), owners
+    return (key, len(needs), tuple(given)), StepProgram(found, given, len(owners)), owners
 
 
 def _called(call: Call, args: Any, kwargs: Any) -> Any:

@@ -18,14 +18,13 @@ from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from zoo._torch import is_exporting, pytree
 from zoo.chain import Chain
-from zoo.engine.compiled import is_exporting
 from zoo.engine.ranges import Conductor, Script, conducts
 from zoo.engine.recording import thread
-from zoo.plan import Plan
+from zoo.planner.plan import Plan
 
 NAME = "forward"
 # scripts of one kind of inputs that are kept, for forwards that go one way or another
@@ -178,7 +177,7 @@ class PatchedForward(Patch):
     def plan_ahead(self, args: Any, kwargs: Any) -> None:
         """Plans for arguments like these now."""
         self.latest = self.planner.plan_ahead(self.module, args, kwargs)
-        self.known[kind_of(args, kwargs)] = Ways([self.latest])
+        self.known[numbered_spec(args, kwargs)] = Ways([self.latest])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward: by the plan in training, else as it is written."""
@@ -192,7 +191,7 @@ class PatchedForward(Patch):
         module = self.module
         if not module.training or not conducts():
             return self.original(*args, **kwargs)
-        kind = kind_of(args, kwargs)
+        kind = numbered_spec(args, kwargs)
         ways = self.known.pop(kind, None) or self._similar(kind) or Ways()
         if len(self.known) >= MOST_KINDS:
             del self.known[next(iter(self.known))]
@@ -285,7 +284,7 @@ class Kind(NamedTuple):
         )
 
 
-def kind_of(args: Any, kwargs: Any) -> Kind:
+def numbered_spec(args: Any, kwargs: Any) -> Kind:
     """Returns the kind of arguments; values that are no tensors count by their types."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     kinds: list[Any] = [structure]

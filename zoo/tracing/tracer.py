@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from zoo.engine.modes import KernelMode
+from zoo._torch import FakeTensor
 from zoo.engine.operators import KERNELS, effects_of
-from zoo.engine.recording import has_own_storage, is_plain, storage_of, written_by
+from zoo.engine.recording import KernelMode, has_own_storage, is_plain, storage_of, written_by
 from zoo.errors import ArgumentError
-from zoo.measure.memory import tensors_in
-from zoo.measure.places import modules_around
+from zoo.profiling.allocator import tensors_in
+from zoo.profiling.source_location import modules_around
 from zoo.tracing.graph import (
     DETACH,
     OWNED,

@@ -1,1 +1,1 @@
-"""What `zoo.verify` compares, where it looks for the cause, and how it says so."""
+"""What `zoo.verify` compares, and how it says what differs."""

@@ -32,7 +32,7 @@ from tests.engine.pitfalls.program import (
     state_of,
     train,
 )
-from zoo.measure.memory import trace
+from zoo.profiling.allocator import trace
 
 
 class Checkpointed(nn.Module):

@@ -23,7 +23,7 @@ from tests.engine.pitfalls.program import (
     state_of,
     train,
 )
-from zoo.measure.memory import trace
+from zoo.profiling.allocator import trace
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,0 +1,155 @@
+"""What is predicted for a rank is what it takes, to the byte, and nothing is left behind."""
+
+import functools
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import zoo
+from tests.api.ranks import CASES, MODELS, peaks, split
+from tests.processes import results_in
+from tests.tracing.models import Net
+
+# bytes of the gradients of a block of `Net(16)`
+BLOCK = 4 * sum(parameter.numel() for parameter in Net(16).blocks[0].parameters())
+
+
+def report(name: str, way: str, world: int, **bounds: Any) -> zoo.RankReport:
+    build, inputs = MODELS[name]
+    with torch.device("meta"):
+        model, given = build(), inputs()
+    strategy = split if way == "tensor parallel" else way
+    return zoo.plan_rank(model, given, world_size=world, strategy=strategy, **bounds)
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_a_rank_takes_what_is_predicted(world, tmp_path):
+    least = {case: report(*case, world, max_overhead=9) for case in CASES[world]}
+    predicted = {}
+    for case, found in least.items():
+        assert found.predicted_peak < found.baseline_peak
+        predicted |= {
+            (*case, False): found.baseline_peak,
+            (*case, found.plan): found.predicted_peak,
+        }
+    ranks = results_in(world, functools.partial(peaks, list(predicted)), tmp_path)
+    for (_, way, plan), said, taken in zip(predicted, predicted.values(), ranks[0], strict=True):
+        # in a replay the gradients of the block behind it may still be under way to other ranks
+        under_way = BLOCK if way == "fsdp2" and plan else 0
+        assert said <= taken <= said + under_way
+
+
+def net() -> tuple[nn.Module, torch.Tensor]:
+    return Net(8, blocks=2), torch.zeros(4, 4, 16, 16)
+
+
+plan = functools.partial(zoo.plan_rank, world_size=4)
+
+
+def test_a_budget_is_kept_to_and_the_least_one_works():
+    model, x = net()
+    some = plan(model, x, memory_budget=0.75)
+    assert some.predicted_peak <= some.budget == some.baseline_peak * 3 // 4
+    assert sum(some.at_peak.values()) == some.predicted_peak
+    with pytest.raises(zoo.BudgetError, match=r"4 by fsdp2 needs at least .* \(1000 bytes\)") as no:
+        plan(model, x, memory_budget=1000)
+    enough = re.search(r"Raise the budget to '(.*?)'", str(no.value))[1]
+    least = plan(model, x, memory_budget=enough)
+    assert least.predicted_peak <= least.budget
+    with pytest.raises(zoo.BudgetError):
+        plan(model, x, memory_budget=least.predicted_peak - 1)
+
+
+def test_the_best_plans_of_one_process_are_not_the_only_ones():
+    # its gradients and optimizer's state leave nothing to save, and a rank's are small
+    blocks = (nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(4))
+    model = nn.Sequential(*(Residual(block) for block in blocks))
+    found = plan(model, torch.zeros(64, 256), world_size=64, max_overhead=9)
+    assert found.predicted_peak < found.baseline_peak
+    assert found.plan.depth()
+
+
+class Residual(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.block(x)
+
+
+def test_a_model_that_reads_a_parameter_itself_without_gradients_by_a_loss_with_targets_on_meta():
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    model = zoo.gpt2_small(width=16, depth=2, heads=2, vocabulary=9, positions=8)
+    images = torch.zeros(1, 3, 32, 32)
+    sizes = {"depth": 2, "width": 16, "heads": 2, "image_size": 32, "classes": 5}
+    with torch.no_grad():
+        plan(model, (tokens,), max_overhead=9, loss=lambda s: s[..., 0].sum() + tokens.sum())
+        plan(zoo.vit_tiny_patch16(**sizes), images, max_overhead=9)
+
+
+def test_what_it_says_can_be_read_and_its_plan_put_in_force(tmp_path):
+    model, x = net()
+    found = plan(model, x, max_overhead=9, strategy="ddp")
+    assert "on each of 4 ranks, ddp" in str(found)
+    assert "buckets of gradients" in str(found)
+    assert json.loads(found.to_json())["predicted_peak"] == found.predicted_peak
+    found.save(tmp_path / "plan.json")
+    saved = zoo.PlanReport.load(tmp_path / "plan.json")
+    assert saved.plan == found.plan
+    zoo.checkpoint(model, saved)(x).sum().backward()
+
+
+def refuses(model: nn.Module) -> None:
+    model.register_forward_pre_hook(print)
+    torch.rand(1)
+    raise OSError("no")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", refuses])
+def test_nothing_is_left_behind(strategy):
+    model, x = net()
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    stream = torch.get_rng_state()
+    try:
+        plan(model, x, max_overhead=0.5, strategy=strategy)
+    except OSError:
+        assert strategy is refuses
+    assert not distributed.is_initialized()
+    assert torch.equal(torch.get_rng_state(), stream)
+    torch.testing.assert_close(model.state_dict(), kept, rtol=0, atol=0)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert type(model) is Net
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_group_that_is_there_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = distributed.FileStore(f"{tmp_path}/store")
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(zoo.ArgumentError, match="there is a process group already"):
+            plan(*net(), max_overhead=1)
+        assert distributed.get_backend() == "gloo"
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 0}, "world_size=0 is no number from 1"),
+        ({"strategy": "fsdp"}, "'fsdp' is neither 'fsdp2' nor 'ddp' nor a function"),
+        ({"strategy": ["ddp"]}, "is neither 'fsdp2' nor 'ddp' nor a function"),
+        ({"memory_budget": "device"}, "what is free here; for a rank that is elsewhere"),
+        ({"memory_budget": 0.5, "max_overhead": 1}, "one of memory_budget and max_overhead"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    bounds = {} if "memory_budget" in options else {"max_overhead": 1}
+    with pytest.raises(zoo.ArgumentError, match=message):
+        plan(*net(), **bounds, **options)

@@ -1,0 +1,343 @@
+"""Every family, by every option, trains bit for bit as its baseline does."""
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.training import Record, Residuals, assert_same, everything, images, train
+from zoo.chain import Chain, Steps
+from zoo.errors import ArgumentError, PlanError
+from zoo.policy import options as checkpointing
+from zoo.policy.options import attach
+from zoo.profiling.allocator import trace
+
+OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
+
+
+def pictures(size: int = 32) -> list[Tensor]:
+    return [images(3, 3, size).div_(20).requires_grad_()]
+
+
+def volumes() -> list[Tensor]:
+    return [torch.rand(2, 1, 16, 16, 16)]
+
+
+def tokens(*shape: int) -> Callable[[], list[Tensor]]:
+    return lambda: [torch.randint(0, 50, shape), torch.randint(0, 50, shape)]
+
+
+class Carried:
+    """Calls a recurrent model with the state that it returned before."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.state: Any = None
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss, state = self.model(inputs, self.state, targets)
+        self.state = self.model.detach(state)
+        return loss
+
+
+FAMILIES: dict[str, tuple[Callable[..., Chain], Callable[[], list[Tensor]], Any]] = {
+    "resnet": (
+        functools.partial(zoo.resnet18, classes=5, drop_rate=0.2, drop_path_rate=0.2),
+        pictures,
+        None,
+    ),
+    "bottleneck": (functools.partial(zoo.resnet50, classes=5), pictures, None),
+    "preactivation": (zoo.resnet110, functools.partial(pictures, 8), None),
+    "densenet": (functools.partial(zoo.densenet121, classes=5, drop_rate=0.2), pictures, None),
+    "vnet": (functools.partial(zoo.vnet, drop_rate=0.3), volumes, None),
+    "vit": (
+        functools.partial(
+            zoo.vit_tiny_patch16, image_size=32, classes=5, drop_rate=0.1, drop_path_rate=0.2
+        ),
+        pictures,
+        None,
+    ),
+    "gpt2": (
+        functools.partial(
+            zoo.gpt2_small, depth=2, width=32, heads=2, vocabulary=50, chunk_tokens=7
+        ),
+        tokens(2, 12),
+        None,
+    ),
+    "lstm": (
+        functools.partial(
+            zoo.lstm, vocabulary=50, embedding=8, hidden=8, chunk_steps=5, chunk_tokens=7
+        ),
+        tokens(13, 2),
+        Carried,
+    ),
+    "gru": (
+        functools.partial(zoo.gru, vocabulary=50, embedding=8, hidden=8, tied=True, chunk_steps=4),
+        tokens(13, 2),
+        Carried,
+    ),
+}
+
+
+def run(family: str, checkpoint: Any, steps: int = 3) -> Record:
+    build, inputs, wrap = FAMILIES[family]
+    torch.manual_seed(1)
+    model = build(checkpoint=checkpoint)
+    return train(model, inputs, steps, forward=wrap(model) if wrap else None)
+
+
+@functools.cache
+def baseline(family: str) -> Record:
+    return run(family, False)
+
+
+@pytest.mark.parametrize("checkpoint", OPTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_is_bitwise_that_of_the_baseline(family: str, checkpoint: Any) -> None:
+    assert_same(run(family, checkpoint), baseline(family))
+
+
+@pytest.mark.parametrize("family", ["bottleneck", "densenet", "vnet"])
+def test_statistics_count_one_batch_per_step(family: str) -> None:
+    record = run(family, True, steps=1)
+    counts = {int(value) for name, value in record.items() if name.endswith("num_batches_tracked")}
+    assert counts == {1}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_weights_are_those_of_the_baseline(family: str) -> None:
+    build, _, _ = FAMILIES[family]
+    plain, checkpointed = build(), build(checkpoint=True)
+    assert [name for name, _ in plain.named_modules()] == [
+        name for name, _ in checkpointed.named_modules()
+    ]
+    checkpointed.load_state_dict(plain.state_dict())
+    assert type(plain) is type(checkpointed)
+
+
+def test_a_given_plan_is_in_force_at_once() -> None:
+    plan = ((0, 1), *range(2, 10))
+    assert attach(Residuals(), plan).plan == plan
+
+
+@pytest.mark.parametrize("checkpoint", OPTIONS)
+def test_the_plan_is_none_until_the_first_training_forward(checkpoint: Any) -> None:
+    model = attach(Residuals(), checkpoint)
+    assert model.plan is None
+    with torch.no_grad():
+        model(images())
+    model.eval()(images())
+    assert model.plan is None
+    model.train()(images())
+    assert isinstance(model.plan, zoo.Plan)
+    assert len(model.plan.flatten()) == 10
+
+
+def test_a_plan_is_made_once_for_each_kind_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(
+        checkpointing,
+        "profile",
+        lambda *args, real=checkpointing.profile: (made.append(1), real(*args))[1],
+    )
+    model = attach(Residuals(), True)
+    for size in (6, 6, 8, 6, 8):
+        model(images(size=size)).sum().backward()
+    assert len(made) == 2
+    model(images().requires_grad_())
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images())
+        model(images())
+    assert len(made) == 4
+
+
+def test_true_runs_no_step_more_than_twice_and_holds_less() -> None:
+    model = attach(Residuals(blocks=8), True)
+    model(images(8, 4, 32))
+    assert model.plan is not None
+    assert max(model.plan.runs()) == 2
+
+
+@pytest.mark.parametrize("checkpoint", OPTIONS)
+def test_bfloat16_autocast_is_exact(checkpoint: Any) -> None:
+    def record(option: Any) -> Record:
+        torch.manual_seed(1)
+        model = attach(Residuals(), option)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(images()).square().mean()
+        loss.backward()
+        return everything(model) | {"loss": loss.detach()}
+
+    assert_same(record(checkpoint), record(False))
+
+
+def test_false_takes_a_plan_off_again() -> None:
+    model = attach(attach(Residuals(), True), False)
+    model(images())
+    assert model.plan is None
+    assert model.runner is None
+
+
+def test_copies_and_pickles_keep_the_option() -> None:
+    model = attach(Residuals(), True)
+    model(images())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.plan == model.plan
+        assert other.runner is not model.runner
+        torch.manual_seed(0)
+        expected = model(images())
+        torch.manual_seed(0)
+        assert torch.equal(other(images()), expected)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        ("sqr", "'sqr' is no scheme.*Did you mean sqrt"),
+        (0, "checkpoint=0 segments; choose 1 or more"),
+        (0.5, "checkpoint=0.5 is none of"),
+        (None, "checkpoint=None is none of"),
+    ],
+)
+def test_an_option_that_is_none_is_refused(checkpoint: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        attach(Residuals(), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "error", "message"),
+    [
+        ((0, 1), PlanError, "covers 2 steps but the chain has 10; make it end with step 9"),
+        (9, ArgumentError, "asks for 9 segments; this chain has 4 blocks"),
+    ],
+)
+def test_a_plan_that_does_not_fit_leaves_the_model_unchanged(
+    checkpoint: Any, error: type[Exception], message: str
+) -> None:
+    model, x = attach(Residuals(), checkpoint), images()
+    before = everything(model)
+    with pytest.raises(error, match=message):
+        model(x)
+    assert_same(everything(model), before)
+
+
+def test_steps_that_cannot_be_measured_are_refused_with_a_way_out() -> None:
+    class Branches(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def steps(self) -> Steps:
+            return [self.fc, self.branch]
+
+        def branch(self, x: Tensor) -> Tensor:
+            return x.sin() if x.sum().item() > 0 else x.cos()
+
+    with pytest.raises(PlanError, match=r"could not be measured on fake tensors.*pass checkpoint="):
+        attach(Branches(), True)(torch.rand(2, 3))
+    attach(Branches(), 2)(torch.rand(2, 3)).sum().backward()
+
+
+def test_only_chains_take_a_plan() -> None:
+    with pytest.raises(ArgumentError, match=r"needs a zoo\.Chain; got Linear"):
+        attach(nn.Linear(3, 3), True)  # type: ignore[type-var]
+
+
+def test_a_chain_inside_keeps_its_own_plan() -> None:
+    class Outer(Chain):
+        def __init__(self, checkpoint: Any) -> None:
+            super().__init__()
+            self.inner = attach(Residuals(), checkpoint)
+
+        def steps(self) -> Steps:
+            return [torch.relu, self.inner, torch.tanh]
+
+    def record(inner: Any, outer: Any) -> Record:
+        torch.manual_seed(1)
+        model = attach(Outer(inner), outer)
+        result = train(model, lambda: [images()], steps=2)
+        assert inner is False or model.inner.plan is not None
+        return result
+
+    expected = record(False, False)
+    assert_same(record(True, False), expected)
+    assert_same(record(2, (0, (1,), 2)), expected)
+
+
+def test_modules_that_differ_in_a_list_are_measured_apart() -> None:
+    class Pools(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pools = nn.ModuleList(nn.AdaptiveAvgPool2d([size, size]) for size in (8, 4))
+            self.fc = nn.Linear(64, 2)
+
+        def steps(self) -> Steps:
+            return [*self.pools, self.flatten]
+
+        def flatten(self, x: Tensor) -> Tensor:
+            return self.fc(x.flatten(1))
+
+    attach(Pools(), True)(images(2, 4, 8)).sum().backward()
+
+
+compiled: Any = functools.partial(torch.compile, backend="aot_eager")
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
+@pytest.mark.parametrize("checkpoint", [2, True, ((0, 1), (2, 3, (4, 5)), 6, 7, 8, 9)])
+def test_a_compiled_model_is_exact(checkpoint: Any) -> None:
+    def results(option: Any) -> list[Record]:
+        torch.manual_seed(1)
+        model = attach(Residuals(rate=0.4), option)
+        forward = compiled(model)
+        found = []
+        for _ in range(2):
+            model.zero_grad()
+            forward(images()).square().sum().backward()
+            found.append(everything(model))
+        return found
+
+    for actual, expected in zip(results(checkpoint), results(False), strict=True):
+        assert_same(actual, expected)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_compiled_model_saves_what_it_would_uncompiled() -> None:
+    def peak(option: Any) -> int:
+        model = attach(Sines(), option)
+        forward = compiled(model)
+        x = torch.rand(1 << 16, requires_grad=True)
+        forward(x).sum().backward()
+        return trace(lambda: forward(x).sum().backward()).peak
+
+    assert peak((tuple(range(6)), tuple(range(6, 12)))) < 0.7 * peak(False)
+
+
+class Sines(Chain):
+    def steps(self) -> Steps:
+        return [torch.sin] * 12
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_whole_graph_needs_a_plan_before() -> None:
+    model = attach(Sines(), 2)
+    forward = compiled(model, fullgraph=True)
+    x = torch.rand(3, requires_grad=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="run one before compiling"):
+        forward(x)
+    model(x)
+    forward(x).sum().backward()

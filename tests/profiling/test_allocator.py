@@ -1,0 +1,147 @@
+"""The measured bytes are those of the tensors that were allocated, in the order they were."""
+
+import pytest
+import torch
+from torch import nn
+
+from zoo.errors import ArgumentError
+from zoo.profiling.allocator import (
+    MemoryTrace,
+    cuda_events,
+    gradient_addresses,
+    measure_step,
+    resident_bytes,
+    trace,
+)
+
+KIB = 1024
+
+
+def floats(kib):
+    return torch.empty(kib * KIB // 4)
+
+
+def test_peak_is_what_was_alive_at_once():
+    def function():
+        first = floats(100)
+        second = floats(50)
+        del first
+        third = floats(30)
+        return second, third
+
+    assert trace(function).peak == 150 * KIB
+
+
+def test_only_what_outlives_the_callable_is_kept():
+    held = []
+    record = trace(lambda: (floats(70), held.append(floats(20))))
+    assert (record.peak, record.kept) == (90 * KIB, 20 * KIB)
+
+
+def test_the_end_of_a_block_from_before_does_not_count_as_negative():
+    held = [floats(100)]
+    record = trace(lambda: (held.clear(), held.append(floats(10))))
+    assert record.peak == 10 * KIB
+
+
+def test_views_cost_nothing_and_copies_cost_their_size():
+    source = floats(64)
+    assert trace(lambda: source.view(2, -1)[1]).peak == 0
+    assert trace(source.clone).peak == 64 * KIB
+
+
+def test_two_traces_of_the_same_work_agree():
+    def work():
+        return floats(8).neg().exp()
+
+    assert trace(work).peak == trace(work).peak == 16 * KIB
+
+
+@pytest.mark.parametrize(
+    ("events", "gradients", "peak"),
+    [
+        # an activation of 8, the gradient 1 of 6, the activation freed, the gradient 2 of 5
+        pytest.param(((1, 8), (2, 6), (1, -8), (3, 5)), [2, 3], 8, id="from when they exist"),
+        pytest.param(((1, 8), (2, 6), (1, -8), (3, 5)), [], 14, id="no gradients"),
+        pytest.param(((7, 9), (7, -9), (7, 4), (8, 2)), [7], 9, id="the last at its address"),
+        pytest.param(((7, 9), (7, -9)), [7], 9, id="one that was freed is none"),
+    ],
+)
+def test_gradients_that_outlive_a_step_are_not_its_activations(events, gradients, peak):
+    record = MemoryTrace(events)
+    assert record.activation_peak(gradients) == peak
+    assert record.activation_peak() == record.peak
+
+
+class Squares(nn.Module):
+    """`count` products of a weight with itself: each saves one result of the weight's size."""
+
+    def __init__(self, count, kib):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(kib * KIB // 4))
+        self.count = count
+
+    def forward(self):
+        value = self.weight
+        for _ in range(self.count):
+            value = value.exp()
+        return value
+
+
+def training_step(model, optimizer):
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        model().backward(gradient=seed)
+        optimizer.step()
+
+    seed = torch.ones_like(model.weight)
+    step()
+    return step
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_a_steps_activations_are_the_saved_results_and_the_flowing_gradients(count):
+    model = Squares(count, kib=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    memory = measure_step(training_step(model, optimizer), model, optimizer, [])
+    # one result per exp, and in the backward the gradient that flows into one and out of it; the
+    # last one that flows out is the parameter's own, which is no activation
+    assert memory.activation_peak == (count + min(count - 1, 2)) * 16 * KIB
+    assert memory.resident.gradients == memory.resident.optimizer == 16 * KIB
+    assert memory.peak == (2 + count + min(count, 2)) * 16 * KIB
+
+
+def test_each_storage_is_counted_once_and_in_its_first_place():
+    model = nn.Linear(32, 32, bias=False)
+    tied = nn.Linear(32, 32, bias=False)
+    tied.weight = model.weight
+    both = nn.ModuleList([model, tied])
+    batch = torch.zeros(8, 32)
+    resident = resident_bytes(both, inputs=[batch, batch[2:], model.weight])
+    assert resident.parameters == 4 * KIB
+    assert resident.inputs == KIB
+
+
+def test_gradient_addresses_are_those_of_the_storages():
+    model = nn.Linear(3, 3)
+    assert gradient_addresses(model) == frozenset()
+    model(torch.ones(1, 3)).sum().backward()
+    assert len(gradient_addresses(model)) == 2
+
+
+def test_cuda_history_counts_requested_frees_and_ignores_segments():
+    entries = [
+        {"action": "segment_alloc", "addr": 0, "size": 2048},
+        {"action": "alloc", "addr": 0, "size": 512},
+        {"action": "alloc", "addr": 512, "size": 1024},
+        {"action": "free_requested", "addr": 0, "size": 512},
+        {"action": "free_completed", "addr": 0, "size": 512},
+        {"action": "free_requested", "addr": 9999, "size": 4096},
+    ]
+    record = MemoryTrace.within(cuda_events(entries))
+    assert (record.peak, record.kept) == (1536, 1024)
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(ArgumentError, match="cpu and cuda devices; got meta"):
+        trace(lambda: None, "meta")

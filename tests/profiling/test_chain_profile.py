@@ -1,0 +1,180 @@
+"""The bytes that planning rests on are those that the allocator sees."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.training import Residuals, assert_same, everything, images
+from zoo.chain import Chain, Steps, outline
+from zoo.engine.executor import run_plan
+from zoo.layers.shared_weight import SharedWeight
+from zoo.planner.costs import StepCosts
+from zoo.planner.plan import Plan
+from zoo.planner.simulate import simulate
+from zoo.profiling.allocator import trace
+from zoo.profiling.chain_profile import Profile, profile
+
+
+def costs_of(model: Chain, *inputs: Tensor) -> StepCosts:
+    return profile(model, outline(model.steps_for(*inputs)), inputs)
+
+
+class Wide(Residuals):
+    """With wide states and without convolutions, whose kernels allocate what nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=6)
+        self.convs = nn.ModuleList(nn.Linear(64, 64) for _ in self.convs)
+
+
+@pytest.mark.parametrize("plan", ["0-18", "(0-18)", "(0-5) (6-11) 12-18", "((0-2) 3-8) (9-18)"])
+def test_the_simulated_peak_is_the_measured_one(plan: str) -> None:
+    torch.manual_seed(0)
+    model, x = Wide(), images(8, 4, 64)
+    steps = outline(model.steps()).steps
+
+    def step() -> None:
+        run_plan(Plan.parse(plan), steps, (x,)).square().sum().backward()
+
+    step()
+    measured = trace(step).peak
+    predicted = simulate(Plan.parse(plan), costs_of(model, x)).peak
+    assert predicted == pytest.approx(measured, rel=0.02)
+
+
+def test_profiling_leaves_the_model_and_the_stream_alone() -> None:
+    model, x = Residuals(), images()
+    fired: list[Any] = []
+    model.convs[0].register_forward_hook(lambda *_: fired.append(1))
+    before, attributes = everything(model), copy.copy(vars(model.norms[1]))
+    buffers = dict(model.named_buffers())
+    costs_of(model, x)
+    assert_same(everything(model), before)
+    assert vars(model.norms[1]).keys() == attributes.keys()
+    assert all(value is buffers[name] for name, value in model.named_buffers())
+    assert not fired
+    model(x)
+    assert fired == [1]
+
+
+def test_profiling_under_autocast_leaves_no_fake_weights_in_its_cache() -> None:
+    model, x = Residuals(), images()
+    with torch.autocast("cpu", torch.bfloat16):
+        costs_of(model, x)
+        model(x).sum().backward()
+    assert type(model.fc.weight.grad) is Tensor
+
+
+def test_equal_steps_are_run_once() -> None:
+    class Many(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Tanh() for _ in range(20))
+
+        def steps(self) -> Steps:
+            return list(self.layers)
+
+    model, x = Many(), torch.rand(3).requires_grad_()
+    found = Profile(model, outline(model.steps()), (x,))
+    assert len(found.found.runs) == 1
+    assert len(found.costs()) == 20
+
+
+class Listed(Chain):
+    """A chain of the steps that it is given."""
+
+    def __init__(self, *steps: Any) -> None:
+        super().__init__()
+        self.listed = steps
+
+    def steps(self) -> Steps:
+        return self.listed
+
+
+def test_functions_written_in_c_are_steps() -> None:
+    x = torch.rand(8).requires_grad_()
+    costs = costs_of(Listed(F.gelu, torch.tanh, F.gelu), x)
+    assert costs.forward == (32, 32, 32)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_replay_that_ends_with_dropout_is_counted_to_its_end(timed: bool) -> None:
+    """Its mask may still be written when it is saved."""
+    x = torch.rand(1 << 16).requires_grad_()
+    model = Listed(torch.sin, nn.Dropout(0.5), torch.sin)
+    costs = profile(model, outline(model.steps()), (x,), timed=timed)
+    assert costs.forward_until_saved[1] == costs.forward[1] >= 2 * x.nbytes
+    assert costs.seconds_until_saved[1] == costs.seconds[1]
+    steps = outline(model.steps()).steps
+
+    def step() -> None:
+        run_plan(Plan.parse("(0-1) 2"), steps, (x,)).sum().backward()
+
+    step()
+    x.grad = None
+    assert costs.flops_until_saved == costs.flops
+    assert trace(step).peak <= simulate(Plan.parse("(0-1) 2"), costs).peak
+
+
+def test_views_and_handed_on_tensors_share_their_storage() -> None:
+    class Views(Chain):
+        def steps(self) -> Steps:
+            return [self.split, self.swap, self.use]
+
+        def split(self, x: Tensor) -> tuple[Tensor, ...]:
+            return (x * 2).chunk(2)
+
+        def swap(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            return b, a, a
+
+        def use(self, b: Tensor, a: Tensor, again: Tensor) -> Tensor:
+            return (a * b).sum() + again.sum()
+
+    costs = costs_of(Views(), torch.rand(8).requires_grad_())
+    assert costs.live[1] == costs.live[2] == costs.saved[2]
+    assert costs.bytes_of(costs.live[1]) == 32
+    assert costs.gradients[2] == 32, "two distinct tensors of four numbers"
+
+
+def test_an_addition_gives_both_its_inputs_one_gradient() -> None:
+    class Sum(Chain):
+        def steps(self) -> Steps:
+            return [self.split, self.hand_on, self.add, self.use]
+
+        def split(self, x: Tensor) -> tuple[Tensor, ...]:
+            return x * 2, x * 3
+
+        def hand_on(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            return a, b, a * b
+
+        def add(self, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+            return a + b, c
+
+        def use(self, total: Tensor, c: Tensor) -> Tensor:
+            return (total * c).sum()
+
+    x = torch.rand(8).requires_grad_()
+    # x; a and b, used and handed on; a and b with one gradient, c; total, c; the sum
+    assert costs_of(Sum(), x).gradients == (32, 64, 64, 64, 4)
+
+
+def test_weights_are_not_counted_nor_is_a_gradient_that_steps_share() -> None:
+    class Decoder(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.Linear(8, 1000, bias=False)
+
+        def steps_for(self, *inputs: Tensor | None) -> Steps:
+            return [SharedWeight(self.decoder.weight).decoder(self.decoder), self.square]
+
+        def square(self, scores: Tensor) -> Tensor:
+            return scores.square()
+
+    costs = costs_of(Decoder(), torch.rand(2, 8).requires_grad_())
+    assert costs.forward[0] == 2 * 1000 * 4, "the scores"
+    assert costs.backward[0] <= 2 * 8 * 4 + 4, "the gradient of the input and what starts it"
+    assert costs.bytes_of(costs.saved[0]) == 0, "the chain's input and the weight"

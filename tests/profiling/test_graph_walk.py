@@ -1,0 +1,127 @@
+"""The walk over a graph gives what autograd's engine gives, and lets go of what it has used."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zoo
+from zoo.profiling.graph_walk import gradients_of
+
+
+def tower() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4))
+    return model, (torch.rand(5, 4, requires_grad=True),)
+
+
+class Unusual(nn.Module):
+    """Sums, unused outputs, broadcasts, types that change, writes in place and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.rand(4, 4)), nn.Parameter(torch.rand(3))
+        self.bias = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, _ = torch.split(F.linear(x, self.weight), [1, 2, 1], 1)
+        y = (a + b).double() * self.bias[:1]
+        z = y.clone()
+        z[:, 0] = 1
+        return (z @ self.weight[:2].double()).float() + F.linear(x, self.weight) + self.bias
+
+
+class Twice(torch.autograd.Function):
+    """Two outputs of which one is not used, and a number among its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int, y: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, y)
+        return x * factor, y * factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return gradients[0] * y, None, gradients[1] + x
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Twice.apply(x, 3, self.weight.expand(5, 4))[0]
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "tower": tower,
+    "unusual": lambda: (Unusual(), (torch.rand(5, 4, requires_grad=True),)),
+    "custom function": lambda: (Custom(), (torch.rand(5, 4, requires_grad=True),)),
+    "resnet18": lambda: (zoo.resnet18(), (torch.rand(2, 3, 32, 32),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_engine(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = CASES[name]()
+    model.eval()
+    leaves = [value for value in (*inputs, *model.parameters()) if value.requires_grad]
+    expected = torch.autograd.grad(model(*inputs).square().sum(), leaves, allow_unused=True)
+    found = gradients_of([model(*inputs).square().sum()], leaves)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_saved_tensor_goes_with_its_node() -> None:
+    weight = nn.Parameter(torch.rand(4))
+    alive: list[int] = []
+    saved: list[weakref.ref[Tensor]] = []
+
+    def kept(tensor: Tensor) -> Tensor:
+        made = tensor.detach()
+        saved.append(weakref.ref(made))
+        return made
+
+    class Count(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            alive.append(sum(reference() is not None for reference in saved))
+            return gradients[0]
+
+    with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+        value = Count.apply(weight).sin()
+        roots = [Count.apply(value).sin().sum()]
+    del value
+    gradients_of(roots, [weight])
+    assert alive == [1, 0]
+
+
+def test_nothing_is_walked_that_leads_to_no_wanted_leaf() -> None:
+    one, other = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3))
+    calls: list[str] = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            calls.append(ctx.name)
+            return gradients[0], None
+
+    roots = [(Note.apply(one, "one") * Note.apply(other, "other")).sum()]
+    gradients_of(roots, [one])
+    assert calls == ["one"]

@@ -1,0 +1,138 @@
+"""Kernels run for real, each kind once: the bytes that no tensor of Python shows, and seconds."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training import Residuals, images
+from zoo.chain import Chain, Steps, outline
+from zoo.planner.costs import StepCosts
+from zoo.profiling import kernel_costs as kernels
+from zoo.profiling.chain_profile import Profile, profile
+from zoo.profiling.kernel_costs import KernelTable, measure_kernels
+
+CPU = torch.device("cpu")
+
+
+class Median(Chain):
+    """Its kernel sorts a copy that no tensor of Python shows."""
+
+    def steps(self) -> Steps:
+        return [self.median]
+
+    def median(self, x: Tensor) -> Tensor:
+        return torch.median(x)
+
+
+def costs(chain: Chain, *inputs: Tensor, timed: bool = True) -> StepCosts:
+    return profile(chain, outline(chain.steps_for(*inputs)), inputs, timed=timed)
+
+
+def test_what_a_kernel_allocates_inside_is_seen_where_it_runs() -> None:
+    x = torch.rand(1 << 16, requires_grad=True)
+    assert costs(Median(), x, timed=False).forward[0] == 4
+    assert costs(Median(), x).forward[0] == x.nbytes + 4
+
+
+def test_a_profile_with_kernels_leaves_everything_as_it_was() -> None:
+    model, x = Residuals(), images().requires_grad_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    stream = torch.get_rng_state()
+    costs(model, x)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in (*model.parameters(), x))
+
+
+def test_bytes_without_workspaces_are_those_of_fake_tensors() -> None:
+    model, x = Residuals(), images().requires_grad_()
+    fake, real = costs(model, x, timed=False), costs(model, x)
+    assert fake.sizes == real.sizes
+    assert fake.saved == real.saved
+    pairs = zip(fake.forward + fake.backward, real.forward + real.backward, strict=True)
+    assert all(one <= other for one, other in pairs)
+    assert all(map(float.__gt__, real.seconds, [0.0] * len(real)))
+    assert all(map(float.__ge__, real.seconds, real.seconds_until_saved))
+
+
+class Expanded(Chain):
+    """Hands an expanded tensor on, which has fewer numbers than it shows."""
+
+    def steps(self) -> Steps:
+        return [self.expand, self.add]
+
+    def expand(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x[:1].sum().expand(8, 8)
+
+    def add(self, x: Tensor, more: Tensor) -> Tensor:
+        return x + more
+
+
+def test_a_state_of_an_expanded_tensor_is_measured() -> None:
+    x = torch.rand(8, 8, requires_grad=True)
+    assert costs(Expanded(), x).forward[1] == x.nbytes
+
+
+def test_each_kind_of_kernel_runs_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    real = kernels._span
+    monkeypatch.setattr(kernels, "_known", {})
+    monkeypatch.setattr(kernels, "_span", lambda spec: runs.append(spec) or real(spec))
+
+    class Many(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(20))
+
+        def steps(self) -> Steps:
+            return [part for layer in self.layers for part in (layer, torch.tanh)]
+
+    for _ in range(2):
+        costs(Many(), torch.rand(3, 6, requires_grad=True))
+    names = [spec.operator for spec in runs]
+    assert names.count("aten.tanh.default") == names.count("aten.tanh_backward.default") == 1
+    assert names.count("aten.addmm.default") == 1
+
+
+def test_a_kernel_that_takes_no_such_numbers_is_left_to_an_estimate() -> None:
+    table, x = KernelTable(), torch.zeros(3, 3)
+    table.number(torch.ops.aten.linalg_cholesky.default, (x,), {})
+    table.number(torch.ops.aten.relu.default, (x,), {})
+    unknown, known = measure_kernels(table.specs, CPU)
+    assert unknown is None
+    assert known is not None
+    assert known.seconds > 0
+
+
+def test_views_of_one_storage_share_it_and_others_are_cut_out_of_theirs() -> None:
+    x = torch.rand(100, 10)
+    table = KernelTable()
+    table.number(torch.ops.aten.add.Tensor, (x[3], x[4]), {})
+    table.number(torch.ops.aten.relu.default, (x[3],), {})
+    assert table.number(torch.ops.aten.relu.default, (x[7],), {}) == 1
+    both, one = table.specs
+    assert both is not None
+    assert one is not None
+    assert both.sizes == (x.nbytes,)
+    assert one.sizes == (10 * x.itemsize,)
+
+
+def test_writing_kernels_write_nothing_of_the_model_s() -> None:
+    class Counting(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def steps(self) -> Steps:
+            return [self.step]
+
+        def step(self, x: Tensor) -> Tensor:
+            self.weight.mul_(2)
+            return x * self.weight.clone()
+
+    model, x = Counting(), torch.rand(4, requires_grad=True)
+    found = Profile(model, outline(model.steps()), (x,))
+    found.kernels()
+    assert torch.equal(model.weight, torch.ones(4))

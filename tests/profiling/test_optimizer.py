@@ -1,0 +1,70 @@
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zoo.errors import ArgumentError
+from zoo.profiling.allocator import resident_bytes, trace
+from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
+
+MAKES: list[MakeOptimizer] = [
+    torch.optim.AdamW,
+    functools.partial(torch.optim.AdamW, foreach=True),
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    torch.optim.RMSprop,
+    torch.optim.RAdam,
+]
+
+
+def network() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32))
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_the_bytes_are_those_of_a_real_optimizer(make: MakeOptimizer) -> None:
+    model, numbers = network(), 8
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    for _ in range(8):
+        model(torch.rand(2, 64)).sum().backward()
+        record = trace(optimizer.step)
+    found = optimizer_bytes(make, model.parameters())
+    assert found.state == resident_bytes(model, optimizer).optimizer
+    assert found.step <= record.peak <= found.step + 8 * numbers, "but for numbers in C++"
+
+
+def test_parameters_keep_their_versions() -> None:
+    """A graph of an earlier forward holds them to those."""
+    model = network()
+    loss = model(torch.rand(2, 64)).square().sum()
+    before = [parameter._version for parameter in model.parameters()]
+    optimizer_bytes(torch.optim.AdamW, model.parameters())
+    assert [parameter._version for parameter in model.parameters()] == before
+    loss.backward()
+
+
+def test_no_optimizer_and_no_gradients_need_nothing() -> None:
+    assert optimizer_bytes(None, network().parameters()) == OptimizerBytes(0, 0)
+    assert optimizer_bytes(torch.optim.AdamW, [torch.ones(3)]) == OptimizerBytes(0, 0)
+
+
+def test_an_optimizer_that_is_made_already_is_refused() -> None:
+    made: Any = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match="makes an optimizer, such as"):
+        optimizer_bytes(made, network().parameters())
+
+
+def test_an_optimizer_that_takes_no_such_gradients_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="SparseAdam cannot step on fake tensors"):
+        optimizer_bytes(torch.optim.SparseAdam, network().parameters())
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    def parameters() -> list[Tensor]:
+        return list(network().parameters())
+
+    with pytest.raises(ArgumentError, match="LBFGS cannot step on fake tensors"):
+        optimizer_bytes(torch.optim.LBFGS, parameters())

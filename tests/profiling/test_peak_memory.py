@@ -1,0 +1,133 @@
+"""The peak of a block is what it allocated at once, above what was there, on each device."""
+
+import pytest
+import torch
+
+import zoo
+from tests.training import Residuals, images, needs_numpy
+from zoo.errors import ArgumentError
+from zoo.profiling.allocator import MemoryTrace, trace
+from zoo.profiling.peak_memory import spending
+
+KIB = 1024
+
+
+def floats(kib):
+    return torch.empty(kib * KIB // 4)
+
+
+def test_the_peak_is_what_was_there_at_once():
+    with spending() as spent:
+        first = floats(100)
+        second = floats(50)
+        del first
+        third = floats(30)
+    assert spent.peaks == {"cpu": 150 * KIB}
+    assert spent.largest == {"cpu": [100 * KIB, 50 * KIB]}
+    del second, third
+
+
+def test_what_is_freed_of_earlier_blocks_does_not_count():
+    with spending():  # the profiler tells of the end of what it saw begin
+        held = [floats(100)]
+    with spending("cpu") as spent:
+        held.clear()
+        held.append(floats(110))
+    assert spent.peak == 110 * KIB
+
+
+def test_nothing_is_nothing():
+    with spending() as spent:
+        pass
+    assert (spent.peak, spent.largest["cpu"]) == (0, [])
+
+
+def test_it_agrees_with_the_trace_of_a_step():
+    model, images = torch.nn.Conv2d(3, 8, 3), torch.rand(2, 3, 32, 32)
+
+    def step():
+        model.zero_grad()
+        model(images).square().sum().backward()
+
+    step()
+    with spending() as spent:
+        step()
+    assert spent.peak == trace(step).peak > 0
+
+
+def test_a_block_at_an_address_used_twice_is_the_later_one():
+    record = MemoryTrace(((1, 8), (1, -8), (1, 4), (2, 6)))
+    assert (record.peak, record.blocks_at_peak()) == (10, [6, 4])
+
+
+def test_an_exception_ends_the_recording():
+    with pytest.raises(KeyError), spending():
+        raise KeyError
+    with spending() as spent:
+        floats(1)
+    assert spent.peak == KIB
+
+
+def test_one_inside_of_another_is_refused():
+    with spending(), pytest.raises(ArgumentError, match="at work already"), spending():
+        pass
+
+
+@needs_numpy
+def test_a_plan_that_is_made_inside_is_refused_and_not_a_wrong_number(monkeypatch):
+    """Its kernels are measured by the same profiler."""
+    monkeypatch.setattr("zoo.profiling.kernel_costs._known", {})
+    model = zoo.checkpoint(Residuals(), memory_budget=1.0)
+    with spending(), pytest.raises(ArgumentError, match="run that step before"):
+        model(images())
+    model(images()).sum().backward()
+    with spending() as spent:
+        model(images()).sum().backward()
+    assert spent.peak > images().nbytes
+
+
+def test_another_kind_of_device_is_refused():
+    with pytest.raises(ArgumentError, match="measured on cpu and cuda devices; got 'meta'"):
+        spending("meta").__enter__()
+
+
+class Cuda:
+    """Stands in for two CUDA devices: bytes allocated now, and the most since the last reset."""
+
+    def __init__(self, monkeypatch, initialized=True):
+        self.now, self.most, self.initialized = [100, 0], [900, 0], initialized
+        for name, function in {
+            "is_initialized": lambda: self.initialized,
+            "device_count": lambda: 2,
+            "synchronize": lambda index: None,
+            "reset_peak_memory_stats": self.reset,
+            "memory_allocated": self.now.__getitem__,
+            "max_memory_allocated": self.most.__getitem__,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def reset(self, index):
+        self.most[index] = self.now[index]
+
+
+@pytest.mark.parametrize(
+    ("device", "peaks"),
+    [
+        (None, {"cpu": 0, "cuda:0": 150, "cuda:1": 7}),
+        ("cuda", {"cuda:0": 150, "cuda:1": 7}),
+        ("cuda:1", {"cuda:1": 7}),
+        ("cpu", {"cpu": 0}),
+    ],
+)
+def test_cuda_counts_above_what_was_allocated_before(monkeypatch, device, peaks):
+    cuda = Cuda(monkeypatch)
+    with spending(device) as spent:
+        cuda.most[:] = [250, 7]
+    assert spent.peaks == peaks
+
+
+def test_a_block_may_be_the_first_to_use_cuda(monkeypatch):
+    cuda = Cuda(monkeypatch, initialized=False)
+    with spending() as spent:
+        cuda.initialized, cuda.most[:] = True, [40, 0]
+    assert spent.peaks == {"cpu": 0, "cuda:0": 40, "cuda:1": 0}

@@ -1,0 +1,249 @@
+"""A look ahead sees what a real forward does, and leaves nothing behind."""
+
+import functools
+import itertools
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.tracing.runs import Deciding, traced
+from zoo.errors import ArgumentError
+from zoo.invocation import Invocation
+from zoo.tracing import ahead as isolated
+from zoo.tracing.ahead import graph_of
+from zoo.tracing.graph import StandIn
+
+TABLE: list[int] = []
+
+
+@functools.lru_cache
+def scale_of(count: int) -> Tensor:
+    TABLE.append(count)
+    return torch.full((), float(count))
+
+
+class Busy(nn.Module):
+    """Does in its forward all that a second call of it would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.counts: Counter[str] = Counter()
+        self.numbers: Iterator[int] = itertools.count()
+        self.random = random.Random(0)
+        self.generator = np.random.default_rng(0)
+        self.seen = np.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["forward"] += 1
+        self.seen += 1
+        print("forward", next(self.numbers))
+        x = x * self.random.random() * random.random() * float(np.random.rand())
+        x = x * float(self.generator.random()) * scale_of(6)
+        x = nn.functional.dropout(self.norm(self.layer(x)), 0.5)
+        x.mark = self.counts  # type: ignore[attr-defined]
+        return x
+
+
+def state_of(model: Busy) -> list[Any]:
+    return [
+        dict(model.counts), repr(model.numbers), model.random.getstate(), random.getstate(),
+        model.generator.bit_generator.state, model.seen.tolist(), list(TABLE),
+        scale_of.cache_info(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(),
+        [value.tolist() for value in model.state_dict().values()], torch.get_num_threads(),
+        [type(value) for value in model.parameters()], model.norm.num_batches_tracked.item(),
+    ]  # fmt: skip
+
+
+def test_nothing_of_a_look_is_left_behind(capfd: pytest.CaptureFixture[str]) -> None:
+    model, given = Busy(), Invocation((torch.rand(4, 6),))
+    before = state_of(model)
+    graph = graph_of(model, given)
+    assert state_of(model) == before
+    assert capfd.readouterr().out == ""
+    assert graph.operators == graph_of(model, given).operators
+    first = traced(model, given)
+    assert model.counts["forward"] == 1
+    assert len(first.calls) >= len(graph.calls) > 5
+
+
+def test_on_a_copy_streams_and_parameters_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "can_fork", lambda: False)
+    model, given = Deciding(), Invocation((torch.rand(4, 6),))
+    before = torch.get_rng_state(), [value.clone() for value in model.parameters()]
+    graph = graph_of(model, given)
+    assert "aten._local_scalar_dense.default" in graph.operators
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert all(map(torch.equal, before[1], model.parameters()))
+    assert graph.operators == graph_of(model, given).operators
+
+
+class Reading(nn.Module):
+    """Reads numbers that are made of no data, and a counter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("times", torch.tensor(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.times.add_(1)
+        sizes = torch.arange(1, 4)
+        sizes[0] = 5
+        for size in (sizes * 2).tolist():
+            x = self.layer(x) / size
+        count = torch.tensor([1, 2, 3]).numpy().sum() + self.times.item()
+        for _ in range(int(count)):
+            x = torch.tanh(x)
+        return x if mask is None or mask.all() else x * mask
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_numbers_made_without_data_are_known(kept: bool) -> None:
+    model = Reading()
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    mask[0] = kept
+    graph = graph_of(model, Invocation((torch.rand(4, 6, device="meta"), mask)))
+    assert graph.operators.count("aten.tanh.default") == 9
+    assert [call.args[1] for call in graph.calls if "div" in str(call.operator)] == [10, 4, 6]
+    assert graph.operators[-1] == (
+        "aten._local_scalar_dense.default" if kept else "aten.mul.Tensor"
+    )
+    assert model.times == 2
+
+
+class Guarded(Deciding):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            value = x.sum().item()
+        except Exception:
+            value = 0.5
+        return self.first(x) * value
+
+
+def test_numbers_that_are_not_there_are_those_of_zeros_where_all_is_small() -> None:
+    graph = graph_of(Guarded(), Invocation((torch.empty(4, 6, device="meta"),)))
+    (product,) = (call for call in graph.calls if "mul" in str(call.operator))
+    assert product.args[1] == 0.0, "not what the forward falls back to"
+
+
+@pytest.mark.parametrize("kind", [Guarded, Deciding])
+def test_numbers_that_are_not_there_are_refused_where_it_is_large(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolated, "LARGEST", 10)
+    with pytest.raises(ArgumentError, match=r"reads numbers out of tensors.*first step"):
+        graph_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
+    monkeypatch.setattr(isolated, "LARGEST", 1 << 20)
+    monkeypatch.setattr(isolated, "MOST_MADE", 10)
+    with pytest.raises(ArgumentError, match="reads numbers out of tensors"):
+        graph_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
+
+
+def test_inputs_may_be_real_fake_or_meta() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.GELU())
+    with FakeTensorMode():
+        fake = torch.rand(4, 6)
+    found = [graph_of(model, Invocation((x,))) for x in (torch.rand(4, 6), fake, fake.to("meta"))]
+    assert found[0] == found[1] == found[2]
+    (spec,) = found[0].inputs.values()
+    assert (spec.shape, spec.device.type, spec.requires_grad) == ((4, 6), "cpu", False)
+
+
+def test_a_model_on_the_meta_device_is_looked_at_there() -> None:
+    model = nn.LSTM(6, 6, device="meta")
+    graph = graph_of(model, Invocation((torch.rand(4, 6, device="meta"),)))
+    assert {spec.device.type for spec in graph.inputs.values()} == {"meta"}
+
+
+class Failing(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(6, 6), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "raises":
+            raise KeyError("no such word")
+        if self.how == "dies":
+            os.abort()
+        return self.layer(x)
+
+
+def test_what_a_forward_raises_is_told_with_its_line() -> None:
+    given = Invocation((torch.rand(4, 5),))
+    with pytest.raises(
+        ArgumentError, match=r"Failing does not take.*KeyError: 'no such word' \(.*ahead.py:\d+"
+    ):
+        graph_of(Failing("raises"), given)
+    with pytest.raises(ArgumentError, match=r"RuntimeError: .*\[4, 5\] X \[6, 6\]"):
+        graph_of(Failing("no"), given)
+    with pytest.raises(ArgumentError, match="ended the process"):
+        graph_of(Failing("dies"), given)
+    with pytest.raises(ArgumentError, match=r"loss=wrong fails on what the model returns"):
+        graph_of(nn.Linear(5, 6), given, wrong)
+
+
+def wrong(output: Tensor) -> Tensor:
+    raise ValueError(output.shape)
+
+
+def test_the_loss_is_behind_the_model() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    graph = graph_of(model, Invocation((torch.rand(4, 6),)), lambda y: y.square().sum())
+    verbs = [call.verb for call in graph.calls]
+    assert verbs[: graph.model_calls][-1] == "tanh"
+    assert verbs[graph.model_calls :] == ["pow", "sum"]
+    assert graph.loss == graph.calls[-1].results[0]
+    assert [path for path, _ in graph.visits] == ["", "0", "1"]
+
+
+class Penalty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
+        return slope.square().sum()
+
+
+def test_a_backward_inside_of_the_forward_is_seen() -> None:
+    model, given = Penalty(), Invocation((torch.rand(4, 6),))
+    # threads of a backward, which a fork does not take along
+    given.on(model).backward()
+    assert "aten.tanh_backward.default" in graph_of(model, given).operators
+
+
+def test_parameters_without_a_size_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="parameters without a size; call it once"):
+        graph_of(nn.LazyLinear(3), Invocation((torch.rand(4, 6),)))
+
+
+class Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return torch.masked_select(y, y > 0) * 2
+
+
+def test_what_depends_on_numbers_is_stood_in_for() -> None:
+    graph = graph_of(Collecting(), Invocation((torch.rand(4, 6),)))
+    (call,) = (call for call in graph.calls if isinstance(call.operator, StandIn))
+    assert call.operator.name == "aten.masked_select.default"
+    x = torch.rand(4, 6, requires_grad=True)
+    (made,) = call.operator(x, x > 0)
+    made.sum().backward()
+    assert made.shape == call.operator.results[0].shape
+    assert x.grad is not None

@@ -1,0 +1,120 @@
+"""Every private name of torch that zoo uses, each under a name that says what it is.
+
+Private names may go with any release. So they are looked up here, once, when zoo is imported, and
+one that is missing is an error that names it and the versions of torch which have it. Attributes of
+tensors and modules (`_version`, `_parameters`) and operators of `torch.ops` are not among them.
+"""
+
+import operator
+from typing import Any
+
+import torch
+
+try:
+    from torch._guards import active_fake_mode
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+        unset_fake_temporarily,
+    )
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _disable_current_modes,
+        _get_current_dispatch_mode_stack,
+        is_traceable_wrapper_subclass,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"zoo uses a private name that torch {torch.__version__} does not have: {error}. "
+        "Install a torch that setup.cfg names, 2.11 or later, or a newer zoo"
+    ) from error
+
+
+def _private(path: str) -> Any:
+    try:
+        return operator.attrgetter(path)(torch)
+    except AttributeError as error:
+        raise ImportError(
+            f"zoo uses torch.{path}, which torch {torch.__version__} does not have. Install a "
+            "torch that setup.cfg names, 2.11 or later, or a newer zoo"
+        ) from error
+
+
+disable_current_modes: Any = _disable_current_modes
+dispatch_modes: Any = _get_current_dispatch_mode_stack
+DisableTorchFunction: Any = _private("_C.DisableTorchFunction")
+DispatchKey: Any = _private("_C.DispatchKey")
+DispatchKeySet: Any = _private("_C.DispatchKeySet")
+BelowAutograd: Any = _private("_C._AutoDispatchBelowAutograd")
+DisableAutocast: Any = _private("_C._DisableAutocast")
+DisableTorchDispatch: Any = _private("_C._DisableTorchDispatch")
+ForceDispatchKeyGuard: Any = _private("_C._ForceDispatchKeyGuard")
+FAKE_MODE: Any = _private("_C._TorchDispatchModeKey.FAKE")
+are_functorch_transforms_active: Any = _private("_C._are_functorch_transforms_active")
+is_graph_kept: Any = _private("_C._autograd._get_current_graph_task_keep_graph")
+sequence_number: Any = _private("_C._autograd._get_sequence_nr")
+are_saved_tensors_hooks_enabled: Any = _private("_C._autograd._saved_tensors_hooks_is_enabled")
+top_saved_tensors_hooks: Any = _private("_C._autograd._top_saved_tensors_default_hooks")
+current_node: Any = _private("_C._current_autograd_node")
+current_backward: Any = _private("_C._current_graph_task_id")
+disabled_torch_dispatch: Any = _private("_C._disabled_torch_dispatch_impl")
+is_key_excluded: Any = _private("_C._dispatch_tls_is_dispatch_key_excluded")
+is_legacy_batched: Any = _private("_C._functorch.is_legacy_batchedtensor")
+get_cudnn_benchmark: Any = _private("_C._get_cudnn_benchmark")
+get_cudnn_deterministic: Any = _private("_C._get_cudnn_deterministic")
+get_cudnn_enabled: Any = _private("_C._get_cudnn_enabled")
+get_dispatch_mode: Any = _private("_C._get_dispatch_mode")
+get_float32_matmul_precision: Any = _private("_C._get_float32_matmul_precision")
+get_mkldnn_enabled: Any = _private("_C._get_mkldnn_enabled")
+HAS_MKLDNN: Any = _private("_C._has_mkldnn")
+is_any_autocast_enabled: Any = _private("_C._is_any_autocast_enabled")
+is_tracing: Any = _private("_C._is_tracing")
+count_dispatch_modes: Any = _private("_C._len_torch_dispatch_stack")
+set_cudnn_benchmark: Any = _private("_C._set_cudnn_benchmark")
+set_cudnn_deterministic: Any = _private("_C._set_cudnn_deterministic")
+set_cudnn_enabled: Any = _private("_C._set_cudnn_enabled")
+set_float32_matmul_precision: Any = _private("_C._set_float32_matmul_precision")
+set_grad_enabled: Any = _private("_C._set_grad_enabled")
+set_mkldnn_enabled: Any = _private("_C._set_mkldnn_enabled")
+will_run: Any = _private("_C._will_engine_execute_node")
+conj: Any = _private("_conj")
+neg_view: Any = _private("_neg_view")
+queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
+is_profiling: Any = _private("autograd._profiler_enabled")
+
+
+def is_exporting() -> bool:
+    """Says whether `torch.export` is at work.
+
+    Asked by `torch.compiler.is_exporting()`, the compiler of torch 2.11 answers yes in each graph.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def fake_store() -> Any:
+    """Makes a store for a process group of which no other process need be here."""
+    # a module of tests, which imports much
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    return FakeStore()
+
+
+# what is imported above; the other names are this file's own
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "active_fake_mode",
+    "is_traceable_wrapper_subclass",
+    "pytree",
+    "unset_fake_temporarily",
+]

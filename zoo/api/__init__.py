@@ -1,0 +1,1 @@
+"""What `import zoo` offers beside its models."""

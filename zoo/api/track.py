@@ -1,0 +1,327 @@
+"""`zoo.track` and `zoo.anatomy`: where the memory of a training step goes, with and without a plan.
+
+An anatomy is that of a copy of the model:
+
+measured     a real copy trains two steps, the second is tracked
+predicted    a fake copy: its tensors have sizes and no memory behind them, so that a step is
+             tracked that would fit nowhere; kernel workspace is not in it
+"""
+
+import contextlib
+import copy
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo._torch import FakeTensorMode
+from zoo.chain import Chain
+from zoo.errors import ArgumentError
+from zoo.invocation import (
+    Inputs,
+    Invocation,
+    Loss,
+    check_loss,
+    check_training,
+    checked_loss,
+    nothing_trained,
+    own_loss,
+    place_of,
+    with_loss_errors,
+)
+from zoo.planner.plan import Plan
+from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
+from zoo.profiling.allocator import tensors_in
+from zoo.profiling.constants import Constants
+from zoo.profiling.fake_kernels import FakeKernels
+from zoo.profiling.memory_tracker import Tracker
+from zoo.profiling.optimizer import MakeOptimizer, made_by
+from zoo.profiling.timeline import Timeline, compare
+from zoo.tracing.ahead import TraceError
+from zoo.tracing.api import checkpoint as put_in_force
+from zoo.tracing.traced_steps import Entry, named_steps, runner_of
+from zoo.verification.training_record import random_state_restored
+
+# see profiling.source_location
+IS_TRAINING_LOOP = True
+
+
+def track(
+    model: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    inputs: Any = (),
+    allocator: bool = False,
+) -> Tracker:
+    """Tracks the memory of a block of code: a context manager and a decorator.
+
+        with zoo.track(model, optimizer=optimizer, inputs=images) as timeline:
+            loss(model(images)).backward()
+            optimizer.step()
+        print(timeline)
+
+    The timeline is filled when the block ends, also by an exception. As a decorator, its latest one
+    is the `timeline` of what `track` returned. Works for real tensors on any device and for fake
+    ones; changes no number and leaves nothing behind.
+
+    Args:
+        model: whose parameters, buffers, steps and modules give the bytes their names.
+        optimizer: its state counts as there from the start, as does that of any other optimizer
+            from its first step on.
+        inputs: tensors in any nesting that are there before, also where the block never reads them.
+        allocator: on the CPU, also record the allocator's own events with torch's profiler, so that
+            the timeline has what tensors do not show. Not inside of another profiler. torch may
+            log a "memory block of unknown size was allocated before" on stderr, which is harmless;
+            TORCH_CPP_LOG_LEVEL=ERROR, set before torch is imported, stops all such lines.
+
+    Raises:
+        ArgumentError: no module, no optimizer, allocator=True for a model that is not on the CPU,
+            or, as a decorator, no function.
+    """
+    return Tracker(model, optimizer=optimizer, inputs=inputs, allocator=allocator)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The timelines of one training step without a plan, and with one where there is one."""
+
+    baseline: Timeline
+    planned: Timeline | None = None
+    plan: Plan | None = None
+
+    def table(self, holders: int = 10) -> str:
+        """Writes what takes how much at the peak, by category, block and tensor."""
+        if self.planned is None:
+            return self.baseline.table(holders)
+        return compare({"baseline": self.baseline, "with the plan": self.planned}, holders)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_json(self) -> str:
+        """Writes plan and timelines as JSON."""
+        timelines = {"baseline": self.baseline, "planned": self.planned}
+        found = {name: json.loads(t.to_json()) if t else None for name, t in timelines.items()}
+        return json.dumps({"plan": self.plan, **found})
+
+
+def anatomy(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    loss: Loss | None = None,
+    checkpoint: Checkpoint | None = None,
+    device: str | None = None,
+) -> Anatomy:
+    """Takes a steady training step of a model apart: without a plan and, if there is one, with it.
+
+    The model is left as it is; a copy trains. Its first step is not counted.
+
+    Args:
+        model: in training mode. Where it has a plan of its own, that is the plan.
+        inputs: what it is called with: a tensor, a tuple or a dict of keyword arguments, real or on
+            the meta device.
+        optimizer: is called with the list of parameters; None takes no step.
+        loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a scalar is
+            its own loss, and an output named `loss` too, and of anything else the means of all
+            floating tensors are added.
+        checkpoint: what `zoo.create` takes, in place of the model's own.
+        device: "meta" runs nothing real: fake tensors stand for those of the model's device, the
+            CPU's where the model is on the meta device. Meta inputs or parameters say so, too.
+
+    Raises:
+        ArgumentError: no module or not in training mode; a plan for what cannot be traced.
+    """
+    check_training(model, "an anatomy")
+    if device not in (None, "meta"):
+        raise ArgumentError(
+            f"device={device!r} is neither None nor 'meta'; the step runs where the model is"
+        )
+    check_loss(loss)
+    given, loss = Invocation.of(inputs), loss or mean_of
+    plan = _decided(model, given, checkpoint)
+    tensors = (*given.tensors, *model.parameters())
+    is_fake = device == "meta" or any(tensor.is_meta for tensor in tensors)
+    with random_state_restored():
+        if is_fake:
+            tracked = FakeStep(model, given, optimizer, loss).track
+        else:
+            tracked = functools.partial(_measured, model, given, optimizer, loss)
+        planned = tracked(plan) if plan is not None else None
+        return Anatomy(tracked(None), planned, plan if isinstance(plan, Plan) else None)
+
+
+def _decided(
+    model: nn.Module, inputs: Invocation, checkpoint: Checkpoint | None
+) -> Plan | str | None:
+    """Decides the plan without running a step; "blocks" where the model cannot be traced."""
+    runner = runner_of(model) if checkpoint is None else runner_for(checkpoint, None, None)
+    if not isinstance(runner, PlannedRunner):
+        return None if runner is None else runner.plan
+    try:
+        with torch.enable_grad():
+            return Entry.of(model, inputs.map(lambda tensor: tensor.to("meta"))).decided(runner)
+    except TraceError:
+        if checkpoint not in (None, True, "blocks"):
+            raise
+        return "blocks"
+
+
+def _measured(
+    model: nn.Module,
+    inputs: Invocation,
+    make: MakeOptimizer | None,
+    loss: Loss,
+    plan: Plan | str | None,
+) -> Timeline:
+    """Trains a real copy for two steps and returns the timeline of the second."""
+    trained, own = copy.deepcopy(model), own_copy(inputs)
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters() if p.requires_grad)
+    with torch.inference_mode(False), torch.enable_grad():
+        optimizer, loss = optimizer_of(make, trained), with_loss_errors(loss, place_of(model))
+        put_in_force(trained, False if plan is None else plan, steps=named_steps(model))
+        train_step(trained, own, loss, optimizer)
+        with track(trained, optimizer=optimizer, inputs=own.tensors, allocator=on_cpu) as timeline:
+            train_step(trained, own, loss, optimizer)
+    return timeline
+
+
+class FakeStep:
+    """A training step of a fake copy of a model, tracked by one plan after another.
+
+    `wrap` does to the copy what a program does to a model before it trains: shards it, say.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Invocation,
+        make: MakeOptimizer | None,
+        loss: Loss,
+        wrap: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        devices = [p.device for p in model.parameters() if not p.is_meta]
+        device = devices[0] if devices else torch.device("cpu")
+        self.names, self.loss = named_steps(model), with_loss_errors(loss, device)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = functools.partial(_fake, self.mode, device)
+        made: dict[int, Any] = {}
+        for parameter in model.parameters():
+            made[id(parameter)] = nn.Parameter(fake(parameter.detach()), parameter.requires_grad)
+        for buffer in model.buffers():
+            # what is only one number stays real
+            if buffer.ndim:
+                made[id(buffer)] = fake(buffer)
+            elif buffer.is_meta:
+                made[id(buffer)] = torch.zeros_like(buffer, device=device)
+        self.model = copy.deepcopy(model, made)
+        if wrap is not None:
+            wrap(self.model)
+        with self._on_fakes():
+            self.inputs, self.optimizer = inputs.map(fake), optimizer_of(make, self.model)
+            if wrap is not None:
+                # the first step of what is wrapped is another than all that follow
+                put_in_force(self.model, False)
+                self._train()
+            elif self.optimizer is not None:
+                # its state is there from its first step on
+                for parameter in self.model.parameters():
+                    if parameter.requires_grad:
+                        parameter.grad = torch.empty_like(parameter)
+                self.optimizer.step()
+
+    def track(self, plan: Plan | str | None) -> Timeline:
+        """Trains a step by a plan; None keeps everything."""
+        with self._on_fakes():
+            put_in_force(self.model, False if plan is None else plan, steps=self.names)
+            self.model.zero_grad(set_to_none=True)
+            if plan is not None and not isinstance(self.model, Chain):
+                # the first one is traced
+                self._train()
+            tensors = self.inputs.tensors
+            with track(self.model, optimizer=self.optimizer, inputs=tensors) as timeline:
+                self._train()
+        return timeline
+
+    def _train(self) -> None:
+        train_step(self.model, self.inputs, self.loss, self.optimizer)
+
+    @contextlib.contextmanager
+    def _on_fakes(self) -> Iterator[None]:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            self.mode,
+            FakeKernels(),  # type: ignore[no-untyped-call]
+            Constants(self.mode),
+        ):
+            yield
+
+
+def train_step(
+    model: nn.Module,
+    inputs: Invocation,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer | None,
+    call: Callable[[Invocation, nn.Module], Any] = Invocation.taken_by,
+) -> tuple[Any, Tensor]:
+    """Trains a model one step; returns what it returned, and the loss.
+
+    Raises:
+        ArgumentError: the loss is no tensor of one element, or nothing in it requires a gradient.
+    """
+    model.zero_grad(set_to_none=True)
+    # as in a training loop, these names outlive the backward
+    outputs = call(inputs, model)
+    value = checked_loss(loss, loss(outputs))
+    if not value.requires_grad:
+        raise ArgumentError(nothing_trained(model))
+    torch.autograd.backward(value)
+    if optimizer is not None:
+        optimizer.step()
+    return outputs, value
+
+
+def optimizer_of(make: MakeOptimizer | None, model: nn.Module) -> torch.optim.Optimizer | None:
+    """Makes an optimizer of the parameters that a model trains; None where there are none."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return made_by(make, trained) if make is not None and trained else None
+
+
+def own_copy(inputs: Invocation) -> Invocation:
+    """Copies the tensors among arguments; one that stands there twice stays one."""
+
+    @functools.cache
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return inputs.map(own)
+
+
+def mean_of(outputs: Any) -> Tensor:
+    """Adds the means of all floating tensors -> (); a loss that is named is its own.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    own = own_loss(outputs)
+    if isinstance(own, Tensor) and own.numel() == 1:
+        return own
+    floating = (tensor for tensor in tensors_in(outputs) if tensor.is_floating_point())
+    found = [tensor.mean() if tensor.ndim else tensor for tensor in floating]
+    if not found:
+        raise ArgumentError("the model returns no floating tensor; pass loss= a scalar of its own")
+    return sum(found[1:], found[0])
+
+
+def _fake(mode: FakeTensorMode, device: torch.device, tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor)
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return fake.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,325 @@
+"""Proves for a model at hand that checkpointing changes nothing, or says what it changes first.
+
+Two copies of a model train side by side from the same random state, one without and one with a
+plan, and all that each step of training leaves is compared bit for bit:
+
+    baseline against itself          differs  ->  not deterministic; checkpointing is not judged
+    baseline against checkpointed    differs  ->  the first tensor, and the first step of the model
+                                     equal    ->  exact
+
+A pair that differs trains once more, up to the step of training in question, whose outputs,
+gradients and replays are then recorded: these take as much memory as the baseline's activations.
+What a copy shares with its original is not protected: a function kept by a module that reaches the
+original through a closure trains the original.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.api.track import optimizer_of, own_copy, train_step
+from zoo.chain import Chain, Outline, Runner, State, fold, step_names
+from zoo.engine.fingerprint import without_fingerprints
+from zoo.engine.saved_tensors import pack, unpack
+from zoo.errors import ArgumentError, RecomputeError
+from zoo.invocation import Invocation, Loss, check_loss, check_training
+from zoo.planner.plan import Plan
+from zoo.policy.options import Checkpoint, runner_for
+from zoo.policy.report import PlanReport
+from zoo.profiling.allocator import tensors_in
+from zoo.profiling.optimizer import MakeOptimizer, check_maker
+from zoo.tracing.api import checkpoint as put_in_force
+from zoo.tracing.api import plan_of, uncheckpoint
+from zoo.verification.divergence import Difference, Place, Report
+from zoo.verification.training_record import (
+    Record,
+    first_difference,
+    random_state_restored,
+    read_streams,
+    record,
+    same_bits,
+    set_streams,
+)
+
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+def verify(
+    model: nn.Module,
+    inputs: Any,
+    checkpoint: Checkpoint = True,
+    *,
+    steps: int = 3,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+) -> Report:
+    """Trains copies of a model with and without `checkpoint=` and compares every bit.
+
+    The model is left as it is: weights, gradients, buffers, attributes, flags, random state. Four
+    short trainings of copies take place, two at a time. Under autocast it verifies autocast.
+
+    Args:
+        model: in training mode; a plan of its own is ignored, those of modules in it count.
+        inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a function of the
+            step of training, from 0, that returns one of these. Gradients of those that require
+            them are compared.
+        checkpoint: what `zoo.create` takes.
+        steps: steps of training.
+        loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a sum over
+            every element of every floating output, each with a weight of its own.
+        optimizer: is called with the list of parameters; SGD with momentum by default.
+
+    Raises:
+        ArgumentError: no module, one in eval mode, or other arguments that cannot be verified.
+        RecomputeError: the engine itself refuses to train this model.
+    """
+    check_training(model, "verify")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ArgumentError(f"verify needs steps of at least 1; got {steps!r}")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ArgumentError(
+            f"this {type(model).__name__} is on the meta device, which has no bits to compare; "
+            "move it with model.to_empty(device=...) and give it weights"
+        )
+    make = optimizer or MOMENTUM
+    check_maker(make)
+    check_loss(loss)
+    runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
+    with (
+        random_state_restored() as streams,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        without_fingerprints(),
+    ):
+        batches = [_batch(inputs, step) for step in range(steps)]
+        training = functools.partial(_Training, model, loss or weighted_sum, make, streams)
+        first, plans, compared = _train_pair(training(), training(), batches)
+        deterministic = first is None
+        if deterministic:
+            first, plans, compared = _train_pair(training(), training(checkpoint), batches)
+        if first is not None:
+            other = training(False if deterministic else None)
+            place = _place(training(), other, plans, batches, first)
+            first = dataclasses.replace(first, place=place)
+    if isinstance(checkpoint, PlanReport):
+        checkpoint = checkpoint.plan
+    if isinstance(checkpoint, tuple | list):
+        checkpoint = Plan(checkpoint).text()
+    return Report(
+        exact=first is None,
+        deterministic=deterministic,
+        steps=steps,
+        compared=compared,
+        plan=plans[-1],
+        first=first,
+        model=type(model).__name__,
+        checkpoint=repr(checkpoint),
+    )
+
+
+def weighted_sum(outputs: Any) -> Tensor:
+    """Sums every element of every floating tensor in `outputs`, each with its own weight -> ().
+
+    The weights are the cosines of 0, 1, 2, ...: unequal, of both signs, none zero. Equal ones
+    would give normalized outputs no gradient. Divided by the root of the number of elements, the
+    gradients of what all elements share are of the order of 1.
+    """
+    total: Any = None
+    for tensor in tensors_in(outputs):
+        if tensor.is_floating_point() or tensor.is_complex():
+            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            dtype = torch.promote_types(numbers.dtype, torch.float32)
+            weights = torch.arange(numbers.numel(), dtype=torch.float64).cos()
+            weights = weights.to(numbers.device, dtype) / max(numbers.numel(), 1) ** 0.5
+            part = (numbers.to(dtype).reshape(-1) * weights).sum()
+            total = part if total is None else total + part.to(total)
+    if total is None:
+        raise ArgumentError("the model returns no floating tensor; pass loss= a scalar of its own")
+    return total  # type: ignore[no-any-return]
+
+
+def _batch(inputs: Any, step: int) -> Invocation:
+    batch = Invocation.of(inputs(step) if callable(inputs) else inputs)
+    if any(tensor.is_meta for tensor in batch.tensors):
+        raise ArgumentError(
+            "these inputs are on the meta device, which has no bits to compare; pass real ones"
+        )
+    return batch
+
+
+class _Training:
+    """Trains a copy of a model, with an optimizer and random streams of its own.
+
+    Without `checkpoint` it is the baseline: no plan, in no module of the model either.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        make: MakeOptimizer,
+        streams: Mapping[str, Any],
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        try:
+            # at once: a loss that is a method of the model, or has state, stays with its model
+            self.model, self.loss = copy.deepcopy((model, loss))
+        except Exception as error:
+            raise ArgumentError(
+                f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
+                "Verify it before its first forward, or detach the tensors that it keeps"
+            ) from error
+        self.streams = streams
+        self.optimizer = optimizer_of(make, self.model)
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        if not {p for group in groups for p in group["params"]} <= set(self.model.parameters()):
+            raise ArgumentError(
+                "optimizer= made an optimizer of other parameters than it was given, which are "
+                "those of a copy; write it as lambda parameters: torch.optim.SGD(parameters, ...)"
+            )
+        self.recorder: _StepRecorder | None = None
+        # what fails without a plan is not to be blamed on one
+        self.call = Invocation.taken_by if checkpoint is None else Invocation.on
+        if checkpoint is None:
+            uncheckpoint(self.model)
+        else:
+            put_in_force(self.model, checkpoint)
+
+    def step(self, batch: Invocation) -> Record:
+        """Trains one step and returns what it left: the tensors themselves, not copies."""
+        set_streams(self.streams)
+        inputs = own_copy(batch)
+        outputs, loss = train_step(self.model, inputs, self.loss, self.optimizer, self.call)
+        self.streams = read_streams()
+        given = (inputs.args, inputs.kwargs)
+        return record(self.model, given, outputs, loss, self.streams)
+
+    def record_steps(self, first: Difference) -> None:
+        """Records from now on what each step of the chain does."""
+        if isinstance(self.model, Chain):
+            self.model.runner = self.recorder = _StepRecorder(self.model.runner, first)
+
+
+def _train_pair(
+    baseline: _Training, other: _Training, batches: Sequence[Invocation]
+) -> tuple[Difference | None, list[Plan | None], dict[str, int]]:
+    """Trains until the two differ or the batches end.
+
+    Returns the first difference, the plan of each step of training, and the number of things
+    compared after each, by kind.
+    """
+    plans, first = [], None
+    for number, batch in enumerate(batches, 1):
+        expected, actual = baseline.step(batch), other.step(batch)
+        plans.append(plan_of(other.model))
+        first = first_difference(expected, actual, number)
+        if first is not None:
+            break
+    return first, plans, dict(Counter(kind for kind, _ in expected))
+
+
+def _place(
+    baseline: _Training,
+    other: _Training,
+    plans: Sequence[Plan | None],
+    batches: Sequence[Invocation],
+    first: Difference,
+) -> Place | None:
+    """Trains once more by the same plans, and records the step after which the two differed."""
+    try:
+        for number, (plan, batch) in enumerate(zip(plans, batches, strict=False), 1):
+            if plan is not None:
+                put_in_force(other.model, plan)
+            if number == first.training_step:
+                baseline.record_steps(first)
+                other.record_steps(first)
+            baseline.step(batch)
+            other.step(batch)
+    except Exception:  # a diagnosis that fails must not hide what it was to explain
+        return None
+    if baseline.recorder is None or other.recorder is None:
+        return None
+    return baseline.recorder.place(other.recorder)
+
+
+class _StepRecorder:
+    """Runs a chain as another runner would and records what each of its steps returned.
+
+    To blame is the first step of these:
+
+        its output is another than the baseline's
+        its kernels, replayed, make another output
+        the gradient of its output is another: the last in the chain, the first in the backward
+        it moves the buffer in question
+    """
+
+    def __init__(self, runner: Runner | None, first: Difference) -> None:
+        self.runner = runner
+        self.plan = runner.plan if runner is not None else None
+        self.buffer = first.name if first.kind == "buffer" else None
+        self.names: list[str] = []
+        # "output" or "gradient", the number of the step, the position among its outputs
+        self.seen: dict[tuple[str, int, int], Tensor] = {}
+        self.unlike: set[int] = set()
+        self.moving: set[int] = set()
+
+    def __call__(self, chain: nn.Module, outline: Outline, inputs: State) -> Any:
+        self.names = step_names(chain, outline.steps)
+        steps = tuple(
+            functools.partial(self._run, chain, number, step)
+            for number, step in enumerate(outline.steps)
+        )
+        if self.runner is None:
+            return fold(steps, inputs)
+        return self.runner(chain, dataclasses.replace(outline, steps=steps), inputs)  # type: ignore[arg-type]
+
+    def place(self, other: "_StepRecorder") -> Place | None:
+        """Returns the step of the chain that is to blame for what `other` does otherwise."""
+        if other.names != self.names:
+            return None
+        mine, others = self.seen, other.seen
+        equal = {key for key in mine.keys() & others.keys() if same_bits(mine[key], others[key])}
+        differing = (mine.keys() | others.keys()) - equal
+        outputs = [number for kind, number, _ in differing if kind == "output"]
+        gradients = [number for kind, number, _ in differing if kind == "gradient"]
+        found = (
+            (min(outputs, default=None), "whose output differs"),
+            (min(other.unlike, default=None), "whose replay makes something else"),
+            (max(gradients, default=None), "whose output gets another gradient"),
+            (min(self.moving | other.moving, default=None), "which moves this buffer"),
+        )
+        places = (Place(n, self.names[n], what) for n, what in found if n is not None)
+        return next(places, None)
+
+    def _run(self, chain: nn.Module, number: int, step: Any, *state: Any) -> Any:
+        before = self._moved(chain)
+        value = step(*state)
+        for position, tensor in enumerate(tensors_in(value)):
+            if ("output", number, position) in self.seen:
+                return value
+            self.seen["output", number, position] = tensor.detach().clone()
+            if tensor.requires_grad and not any(tensor is given for given in state):
+                hook = functools.partial(self._record_gradient, number, position, pack(tensor))
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        if before is not None and not same_bits(before, self._moved(chain)):
+            self.moving.add(number)
+        return value
+
+    def _record_gradient(self, number: int, position: int, packed: Any, gradient: Tensor) -> None:
+        """Records the gradient of an output, and whether a replay makes that output."""
+        self.seen.setdefault(("gradient", number, position), gradient.detach().clone())
+        # one that was written since cannot be made again, and need not be
+        with contextlib.suppress(RecomputeError):
+            if not same_bits(unpack(packed), self.seen["output", number, position]):
+                self.unlike.add(number)
+
+    def _moved(self, chain: nn.Module) -> Any:
+        buffers = dict(chain.named_buffers()) if self.buffer is not None else {}
+        return buffers[self.buffer].detach().clone() if self.buffer in buffers else None

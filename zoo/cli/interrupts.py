@@ -1,0 +1,46 @@
+"""Ctrl-C while `import zoo` runs for the command: importing torch takes a second or two.
+
+Python imports the package before the first line of the command, so `zoo/__init__.py` imports this
+file first. A signal handler ends the process; an exception would be caught by libraries that look
+for optional parts of themselves. Any other program that imports zoo keeps its own handling.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+
+def end_on_interrupt() -> None:
+    """Makes Ctrl-C end the process with exit code 130, if the process is the `zoo` command."""
+    is_main = threading.current_thread() is threading.main_thread()
+    # a shell has its background jobs ignore SIGINT
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_main and is_default and _is_command() and not os.environ.get("ZOO_TRACEBACK"):
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_on_interrupt() -> None:
+    """Makes Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_command() -> bool:
+    """Returns whether the process was started as `python -m zoo` or by the `zoo` script."""
+    # a process that the command starts has its sys.argv, but its own orig_argv
+    started = "".join(sys.orig_argv[-len(sys.argv) :][:1])
+    if sys.argv[:1] == ["-m"]:  # until the module is found
+        return started in ("zoo", "-mzoo")
+    return sys.argv[:1] == [started] and Path(started).stem == "zoo"
+
+
+def _end(*_: object) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, b"zoo: interrupted\n")
+    os._exit(130)
+
+
+end_on_interrupt()

@@ -1,0 +1,284 @@
+"""Which model a command is about, and on what inputs.
+
+resnet50                              of the catalog; inputs are those of its recipe unless said
+timm.create_model --args resnet50     whatever can be imported and makes a torch.nn.Module
+mypackage.models:Net                  the same, the module's part set apart by a colon
+"""
+
+import argparse
+import ast
+import contextlib
+import copy
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.catalog import create, list_models, model_arguments
+from zoo.cli.values import InputSpec
+from zoo.errors import ArgumentError, ModelNameError, ZooError, nearest, shortened, shortened_text
+from zoo.harness.recipes import recipe
+from zoo.invocation import Inputs
+
+Specs = tuple[InputSpec | None, ...]
+# torch's devices that a command runs steps on
+TORCH_DEVICES = ("cpu", "cuda")
+# numbers that --size takes, by the data that a recipe names
+AXES = {"photographs": 2, "digits": 2, "volume": 3, "text": 1, "stream": 1}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that can be built, and its inputs, all with names or none.
+
+    `make` builds it on the device that is the default then; `batch_axis` is an axis of the inputs.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    inputs: Specs
+    batch_axis: int = 0
+
+    def build(self) -> nn.Module:
+        """Builds the model, in training mode.
+
+        Raises:
+            ArgumentError: it cannot be built, or is no module.
+        """
+        try:
+            with working_folder_first():
+                model = self.make()
+        except ZooError:
+            raise
+        except Exception as error:
+            raise ArgumentError(f"{self.name} cannot be built: {in_a_line(error)}") from error
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise ArgumentError(f"{self.name} makes no torch.nn.Module but a value of type {kind}")
+        return model.train()
+
+    def build_on_meta(self) -> nn.Module:
+        """Builds the model on the meta device, or, where its code cannot, with memory."""
+        try:
+            with torch.device("meta"):
+                return self.build()
+        except ZooError:
+            # such as one that reads a number from a tensor as it is built
+            return self.build()
+
+    def build_unwritten(self) -> nn.Module:
+        """Builds the model on the CPU with parameters that are never written, so take no memory.
+
+        On the meta device attention and LSTMs would choose other kernels, and so other bytes.
+        """
+        model = self.build_on_meta()
+        on_cpu: dict[int, Any] = {}
+        for parameter in model.parameters():
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device="cpu")
+                on_cpu[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+        for buffer in model.buffers():
+            if buffer.is_meta:
+                on_cpu[id(buffer)] = torch.zeros_like(buffer, device="cpu")
+        # unlike Module.to_empty this keeps tied weights tied
+        return copy.deepcopy(model, on_cpu)
+
+    def build_on(self, device: str) -> nn.Module:
+        """Builds the model on a device of this machine."""
+        try:
+            return self.build().to(device)
+        except (RuntimeError, AssertionError) as error:
+            reason = shortened_text(str(error).splitlines()[0])
+            raise ArgumentError(
+                f"--device {shortened_text(device)} cannot be used here: {reason}"
+            ) from error
+
+    def inputs_on(self, device: str) -> Inputs:
+        """Returns inputs of random numbers on a device; on "meta" they take no memory."""
+        names = [spec.name for spec in self.inputs if spec is not None and spec.name]
+        made = tuple(None if spec is None else spec.random(device) for spec in self.inputs)
+        if not names:
+            return made
+        if len(set(names)) < len(made):
+            raise ArgumentError("--input takes a name for each input, no two the same, or for none")
+        return dict(zip(names, made, strict=True))
+
+
+def model_spec(options: argparse.Namespace, batch_size: int | None = None) -> ModelSpec:
+    """Finds the model and the inputs that the options name, and builds nothing yet.
+
+    `batch_size` is that of a model of the catalog where the options say none.
+    """
+    name, arguments = options.model, _arguments(options.args or [])
+    if "." not in name and ":" not in name:
+        if name not in list_models():
+            raise ModelNameError(
+                f"there is no model {shortened(name)}.{nearest(name, list_models())} "
+                "`zoo list` shows all; of another package, give the import path: "
+                "timm.create_model --args resnet50"
+            )
+        return _of_catalog(options, *arguments, batch_size)
+    if options.size or options.batch_size or not options.input:
+        raise ArgumentError(
+            f"{shortened_text(name)} is not of the catalog; say its inputs by --input 32,3,224,224"
+        )
+    found, inputs = _imported(name), tuple(options.input)
+    if isinstance(found, nn.Module) and options.args is None:
+        return ModelSpec(name, lambda: found, inputs)
+    if not callable(found) or isinstance(found, nn.Module):
+        raise ArgumentError(f"{name} is a {type(found).__name__}, which cannot be called to build")
+    positional, named = arguments
+    return ModelSpec(name, lambda: found(*positional, **named), inputs)
+
+
+def usual_inputs(
+    name: str,
+    named: Mapping[str, Any],
+    batch_size: int | None = None,
+    size: Sequence[int] | None = None,
+) -> Specs:
+    """Returns inputs for a model of the catalog that is built with these arguments."""
+    settings, known = recipe(name), _with_defaults(name, named)
+    data, count = settings["data"], batch_size or settings["batch_size"]
+    axes, sides = AXES[data], list(size or [settings["size"]])
+    if len(sides) not in (1, axes):
+        raise ArgumentError(f"--size takes 1 or {axes} numbers for this model; got {len(sides)}")
+    if axes > 1:
+        sides = sides if len(sides) == axes else sides * axes
+        return (InputSpec((count, known["in_channels"], *sides)),)
+    # an LSTM takes (T, N)
+    shape = (*sides, count) if data == "stream" else (count, *sides)
+    return _with_targets([InputSpec(shape)], data, known)
+
+
+@contextlib.contextmanager
+def working_folder_first() -> Iterator[None]:
+    """Lets Python find modules in the folder where the command was given."""
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def in_a_line(error: BaseException) -> str:
+    """Returns what an error of another library says, on one line and not without end."""
+    return shortened_text(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+
+
+def is_torch_device(device: str) -> bool:
+    """Returns whether torch knows a device of this name, be it in this machine or not."""
+    try:
+        return torch.device(device).type != "meta"
+    except RuntimeError:
+        return False
+
+
+def _of_catalog(
+    options: argparse.Namespace,
+    positional: Sequence[Any],
+    named: Mapping[str, Any],
+    batch_size: int | None,
+) -> ModelSpec:
+    name, data = options.model, recipe(options.model)["data"]
+    if positional:
+        raise ArgumentError(
+            f"--args of {name} have names: classes=10; got {shortened(positional[0])}"
+        )
+    if options.input and (options.size or options.batch_size):
+        raise ArgumentError("--input says all of --size and --batch-size; give it alone")
+    known = _with_defaults(name, named)
+    if options.input:
+        inputs = _with_targets(options.input, data, known)
+    else:
+        inputs = usual_inputs(name, named, options.batch_size or batch_size, options.size)
+    if "image_size" in known and "image_size" not in named and inputs[0] is not None:
+        named = {**named, "image_size": inputs[0].shape[-1]}
+    return ModelSpec(name, lambda: create(name, **named), inputs, int(data == "stream"))
+
+
+def _with_defaults(name: str, named: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: entry.default for key, entry in model_arguments(name).items()} | dict(named)
+
+
+def _with_targets(inputs: Sequence[InputSpec | None], data: str, known: Mapping[str, Any]) -> Specs:
+    """Makes the inputs of a language model integers; after tokens alone come the next tokens."""
+    if data not in ("text", "stream"):
+        return tuple(inputs)
+    tokens = [
+        spec and replace(spec, dtype=spec.dtype or torch.int64, below=known["vocabulary"])
+        for spec in inputs
+    ]
+    if len(tokens) > 1:
+        return tuple(tokens)
+    return (*tokens, *tokens) if data == "text" else (*tokens, None, *tokens)
+
+
+def _arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+    """Reads 'resnet50' and 'classes=10': Python's literals, and all else as text."""
+    positional, named = [], {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if equals and name.isidentifier():
+            named[name] = _literal(value)
+        else:
+            positional.append(_literal(text))
+    return positional, named
+
+
+def _literal(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def _imported(path: str) -> Any:
+    """Imports 'package.module.name' or 'package.module:name'.
+
+    `pkgutil.resolve_name` would hide an import that fails inside of a submodule.
+    """
+    if not all(part.isidentifier() for part in path.replace(":", ".", 1).split(".")):
+        raise ArgumentError(f"{shortened(path)} is no import path; write package.module:Name")
+    module, colon, rest = path.partition(":")
+    name, *parts = [module, *rest.split(".")] if colon else path.split(".")
+    with working_folder_first():
+        found = _module(name, path)
+        for part in parts:
+            owner, name = name, f"{name}.{part}"
+            if hasattr(found, part):
+                found = getattr(found, part)
+            elif hasattr(found, "__path__") and importlib.util.find_spec(name) is not None:
+                found = _module(name, path)
+            else:
+                raise ArgumentError(
+                    f"{shortened_text(path)}: {shortened_text(owner)} has no {shortened(part)}."
+                    f"{nearest(part, dir(found))}"
+                )
+    return found
+
+
+def _module(name: str, path: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        importing = f"importing {shortened_text(name)}"
+        if missing is None:
+            reason = f"{importing} fails: {in_a_line(error)}"
+        elif f"{name}.".startswith(f"{missing}."):
+            near = nearest(missing, (entry.name for entry in pkgutil.iter_modules()))
+            reason = f"there is no module {shortened(missing)} here.{near}"
+        else:
+            reason = f"{importing} needs {missing}"
+        raise ArgumentError(f"{shortened_text(path)}: {reason}") from error

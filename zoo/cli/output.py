@@ -1,0 +1,125 @@
+"""What a command writes: its answer, files, log messages, and what a model prints meanwhile."""
+
+import codecs
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+from zoo.errors import ArgumentError, shortened
+
+# for terminals whose encoding lacks a sign (PYTHONIOENCODING=ascii), where Python would raise
+PLAIN = {
+    "×": "x", "→": "->", "√": "sqrt ", "±": "+-", "≤": "<=", "≥": ">=", "…": "...", "–": "-",
+    "─": "-", "━": "-", "╺": "-", "╸": "-", "│": "|", "┃": "|", "┌": "+", "└": "+", "├": "+",
+    "—": "-", "┐": "+", "┘": "+", "╵": "|", "╷": "|",
+}  # fmt: skip
+
+
+def print_answer(text: str) -> None:
+    """Prints an answer, also to a reader who has read enough and closed the pipe, as `head` does.
+
+    Raises:
+        ArgumentError: stdout cannot be written.
+    """
+    try:
+        print(text, end="\n" if text else "", flush=True)
+    except OSError as error:
+        # or Python complains when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise ArgumentError(
+                f"stdout cannot be written: {error.strerror}; make room, then go on"
+            ) from error
+
+
+def write(path: str | None, save: Callable[[str], object]) -> None:
+    """Calls `save` with the path of a file, if one is given.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
+    if path is not None:
+        try:
+            save(path)
+        except OSError as error:
+            raise ArgumentError(f"{shortened(path)} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def plain_signs() -> Iterator[None]:
+    """Replaces signs that stdout's encoding lacks: × by x, → by ->, those not in PLAIN by ?."""
+    stream = sys.stdout
+    before = getattr(stream, "errors", None)
+    # an error handler that the user chose stays; surrogateescape is that of the locale C
+    raises = before == "strict" or (
+        before == "surrogateescape" and codecs.lookup(stream.encoding).name != "utf-8"
+    )
+    if not raises or not hasattr(stream, "reconfigure"):
+        yield
+        return
+    stream.reconfigure(errors="zoo.plain")
+    try:
+        yield
+    finally:
+        stream.reconfigure(errors=before)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    signs = error.object[error.start : error.end]
+    return "".join(PLAIN.get(sign, "?") for sign in signs), error.end
+
+
+codecs.register_error("zoo.plain", _plain)
+
+
+@contextlib.contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """Sends to stderr what Python, libraries in C and other programs print to stdout."""
+    out, descriptors = sys.stdout, _descriptors()
+    kept = os.dup(descriptors[0]) if descriptors else None
+    redirect_prints()
+    try:
+        yield
+    finally:
+        sys.stdout = out
+        if descriptors and kept is not None:
+            # what was written past sys.stdout, to the stream that it was before
+            out.flush()
+            os.dup2(kept, descriptors[0])
+            os.close(kept)
+
+
+def redirect_prints() -> None:
+    """Sends to stderr what is printed from here to the end of the process."""
+    descriptors = _descriptors()
+    if descriptors:
+        sys.stdout.flush()
+        os.dup2(descriptors[1], descriptors[0])
+    sys.stdout = sys.stderr
+
+
+def _descriptors() -> tuple[int, int] | None:
+    """Returns the descriptors of stdout and stderr; None where they are not files."""
+    try:
+        return sys.stdout.fileno(), sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def log_to_stderr(name: str) -> Iterator[None]:
+    """Writes a logger's messages to stderr, if that is a terminal."""
+    logger, handler = logging.getLogger(name), logging.StreamHandler()
+    level = logger.level
+    if sys.stderr.isatty():
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

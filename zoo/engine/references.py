@@ -1,0 +1,240 @@
+"""What stands for a tensor among the arguments of a recorded kernel, and makes it in a replay.
+
+Value      a storage as a recorded kernel left it, in the geometry of the tensor that it made
+View       another tensor of a value
+Outside    a tensor that no recorded kernel made, held as it is or as a copy
+Write      an argument that the kernel writes
+Blank      memory that a kernel writes and nobody reads
+Listed     a list with references in it
+"""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zoo._torch import (
+    DisableTorchDispatch,
+    DispatchKey,
+    DispatchKeySet,
+    FakeTensor,
+    ForceDispatchKeyGuard,
+    conj,
+    count_dispatch_modes,
+    is_key_excluded,
+    neg_view,
+)
+from zoo.errors import RecomputeError
+
+
+class Geometry:
+    """Where in its storage a tensor lies."""
+
+    __slots__ = ("conjugate", "dtype", "negative", "offset", "sizes", "strides")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.sizes, self.strides = tensor.size(), tensor.stride()
+        self.offset, self.dtype = tensor.storage_offset(), tensor.dtype
+        self.negative = tensor.is_neg()
+        self.conjugate = self.dtype.is_complex and tensor.is_conj()
+
+    def on(self, base: Tensor) -> Tensor:
+        """Returns the tensor of this geometry on the storage of another."""
+        if base.dtype is self.dtype and not (self.negative or self.dtype.is_complex):
+            return base.as_strided(self.sizes, self.strides, self.offset)
+        return self.of_storage(base.untyped_storage(), base.device)
+
+    def of_storage(self, storage: Any, device: torch.device) -> Tensor:
+        """Returns the tensor of this geometry on a storage."""
+        found = torch.empty(0, dtype=self.dtype, device=device)
+        found.set_(storage, self.offset, self.sizes, self.strides)
+        if self.conjugate:
+            found = conj(found)
+        return neg_view(found) if self.negative else found
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """One version of a storage that a recorded kernel made."""
+
+    node: int
+    home: weakref.ref[Any]  # the storage
+    base: weakref.ref[Tensor] | None  # the tensor that the kernel left
+    counter: int | None  # the version of that
+    blank: bytes | None = None  # the number that fills it until something else is written
+    after: "Value | None" = None  # the next version of the storage
+    saved: list[weakref.ref[Any]] | None = None  # handles, to be told when it is written
+    trains: bool | None = None  # whether it requires a gradient, for which some kernels do more
+    made: Tensor | None = None  # the tensor again, in a replay
+
+    @property
+    def value(self) -> "Value":
+        """The value that this refers to."""
+        return self
+
+    def now(self) -> Tensor:
+        """Returns the tensor in a replay that has made it."""
+        found = self.made
+        assert found is not None, "a replay makes what a node reads before the node"
+        if found.requires_grad is not self.trains:
+            found.requires_grad_(bool(self.trains))
+        return found
+
+
+class View:
+    """A tensor of a recorded value that lies elsewhere in its storage."""
+
+    __slots__ = ("geometry", "trains", "value")
+
+    def __init__(self, value: Value, tensor: Tensor) -> None:
+        self.value = value
+        self.geometry = Geometry(tensor)
+        self.trains = tensor.requires_grad
+
+    def make_room(self) -> None:
+        """Gives the storage in a replay the size that a kernel gave it in the forward."""
+        lies, storage = self.geometry, self.value.now().untyped_storage()
+        steps = zip(lies.sizes, lies.strides, strict=True)
+        last = lies.offset + sum((size - 1) * stride for size, stride in steps)
+        needed = (last + 1) * lies.dtype.itemsize
+        if storage.nbytes() < needed:
+            storage.resize_(int(needed))
+
+    def now(self) -> Tensor:
+        """Returns the tensor in a replay that has made its value."""
+        made = self.value.made
+        assert made is not None, "a replay makes what a node reads before the node"
+        found = self.geometry.on(made)
+        return found.requires_grad_() if self.trains else found
+
+
+@dataclass(slots=True, eq=False)
+class Outside:
+    """A tensor from outside as it is, with the check that autograd makes in the baseline, too."""
+
+    tensor: Tensor
+    home: Any = None  # its storage
+    earlier: "Outside | None" = None  # while the recording is open another tensor of the storage
+    is_read: bool = False  # whether a kernel has read it
+    copy: Any = None  # its storage before a kernel wrote it, and where it lay there
+    geometry: Geometry | None = None
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.version = version_of(self.tensor)
+
+    def hold(self, copy: Any) -> None:
+        """Has a replay read a copy of the storage."""
+        self.copy, self.geometry = copy, Geometry(self.tensor)
+
+    def cut(self) -> None:
+        """Lets go of the tensor's graph."""
+        if not self.tensor.is_leaf:
+            self.tensor = detached(self.tensor).requires_grad_(self.tensor.requires_grad)
+
+    def unpack(self) -> Tensor:
+        """Returns the tensor, which autograd saved.
+
+        Raises:
+            RecomputeError: it was changed in place since.
+        """
+        check_version(self.tensor, self.version)
+        return self.tensor
+
+    def now(self) -> Tensor:
+        """Returns the tensor as the forward read it; raises as `unpack`."""
+        if self.geometry is not None and not isinstance(self.tensor, FakeTensor):
+            with DisableTorchDispatch():
+                return self.geometry.of_storage(self.copy, self.tensor.device)
+        return self.unpack()
+
+
+class Blank:
+    """Memory that a kernel writes and nobody reads."""
+
+    __slots__ = ("device", "dtype", "size")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.size, self.dtype, self.device = tensor.size(), tensor.dtype, tensor.device
+
+    def now(self) -> Tensor:
+        """Returns such memory."""
+        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+
+
+class Listed(NamedTuple):
+    """An argument that is a list with references in it."""
+
+    parts: list[Any]
+
+    def now(self) -> list[Any]:
+        """Returns the list in a replay that has made what it refers to."""
+        return [part.now() if type(part) in REFERENCES else part for part in self.parts]
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """An argument that a kernel writes, and its next version; None for one from outside."""
+
+    target: "Reference | Outside"
+    scratch: Tensor | None  # while the kernel runs the tensor, in a replay what is in its place
+    after: Value | None = None
+
+    def now(self) -> Tensor | None:
+        """Returns what a replay has the kernel write."""
+        return self.scratch
+
+
+# what stands for a tensor that a recorded kernel made
+Reference = Value | View
+# all that makes an argument in a replay; asked for each, a set of types is faster than isinstance
+REFERENCES = {Value, View, Outside, Write, Blank, Listed}
+
+# what a thread's dispatch is outside of all modes
+_KEYS = DispatchKey
+_INCLUDED = DispatchKeySet(_KEYS.BackendSelect) | DispatchKeySet(_KEYS.ADInplaceOrView)
+_EXCLUDED = DispatchKeySet(_KEYS.AutocastCPU)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Returns a tensor without its graph that shares its version, wherever this is called.
+
+    Below autograd, where dispatch modes are, `Tensor.detach` gives the result a version of its own.
+    """
+    is_below = is_key_excluded(_KEYS.ADInplaceOrView)
+    if not is_below and not count_dispatch_modes():
+        return tensor.detach()
+    with (
+        ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED),
+        DisableTorchDispatch(),
+    ):
+        found = tensor.detach()
+    if isinstance(tensor, FakeTensor):
+        return FakeTensor(tensor.fake_mode, found, tensor.fake_device)
+    return found
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns the version of a tensor; 0 for one made in inference mode, which has none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Refuses a tensor that was changed in place since it had this version.
+
+    Raises:
+        RecomputeError: it was.
+    """
+    now = version_of(tensor)
+    # a fake tensor has no numbers, and FSDP2 gives its parameters other versions
+    if now != version and type(tensor) is not FakeTensor:
+        raise RecomputeError(
+            f"a tensor {tuple(tensor.shape)} that this gradient needs was changed in place after "
+            f"it was used (version {version}, now {now}). Change it after the backward, or change "
+            "a copy."
+        )

@@ -1,0 +1,339 @@
+"""What autograd saves inside of a segment: handles for what a replay makes, the rest as it is."""
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo._torch import (
+    DisableTorchDispatch,
+    FakeTensor,
+    current_backward,
+    is_graph_kept,
+    queue_callback,
+    sequence_number,
+)
+from zoo.engine.fingerprint import fingerprint, read
+from zoo.engine.recording import Segment, has_own_storage, thread
+from zoo.engine.references import (
+    Geometry,
+    Outside,
+    Reference,
+    Value,
+    View,
+    check_version,
+    detached,
+)
+from zoo.engine.replay import outside_of, replay, schedule
+from zoo.engine.sharded import freed_modules
+from zoo.errors import RecomputeError
+
+
+class Handle:
+    """A saved tensor that is not kept: the first one that is opened replays its segment.
+
+    Autograd saves tensors by reference. So one that is written after it was saved is refused where
+    its version tells, as in the baseline, and else (`Tensor.data` has a version of its own, and
+    some kernels declare no write) it has the numbers that were written last.
+    """
+
+    __slots__ = ("__weakref__", "counter", "fingerprint", "is_written", "kept", "latest",
+                 "original", "reference", "segment", "sequence", "tensor", "version")  # fmt: skip
+
+    def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
+        self.segment = segment
+        self.reference = reference
+        self.fingerprint = fingerprint(tensor)
+        self.original = weakref.ref(tensor)
+        self.version = tensor._version
+        # shares the version of the tensor, once that is written or somebody has it
+        self.counter: Tensor | None = None
+        self.is_written = False
+        self.latest: Value | None = None
+        self.tensor: Tensor | None = None
+        # which operation of autograd's saved it
+        self.sequence = sequence_number()
+        self.kept: Outside | None = None
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the operation that made the tensor saved it; asked while somebody has it."""
+        original = self.original()
+        made_by: Any = None if original is None else original.grad_fn
+        return made_by is not None and made_by._sequence_nr() == self.sequence - 1
+
+    def keep(self) -> None:
+        """Keeps the tensor after all, which is there: it is about to be read."""
+        original = self.original()
+        assert original is not None, "who reads it has it"
+        self.kept = kept(original)
+
+    def move_to(self, segment: Segment) -> None:
+        """Makes it one of another segment of the same recording."""
+        self.segment = segment
+        segment.handles.append(weakref.ref(self))
+
+    def before_write(self) -> None:
+        """Is told that a kernel is about to write the storage of the tensor."""
+        original = self.original()
+        if original is None:
+            # nobody has it any more, but a base or another view may have its version
+            self.is_written = self.counter is None
+        elif self.counter is None and type(original) is not FakeTensor:
+            self.counter = counter_of(original)
+
+    def settle(self) -> None:
+        """Looks at the end of the forward whether the tensor was written after it was saved."""
+        original = self.original()
+        if original is not None:
+            recording = self.segment.recording
+            recording.look_for_replaced(original, recording.made(original))
+            if self.kept is not None:
+                return
+            self.before_write()
+            if self.fingerprint is not None:
+                # code that torch does not see may have written it since
+                self.fingerprint = fingerprint(original)
+        value = self.reference.value
+        if value.after is None or self.counter is None or self.counter._version != self.version:
+            return
+        while value.after is not None:
+            value = value.after
+        self.latest, self.fingerprint = value, None
+
+    def unpack(self) -> Tensor:
+        """Returns the tensor, replayed if it is not there.
+
+        Raises:
+            RecomputeError: it, or something that it is made from, was changed in place since.
+        """
+        if self.kept is not None:
+            return self.kept.unpack()
+        if self.is_written:
+            raise RecomputeError(
+                "a tensor that this gradient needs was changed in place after it was saved. Change "
+                "a copy."
+            )
+        if self.counter is not None:
+            check_version(self.counter, self.version)
+        with self.segment.recording.lock:
+            if self.tensor is None:
+                fill(self.segment)
+            tensor = self.tensor
+            assert tensor is not None, "a replay fills every living handle"
+            if current_backward() == -1:
+                clear(self.segment)
+            elif _is_graph_kept():
+                self.tensor = None
+            return tensor
+
+    def wants(self) -> list[Value]:
+        """Returns what a replay has to make for it."""
+        value = self.reference.value
+        return [value] if self.latest is None else [value, self.latest]
+
+    def fill(self) -> None:
+        """Takes the tensor out of a replay."""
+        reference = self.reference
+        tensor = reference.value.made
+        assert tensor is not None, "a replay makes what its handles want"
+        if type(reference) is View:
+            tensor = reference.geometry.on(tensor)
+        if self.latest is not None:
+            assert self.latest.made is not None
+            tensor = Geometry(tensor).on(self.latest.made)
+        # autograd gives it its history again
+        if tensor.requires_grad:
+            tensor.requires_grad_(False)
+        if self.fingerprint is not None and self.fingerprint != read(tensor):
+            raise RecomputeError(
+                f"a replayed tensor {tuple(tensor.shape)} {tensor.dtype} has other numbers than in "
+                "the forward: code that torch does not see wrote it in place, or a kernel is not "
+                "deterministic. Leave that code outside of the segment, or let it write a copy."
+            )
+        self.tensor = tensor
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), DisableTorchDispatch():
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def counter_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor without numbers that shares the version counter of this one."""
+    found = detached(tensor)
+    with DisableTorchDispatch():
+        found.data = _nothing(tensor.dtype, tensor.device)
+    return found
+
+
+class Opaque:
+    """A tensor of a class of its own, taken apart into tensors that are packed one by one."""
+
+    __slots__ = ("context", "kind", "names", "packed", "sizes", "strides")
+
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
+        self.names, self.context = tensor.__tensor_flatten__()
+        parts = [getattr(tensor, name) for name in self.names]
+        # a mesh of devices may be among them; and offsets, which identify the sizes of a tensor
+        self.packed = [pack(part) if _has_gradient(part) else part for part in parts]
+        self.kind = type(tensor)
+        self.sizes, self.strides = tensor.size(), tensor.stride()
+
+    def unpack(self) -> Tensor:
+        """Puts the tensor together again."""
+        parts = {
+            name: packed.unpack() if isinstance(packed, PACKED) else packed
+            for name, packed in zip(self.names, self.packed, strict=True)
+        }
+        found: Tensor = self.kind.__tensor_unflatten__(
+            parts, self.context, self.sizes, self.strides
+        )
+        return found
+
+
+def _has_gradient(part: Any) -> bool:
+    return isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex())
+
+
+PACKED = Outside | Handle | Opaque
+
+
+def kept(tensor: Tensor) -> Outside:
+    """Returns a tensor as it is, to be saved outside of all segments."""
+    found = Outside(tensor)
+    found.cut()
+    return found
+
+
+def pack(tensor: Tensor) -> Any:
+    """Returns what stands for a tensor that autograd saves on this thread."""
+    if not has_own_storage(type(tensor)) and hasattr(tensor, "__tensor_flatten__"):
+        return Opaque(tensor, pack)
+    segment = thread.segment
+    if segment is None:
+        return kept(tensor)
+    recording = segment.recording
+    reference = recording.refer(tensor)
+    if isinstance(reference, Outside):
+        return reference
+    value = reference.value
+    handle = Handle(segment, reference, tensor)
+    found = weakref.ref(handle)
+    segment.handles.append(found)
+    recording.saved[id(tensor)] = value
+    if value.saved is None:
+        value.saved = [found]
+    else:
+        value.saved.append(found)
+    return handle
+
+
+# returns the tensor that something packed stands for
+unpack: Callable[[Any], Tensor] = operator.methodcaller("unpack")
+
+
+def wanted(segment: Segment) -> set[Value]:
+    """Returns the values that a replay of a segment has to leave: not those of segments inside."""
+    found = _goals(_waiting(segment))
+    return found.union(*(given_to(part) for part in segment.inner() if part.given is None))
+
+
+def given_to(segment: Segment) -> set[Value]:
+    """Returns the values that an inner segment's replay takes from the segment around it."""
+    goals = wanted(segment)
+    found = {value for value in goals if not segment.makes(value)}
+    for node, _ in schedule(segment.backwards(), goals, ()):
+        found.update(value for value in node.reads if value.node < segment.first)
+    return found
+
+
+def _waiting(segment: Segment) -> list[Handle]:
+    return [handle for handle in segment.living() if handle.tensor is None]
+
+
+def _goals(handles: list[Handle]) -> set[Value]:
+    return {value for handle in handles for value in handle.wants()}
+
+
+def fill(segment: Segment) -> None:
+    """Replays a segment, and before it those around it whose results it needs."""
+    waiting = [segment]
+    while (around := waiting[-1].parent) is not None and waiting[-1].given is None:
+        waiting.append(around)
+    for part in reversed(waiting):
+        _fill(part)
+    backward = current_backward()
+    if backward != -1:
+        if thread.backward != backward:
+            thread.backward, thread.opened = backward, []
+            queue_callback(functools.partial(_clear_all, thread.opened))
+        thread.opened.append(weakref.ref(waiting[-1]))
+
+
+def _fill(segment: Segment) -> None:
+    given = segment.given or {}
+    waiting = _waiting(segment)
+    needs = {part: given_to(part) for part in segment.inner() if part.given is None}
+    if segment.scheduled is not None and segment.scheduled[0] == len(waiting):
+        found = segment.scheduled[1]
+    else:
+        goals = _goals(waiting).union(*needs.values())
+        found = schedule(segment.backwards(), goals, given)
+    for value, tensor in given.items():
+        value.made = tensor
+    sharded = freed_modules(outside_of(found))
+    try:
+        for module in sharded:
+            module.unshard()
+        replay(found)
+        for handle in waiting:
+            handle.fill()
+        for part, values in needs.items():
+            part.given = {value: value.made for value in values}
+        if not _is_graph_kept():
+            segment.given = None
+    finally:
+        made = [value for node, _ in found for value in node.results]
+        for value in (*made, *given):
+            value.made = None
+        for module in sharded:
+            module.reshard()
+
+
+def _is_graph_kept() -> bool:
+    running = current_backward() != -1
+    return running and bool(is_graph_kept())
+
+
+def clear(segment: Segment) -> None:
+    """Drops what a replay left and nobody took."""
+    for handle in segment.living():
+        handle.tensor = None
+    for part in segment.inner():
+        part.given = None
+        clear(part)
+
+
+def _clear_all(segments: list[weakref.ref[Segment]]) -> None:
+    """Drops at the end of a backward what was replayed for it and not taken."""
+    for reference in segments:
+        if (segment := reference()) is not None:
+            with segment.recording.lock:
+                clear(segment)
+
+
+def prune(segment: Segment) -> None:
+    """Ends a forward: drops the nodes that no handle needs, and with them what they read."""
+    handles = segment.all_handles()
+    for handle in handles:
+        handle.settle()
+    found = schedule(segment.backwards(), _goals(handles), ())
+    segment.recording.close([node for node, _ in found])
+    if not segment.inner():
+        segment.scheduled = len(handles), found

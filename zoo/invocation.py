@@ -1,0 +1,274 @@
+"""What a model is called with, and what then comes to the first step of a chain.
+
+A model's forward may do more than run its steps (GPT-2 takes targets or none, an LSTM makes its
+first state), so it is called, and stopped where the first step would run.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zoo._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    pytree,
+)
+from zoo.chain import Chain, Outline, Runner, State
+from zoo.errors import ArgumentError, ZooError, shortened, shortened_text
+from zoo.profiling.constants import NumbersNeeded, as_data
+
+# of what a model returns, whole, as in loss(model(inputs))
+Loss = Callable[[Any], Tensor]
+NUMBERS_READ = (
+    "It reads a number out of its targets or of what the model returns, which are not known while "
+    "planning: compute that number before, as one_hot(targets, classes) wants it, or leave loss= "
+    "out"
+)
+OUTPUTS_ALONE = (
+    "It is called with that alone and knows its targets, as lambda logits: cross_entropy(logits, "
+    "targets) does; where several sizes are looked at, it makes targets of the size of the outputs"
+)
+# what a user writes for what a model is called with
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """The arguments of one call of a model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inputs: Any) -> "Invocation":
+        """Reads a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
+
+        Raises:
+            ArgumentError: it is none of these.
+        """
+        if isinstance(inputs, Invocation):
+            return inputs
+        if isinstance(inputs, Tensor):
+            return cls((inputs,))
+        if isinstance(inputs, Mapping):
+            return cls(kwargs=dict(inputs))
+        if isinstance(inputs, tuple | list):
+            return cls(tuple(inputs))
+        raise ArgumentError(
+            "a model's inputs are a tensor, a tuple of arguments or a dict of keyword arguments; "
+            f"got {type(inputs).__name__}"
+        )
+
+    def on(self, model: Callable[..., Any]) -> Any:
+        """Calls a model and returns what it returns."""
+        return model(*self.args, **self.kwargs)
+
+    def taken_by(self, model: nn.Module) -> Any:
+        """Calls a model without recomputation and returns what it returns.
+
+        Raises:
+            ArgumentError: it raises on these arguments; an error of zoo's, or memory that runs out,
+                stays what it is.
+        """
+        try:
+            return self.on(model)
+        except (ZooError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise _refused(model, error) from error
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Invocation":
+        """Returns the same arguments with other tensors."""
+        return Invocation(*pytree.tree_map_only(Tensor, function, (self.args, self.kwargs)))
+
+    def at(self, place: torch.device) -> "Invocation":
+        """Returns fake tensors on a device for meta tensors, and any others as they are."""
+
+        def placed(value: Tensor) -> Tensor:
+            if value.device.type != "meta" or place.type == "meta":
+                return value
+            with FakeTensorMode():
+                fake = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=place
+                )
+            return fake.requires_grad_(value.requires_grad)
+
+        return self.map(placed)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, in order."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _refused(model: nn.Module, error: Exception) -> ArgumentError:
+    said = shortened_text(" ".join(f"{type(error).__name__}: {error}".split()))
+    return ArgumentError(f"{type(model).__name__} does not take these inputs: {said}")
+
+
+class _Stopped(BaseException):
+    """Carries the steps of a forward and their inputs out of it."""
+
+
+def capture_first_state(model: Chain, given: Invocation) -> tuple[Outline, State]:
+    """Calls a model up to where its first step would run: its steps, and what comes to them.
+
+    Raises:
+        ArgumentError: its forward does not run its steps, or takes no such arguments.
+    """
+
+    def stop(chain: Chain, found: Outline, state: State) -> Any:
+        raise _Stopped(found, state)
+
+    runner, model.runner = model.runner, cast(Runner, stop)
+    try:
+        with torch.enable_grad():
+            given.at(place_of(model)).on(model)
+    except _Stopped as stopped:
+        found, state = stopped.args
+        return found, state
+    except TypeError as error:
+        raise _refused(model, error) from error
+    finally:
+        model.runner = runner
+    raise ArgumentError(f"{type(model).__name__}'s forward does not run its steps")
+
+
+def place_of(model: nn.Module) -> torch.device:
+    """Returns the device of a model's first parameter."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
+    """Adds the loss, a function of the last state, as a last step, a block of its own."""
+    if loss is None:
+        return found
+    last = found.blocks[-1] + 1 if found.blocks else 0
+    return replace(
+        found, steps=(*found.steps, functools.partial(loss)), blocks=(*found.blocks, last)
+    )
+
+
+def check_training(model: object, what: str) -> None:
+    """Raises ArgumentError unless a model is a module in training mode; `what` needs one."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"{what} needs a torch.nn.Module; got {type(model).__name__}")
+    if not model.training:
+        raise ArgumentError(
+            f"this {type(model).__name__} is in eval mode, and {what} needs a training step; call "
+            "model.train() first (modules in it may stay in eval mode)"
+        )
+
+
+def nothing_trained(model: nn.Module) -> str:
+    """Says that a model has no training step."""
+    return (
+        f"the loss of this {type(model).__name__} depends on nothing that requires a gradient, so "
+        "that it has no training step; unfreeze a parameter or pass inputs.requires_grad_()"
+    )
+
+
+def check_loss(loss: object) -> None:
+    """Raises ArgumentError unless a loss is None or can be called."""
+    if loss is not None and not callable(loss):
+        raise ArgumentError(
+            f"loss= is a function of what the model returns; got {shortened(loss)}. Write it as "
+            "lambda logits: cross_entropy(logits, targets)"
+        )
+
+
+class UnknownTargets(ArgumentError):
+    """A loss reads numbers out of targets that have none."""
+
+
+def with_loss_errors(loss: Loss, place: torch.device) -> Loss:
+    """Returns a loss whose failures say that it was the loss, and that takes targets on meta.
+
+    These become zeros on a device. What it returns raises ArgumentError where the loss does not
+    take what the model returns, or returns no tensor of one element.
+    """
+    name = _name(loss)
+
+    def explained_loss(outputs: Any) -> Tensor:
+        targets = _ZerosForMeta(place)
+        try:
+            with targets:
+                found = loss(outputs)
+        except NumbersNeeded:
+            if not targets.zeros:
+                raise
+            raise UnknownTargets(f"loss={name} has targets on meta. {NUMBERS_READ}") from None
+        except (ZooError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            reads = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+            raise ArgumentError(
+                f"loss={name} fails on what the model returns, {_shape(outputs)} "
+                f"({type(error).__name__}: {str(error).strip(' .')}). "
+                f"{NUMBERS_READ if reads else OUTPUTS_ALONE}"
+            ) from error
+        return checked_loss(loss, found)
+
+    return explained_loss
+
+
+def _name(loss: Loss) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def checked_loss(loss: Loss, found: Any) -> Tensor:
+    """Returns what a loss returned; raises ArgumentError unless it is a tensor of one element."""
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ArgumentError(
+            f"loss={_name(loss)} returned {_shape(found)}; return a tensor of one element"
+        )
+    return found
+
+
+class _ZerosForMeta(TorchFunctionMode):
+    """Hands functions zeros on a device for meta tensors, the same each time."""
+
+    def __init__(self, place: torch.device) -> None:
+        super().__init__()
+        self.place = place
+        # a tensor stays alive beside its zeros, so that no other gets its id
+        self.zeros: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.place.type != "meta":
+            args, kwargs = pytree.tree_map_only(Tensor, self._placed, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _placed(self, value: Tensor) -> Tensor:
+        if value.device.type != "meta" or isinstance(value, nn.Parameter):
+            return value
+        if id(value) not in self.zeros:
+            zeros = as_data(torch.zeros_like(value, device=self.place))
+            self.zeros[id(value)] = value, zeros
+        return self.zeros[id(value)][1]
+
+
+def _shape(value: Any) -> str:
+    """Says what a value is: 'a tensor of shape (8, 5)', 'tuple (a tensor of shape (), dict)'."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    parts = f" ({', '.join(map(_shape, value))})" if isinstance(value, tuple | list) else ""
+    return f"{type(value).__name__}{parts}"
+
+
+def title_of(model: nn.Module, inputs: State) -> str:
+    """Names a model and the shapes of its inputs: 'ResNet on 8×3×224×224'."""
+    shapes = ["×".join(map(str, value.shape)) for value in inputs if value is not None]
+    return f"{type(model).__name__} on {', '.join(shapes)}"
+
+
+def own_loss(outputs: Any) -> Any:
+    """Returns the loss among named outputs, where transformers put it for labels; None if none."""
+    return outputs.get("loss") if isinstance(outputs, Mapping) else None

@@ -1,0 +1,269 @@
+"""A plan says which steps of a chain are kept for the backward pass and which are recomputed.
+
+torch has no such object: its checkpointing is a call at each place. As data, a plan can be
+computed, compared, stored, drawn and simulated without a model. Sources of the schemes that it
+expresses: uniform and sqrt(n) segments (Chen et al. 2016, arXiv:1604.06174), nested optimal
+schedules (Beaumont et al. 2019, arXiv:1911.13214).
+
+A plan does not know what its steps cost; `planner` does.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Union
+
+from zoo.errors import PlanError, shortened
+from zoo.planner.serialization import bracket_depth, read_json
+
+Item = Union[int, tuple["Item", ...]]
+
+# a mistyped range must not fill memory
+LARGEST = 10**6
+# segments in segments, at most: to print, compare or store a plan takes a call for each, and
+# Python's stack holds 1,000 to begin with, those of the caller among them
+DEEPEST = 500
+# of the text form: an index, a range, or a parenthesis
+_TOKEN = r"\d+(?:-\d+)?|[()]"
+
+
+class Plan(tuple[Item, ...]):
+    """A nested tuple of step indices in order, each index once: `Plan(((0, 1), (2, (3, 4)), 5))`.
+
+    An index at the top is kept: what the step saves for the backward stays in memory. A tuple is a
+    segment: only its inputs stay, and its steps are recomputed when the backward reaches it. A
+    tuple inside a tuple is a segment of that recomputation.
+
+        plan            ((0, 1),        (2, (3, 4)),              5)
+        forward         0 1             2 3 4                     5
+        backward of 5                                             uses what was kept
+        backward of 2-4                 2 again, then 3 4 again
+        backward of 0-1 0 1 again
+
+    Raises:
+        PlanError: an entry that is neither an index nor a tuple, an empty segment, segments that
+            nest more than `DEEPEST` deep, or indices that are not 0, 1, 2, ... in order.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, items: Sequence[Any] = ()) -> "Plan":
+        """Checks the nested sequences and makes tuples of them."""
+        if not isinstance(items, Iterable) or isinstance(items, str | bytes | dict):
+            raise PlanError(
+                f"a plan is a sequence of step indices and tuples, not {shortened(items)}"
+            )
+        return super().__new__(cls, _checked(items))
+
+    @classmethod
+    def keep_all(cls, steps: int) -> "Plan":
+        """Returns the plan that keeps each of `steps` steps: the baseline."""
+        return cls(range(steps))
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """Reads the text form: `Plan.parse("(0-1) (2 (3-4)) 5")`.
+
+        Raises:
+            PlanError: text that holds anything but indices, ranges and balanced parentheses.
+        """
+        if not isinstance(text, str):
+            raise PlanError(f"the text form of a plan is text; got {type(text).__name__}")
+        if wrong := re.sub(rf"{_TOKEN}|\s", "", text):
+            raise PlanError(
+                f"the plan {shortened(text)} holds {wrong[0]!r}; write indices, ranges and "
+                "parentheses, as in '(0-1) (2 (3-4)) 5'"
+            )
+        stack: list[list[Any]] = [[]]
+        position = 0
+        for token in re.findall(_TOKEN, text):
+            if token == "(":
+                stack.append([])
+            elif token != ")":
+                found = _range(token, text)
+                # at once, or a text of many ranges would fill memory
+                position = _check_index(found.start, position) + len(found)
+                stack[-1].extend(found)
+            elif len(stack) > 1:
+                closed = stack.pop()
+                stack[-1].append(closed)
+            else:
+                raise PlanError(f"the plan {shortened(text)} closes a segment that it did not open")
+        if len(stack) > 1:
+            raise PlanError(f"the plan {shortened(text)} leaves {len(stack) - 1} segment(s) open")
+        return cls(stack[0])
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Reads what `to_json` wrote: nested lists, and nothing else.
+
+        Raises:
+            PlanError: it is no such text; a report's is read by `zoo.PlanReport.from_json`.
+        """
+        return read_json(text, "plan", PlanError, cls.from_value)
+
+    @classmethod
+    def from_value(cls, values: Any) -> "Plan":
+        """Makes a plan of what a file holds: nested lists.
+
+        Raises:
+            PlanError: they are malformed.
+        """
+        if isinstance(values, dict) and "plan" in values:
+            raise PlanError("it holds a plan and its costs, which zoo.PlanReport.from_json reads")
+        return cls(values)
+
+    def to_json(self) -> str:
+        """Writes the plan as nested JSON lists."""
+        return json.dumps(self)
+
+    def flatten(self) -> tuple[int, ...]:
+        """Returns the step indices without the nesting."""
+        return tuple(indices(self))
+
+    def check(self, steps: int) -> None:
+        """Raises PlanError unless the plan is one for a chain of `steps` steps."""
+        planned = len(self.flatten())
+        if planned != steps:
+            raise PlanError(
+                f"the plan covers {planned} steps but the chain has {steps}; "
+                f"make it end with step {steps - 1}, or pass checkpoint=True to have one made"
+            )
+
+    def runs(self) -> tuple[int, ...]:
+        """Returns how often each step's forward runs in one training step: 1 for a kept step.
+
+        A segment's recomputation hands its last inner segment over without running it: that one is
+        recomputed for its own backward anyway.
+        """
+        return tuple(itertools.chain.from_iterable(map(_runs, self)))
+
+    def depth(self) -> int:
+        """Returns how deep segments nest: 0 when every step is kept."""
+        return bracket_depth(self.to_json()) - 1
+
+    def __deepcopy__(self, known: dict[int, Any]) -> "Plan":
+        # nothing in it can change, and to copy a deep one takes more calls than the stack holds
+        return self
+
+    def __repr__(self) -> str:
+        return f"Plan({tuple(self)!r})"
+
+    def __str__(self) -> str:
+        runs, depth = self.runs(), self.depth()
+        kept = runs.count(1)
+        segments = sum(isinstance(item, tuple) for item in self)
+        return (
+            f"{len(runs)} steps: {kept} kept, {len(runs) - kept} run again in {segments} "
+            f"segment{'s' * (segments != 1)}, "
+            f"{f'nested {depth} deep' if depth > 1 else 'not nested'}\n{self.text()}"
+        )
+
+    def text(self) -> str:
+        """Returns the text form that `parse` reads: segments in parentheses, runs as ranges."""
+        spaced = self.to_json()[1:-1].translate(str.maketrans("[]", "()", ","))
+        return re.sub(r"(\d+)(?: \d+)* (\d+)", r"\1-\2", spaced)
+
+    def draw(self, names: Sequence[str] = ()) -> str:
+        """Draws one line per step: a bar for each segment around it, its name, kept or runs.
+
+        kept      0  conv1
+        ┌ again   1  bn1
+        └ again   2  conv2
+        """
+        lines = []
+        labels = {1: "keep ", 2: "again"}
+        bars_of_steps = _bars(self, self.depth())
+        for index, bars, runs in zip(self.flatten(), bars_of_steps, self.runs(), strict=True):
+            name = names[index] if index < len(names) else ""
+            label = labels.get(runs, f"x{runs:<4}")
+            lines.append(f"{bars} {label} {index:>4}  {name}".rstrip())
+        return "\n".join(lines)
+
+
+def indices(item: Item) -> Iterator[int]:
+    """Yields the step indices of one entry of a plan, in order."""
+    waiting: list[Iterator[Item]] = [iter((item,))]
+    while waiting:
+        for entry in waiting[-1]:
+            if not isinstance(entry, int):
+                waiting.append(iter(entry))
+                break
+            yield entry
+        else:
+            waiting.pop()
+
+
+def _checked(items: Iterable[Any]) -> tuple[Item, ...]:
+    """Makes tuples of nested sequences, without a call for each level: one may hold itself."""
+    made: list[list[Item]] = [[]]
+    waiting = [iter(items)]
+    position = 0
+    while True:
+        for entry in waiting[-1]:
+            if isinstance(entry, tuple | list):
+                if not entry:
+                    raise PlanError("a plan holds an empty segment; leave it out")
+                if len(waiting) > DEEPEST:
+                    raise PlanError(
+                        f"the segments of a plan nest more than {DEEPEST} deep; take fewer, longer "
+                        "segments"
+                    )
+                waiting.append(iter(entry))
+                made.append([])
+                break
+            made[-1].append(_check_index(entry, position))
+            position += 1
+        else:
+            waiting.pop()
+            closed = tuple(made.pop())
+            if not waiting:
+                return closed
+            made[-1].append(closed)
+
+
+def _check_index(entry: Any, position: int) -> int:
+    if isinstance(entry, bool) or not isinstance(entry, int):
+        raise PlanError(f"a plan holds step indices and tuples of them, not {shortened(entry)}")
+    if entry != position:
+        raise PlanError(
+            f"a plan lists the steps 0, 1, 2, ... in order, each once; position {position} "
+            f"holds step {shortened(entry)}. Segments may nest but not reorder or skip."
+        )
+    return entry
+
+
+def _range(token: str, text: str) -> range:
+    """Returns the steps of '7' or '2-5'."""
+    numbers = [digits.lstrip("0") or "0" for digits in token.split("-")]
+    # Python refuses to read thousands of digits
+    if max(map(len, numbers)) > len(str(LARGEST)) or int(numbers[-1]) > LARGEST:
+        raise PlanError(f"the plan {shortened(text)} names a step beyond {LARGEST}")
+    first, last = int(numbers[0]), int(numbers[-1])
+    if last < first:
+        raise PlanError(
+            f"the plan {shortened(text)} holds {first}-{last}, a range that runs backwards"
+        )
+    return range(first, last + 1)
+
+
+def _runs(item: Item) -> list[int]:
+    if isinstance(item, int):
+        return [1]
+    counts: list[int] = []
+    for position, inner in enumerate(item):
+        handed_over = position == len(item) - 1 and isinstance(inner, tuple)
+        counts += [count + (not handed_over) for count in _runs(inner)]
+    return counts
+
+
+def _bars(items: Sequence[Item], depth: int) -> Iterator[str]:
+    for item in items:
+        if isinstance(item, int):
+            yield " " * depth
+            continue
+        inner = list(_bars(item, depth - 1))
+        for position, rest in enumerate(inner):
+            first, last = position == 0, position == len(inner) - 1
+            yield ("─" if first and last else "┌" if first else "└" if last else "│") + rest

@@ -1,0 +1,164 @@
+"""JSON from outside as checked values: each field of its type, and every fault a ValueError.
+
+`json` knows no types, follows brackets by calls of its own until Python's stack ends, which lies
+at another depth for each caller, and reads numbers of any length. Here a text is measured before it
+is parsed, and dataclasses are made of it by their annotations:
+
+    {"peak": 5, "shape": [2, 3]}    class Size: peak: int; shape: tuple[int, ...]
+    Size(peak=5, shape=(2, 3))      "peak": null is "peak takes a whole number; got None"
+
+It reads what our own `to_json` methods write: numbers, texts, lists, None and dataclasses of these.
+"""
+
+import functools
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from zoo.errors import FileError, ZooError, nearest, shortened, shortened_text
+
+Value = TypeVar("Value")
+Reader = Callable[[Any], Any]
+
+# brackets in brackets: those of the deepest plan (`zoo.plan.DEEPEST`), and of a file around it
+DEEPEST = 512
+# digits of a whole number: bytes and operations have less
+LONGEST = 30
+# all but the brackets that are not in a text; the end of one that is not closed is the file's
+_BESIDE_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[^][{}"]+', re.DOTALL)
+
+
+def read_json(text: str, what: str, error: type[ZooError], make: Callable[[Any], Value]) -> Value:
+    """Parses a text and returns what `make` makes of it; `what` names that in `error`.
+
+    Raises:
+        error: it is no JSON, nests deeper than `DEEPEST` or than the stack has room for, holds a
+            number that is none or longer than `LONGEST` digits, or `make` raised a ValueError.
+    """
+    try:
+        if not isinstance(text, str):
+            raise ValueError(f"it is no text but a value of type {type(text).__name__}")
+        depth = bracket_depth(text)
+        if depth > DEEPEST:
+            raise ValueError(f"its brackets nest {depth} deep; {DEEPEST} are read")
+        return make(json.loads(text, parse_int=_integer, parse_constant=_no_number))
+    except RecursionError as wrong:
+        raise error(f"this {what} in JSON nests too deep for what is left of the stack") from wrong
+    except ValueError as wrong:
+        raise error(f"this is no {what} in JSON: {shortened_text(str(wrong))}") from wrong
+
+
+def read(kind: type[Value], values: Any) -> Value:
+    """Makes a dataclass of a mapping, each field by its annotation.
+
+    A class in an annotation that has a method `from_value` is made by that.
+
+    Raises:
+        ValueError: a field is missing, unknown, or of another type.
+    """
+    return cast(Value, _reader(kind)(values))  # type: ignore[arg-type]
+
+
+def read_row(kind: type[Value], columns: Sequence[str], row: Any) -> Value:
+    """Makes a dataclass of a list of values, whose fields `columns` names; raises as `read`."""
+    if not isinstance(row, list) or len(row) != len(columns):
+        raise ValueError(f"a row takes {len(columns)} values; got {shortened(row)}")
+    return read(kind, dict(zip(columns, row, strict=True)))
+
+
+def read_file(path: str | Path) -> str:
+    """Returns the text of a file.
+
+    Raises:
+        FileError: it cannot be read, or is no text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, TypeError, ValueError) as error:
+        is_binary = isinstance(error, UnicodeDecodeError)
+        reason = "it is no text" if is_binary else getattr(error, "strerror", None) or error
+        raise FileError(f"{shortened(str(path))} cannot be read: {reason}") from error
+
+
+def bracket_depth(text: str) -> int:
+    """Returns how deep the brackets of a text in JSON nest, those in its strings left out."""
+    brackets = _BESIDE_BRACKETS.sub("", text)
+    steps = (1 if bracket in "[{" else -1 for bracket in brackets)
+    return max(itertools.accumulate(steps), default=0)
+
+
+def _integer(digits: str) -> int:
+    # Python itself refuses some 4,000 digits, and floats overflow at 300
+    if len(digits) > LONGEST:
+        raise ValueError(f"it holds a whole number of {len(digits)} digits; {LONGEST} are read")
+    return int(digits)
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"it holds {text}, which is no number")
+
+
+# each type as JSON has it, and the words for it
+_PLAIN = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    str: (str, "text"),
+}
+
+
+@functools.cache
+def _reader(hint: Any) -> Reader:
+    """Returns what makes a value of an annotation."""
+    if hint is Any:
+        return lambda value: value
+    if hint in _PLAIN:
+        return functools.partial(_plain, hint)
+    if hasattr(hint, "from_value"):
+        return cast(Reader, hint.from_value)
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        readers = {field.name: _reader(hints[field.name]) for field in fields(hint)}
+        return functools.partial(_dataclass, hint, readers)
+    inner = _reader(get_args(hint)[0])
+    if NoneType in get_args(hint):
+        return lambda value: None if value is None else inner(value)
+    return functools.partial(_sequence, get_origin(hint), inner)
+
+
+def _plain(kind: Any, value: Any) -> Any:
+    known, words = _PLAIN[kind]
+    is_known = isinstance(value, known) and (kind is bool or not isinstance(value, bool))
+    if not is_known or value in (math.inf, -math.inf):
+        raise ValueError(f"takes {words}; got {shortened(value)}")
+    return kind(value)
+
+
+def _sequence(kind: Callable[[Any], Any], entry: Reader, value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"takes a list; got {shortened(value)}")
+    return kind(map(entry, value))
+
+
+def _dataclass(kind: Any, readers: Mapping[str, Reader], values: Any) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"it takes named fields; got {shortened(values)}")
+    unknown = next((name for name in values if name not in readers), None)
+    if unknown is not None:
+        raise ValueError(f"it has no field {shortened(unknown)}.{nearest(str(unknown), readers)}")
+    required = (f.name for f in fields(kind) if f.default is f.default_factory is MISSING)
+    if missing := [name for name in required if name not in values]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = readers[name](value)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from error
+    return kind(**found)

@@ -1,0 +1,1 @@
+"""From a `checkpoint=` option or a budget to a plan."""

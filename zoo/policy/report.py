@@ -1,0 +1,425 @@
+"""What plans should cost, as data: a report on one plan, and the curve of the best plans.
+
+Both are for people to read and for files, and `zoo.checkpoint` takes a report. They know no torch.
+Pictures need matplotlib, which is imported when one is asked for.
+"""
+
+import contextlib
+import csv
+import functools
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from zoo.errors import ArgumentError, PlanError
+from zoo.planner.plan import Plan
+from zoo.planner.serialization import read, read_file, read_json
+from zoo.planner.simulate import Moment
+from zoo.planner.subsample import thinned
+from zoo.report.markdown import markdown_table
+from zoo.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# what a table says where kernel workspaces were not measured
+NOT_TRIED = "without what kernels take inside of themselves"
+OPTIMAL = "optimal"
+# those of the bytes of a peak whose names do not say it
+_WORDS = {
+    "optimizer": "optimizer state",
+    "kept": "activations kept",
+    "again": "activations run again",
+    "between": "between steps",
+    "work": "step at work",
+}
+
+
+@dataclass(frozen=True)
+class FixedBytes:
+    """Bytes of a training step that no plan changes. `scratch` is the optimizer's, in its step."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    inputs: int
+    optimizer: int
+    scratch: int
+
+    @property
+    def beside_activations(self) -> int:
+        """Bytes that are there in forward and backward, the gradients of parameters left out."""
+        return self.parameters + self.buffers + self.inputs + self.optimizer
+
+    @property
+    def optimizer_peak(self) -> int:
+        """Bytes in the optimizer's step."""
+        return self.beside_activations + self.gradients + self.scratch
+
+
+@dataclass(frozen=True)
+class PeakBytes:
+    """What the bytes of a training step are at its predicted peak, each counted once.
+
+    A storage that is two of these counts as the first: parameters, buffers, inputs, kept, again.
+
+    Attributes:
+        moment: when that is: "forward of layer1.0.add", "second run of ..." (its recomputation),
+            "backward of ...", or "step of the optimizer".
+        parameters: the model's, trained or not.
+        buffers: the model's, such as running statistics.
+        inputs: what the model is called with.
+        optimizer: the optimizer's state.
+        gradients: of parameters, as far as later steps have left them; in the optimizer's step all.
+        kept: activations held since the forward: what kept steps save, what segments begin with,
+            and what the model returned.
+        again: activations that recomputations have made and hold: likewise, inside of a segment.
+        between: the state from which the step at work starts where nobody holds it, and the
+            gradient with which its backward, or that of its segment, begins.
+        work: the most that the step at work allocates: what it returns and saves, gradients that it
+            makes, and what it needs meanwhile; in the optimizer's step what that allocates.
+        reserve: states of random streams that recomputations swap, and a margin where there is one.
+    """
+
+    moment: str
+    parameters: int
+    buffers: int
+    inputs: int
+    optimizer: int
+    gradients: int
+    kept: int
+    again: int
+    between: int
+    work: int
+    reserve: int
+
+    def by_name(self) -> dict[str, int]:
+        """Returns the bytes of each category under the words for it, in order."""
+        return {
+            _WORDS.get(name, name): size for name, size in vars(self).items() if name != "moment"
+        }
+
+    @classmethod
+    def in_run(
+        cls, fixed: FixedBytes, peak: int, moment: Moment, gradients: int, step: str
+    ) -> "PeakBytes":
+        """Tells a peak in forward or backward apart; `gradients` is the parameters' share."""
+        between = moment.state + moment.gradient - gradients
+        parts = gradients, moment.kept, moment.again, between, moment.work
+        known = fixed.parameters, fixed.buffers, fixed.inputs, fixed.optimizer, *parts
+        return cls(f"{moment.phase} of {step}", *known, reserve=peak - sum(known))
+
+    @classmethod
+    def in_optimizer(cls, fixed: FixedBytes, peak: int) -> "PeakBytes":
+        """Tells a peak in the optimizer's step apart."""
+        moment = Moment("step", 0, 0, 0, 0, fixed.scratch, fixed.gradients, None)
+        return cls.in_run(fixed, peak, moment, fixed.gradients, "the optimizer")
+
+    @property
+    def total(self) -> int:
+        """The sum of all categories: the predicted peak."""
+        return sum(self.by_name().values())
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan and what it should cost.
+
+    Attributes:
+        plan: the plan.
+        predicted_peak: bytes of the whole training step at its peak.
+        predicted_time_ratio: seconds of forward and backward against the baseline's.
+        predicted_activations: bytes of activations at their peak, gradients of parameters left out.
+        budget: bytes, None where time was given.
+        baseline_peak: `predicted_peak` of the baseline, which keeps everything.
+        least_peak: the smallest that any plan reaches; in a chain of more than 150 steps, any whose
+            long segments begin and end at some 400 states of it, chosen between blocks.
+        fixed: bytes that no plan changes.
+        at_peak: `predicted_peak` by category.
+        flops: operations of the forward; `recomputed_flops` are those that are recomputed.
+        names: the steps.
+        blocks: for each step, the number of its block.
+        saved: for each step, bytes that it saves for its backward and no step before it does.
+        title: the model and its inputs.
+        tried: whether each kind of kernel was run, so that kernel workspaces count.
+    """
+
+    plan: Plan
+    predicted_peak: int
+    predicted_time_ratio: float
+    predicted_activations: int
+    budget: int | None
+    baseline_peak: int
+    least_peak: int
+    fixed: FixedBytes
+    at_peak: PeakBytes
+    flops: int
+    recomputed_flops: int
+    names: tuple[str, ...]
+    blocks: tuple[int, ...]
+    saved: tuple[int, ...]
+    title: str
+    tried: bool = True
+
+    def to_json(self) -> str:
+        """Writes the report as JSON."""
+        return json.dumps(vars(self), indent=1, default=vars)
+
+    @classmethod
+    def from_json(cls, text: str) -> "PlanReport":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            PlanError: it is no such text. A plan alone, nested lists, is read by `Plan.from_json`.
+        """
+        return read_json(text, "report of a plan", PlanError, _report)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the report to a file, as JSON: `load` reads it, and `--checkpoint` takes it."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "PlanReport":
+        """Reads a file that `save` wrote.
+
+        Raises:
+            FileError: there is no such file, or it cannot be read.
+            PlanError: it is no such file. One that holds a plan alone, as nested lists, is read by
+                `zoo.Plan.from_json(Path(path).read_text())`.
+        """
+        return cls.from_json(read_file(path))
+
+    def draw(self) -> str:
+        """Draws the plan, one line per step."""
+        return self.plan.draw(self.names)
+
+    def table(self) -> str:
+        """Returns what is predicted and the peak by category, as text that is also Markdown."""
+        peaks = {
+            "peak": self.predicted_peak,
+            **self._limits(),
+            "least of any plan": self.least_peak,
+        }
+        predicted = [
+            *((name, format_bytes(size), self._of_baseline(size)) for name, size in peaks.items()),
+            ("activations", format_bytes(self.predicted_activations), ""),
+            ("time of forward and backward", "", f"×{self.predicted_time_ratio:.2f}"),
+            ("operations of the forward run again", "", f"{self._again():.1%}"),
+        ]
+        parts = {**self.at_peak.by_name(), "in all": self.predicted_peak}
+        shares = [
+            (words, format_bytes(size), f"{size / max(self.predicted_peak, 1):.1%}")
+            for words, size in parts.items()
+        ]
+        not_tried = "" if self.tried else f"\n{NOT_TRIED}\n"
+        return (
+            f"{self.title}, one training step\n\n"
+            f"{markdown_table(('predicted', '', 'of keeping everything'), predicted)}\n\n"
+            f"At the peak, {self.at_peak.moment}:\n\n"
+            f"{markdown_table(('what', 'bytes', 'share'), shares)}\n"
+            f"{not_tried}\n{self.plan}"
+        )
+
+    def plot(self, target: "str | Path | Axes") -> None:
+        """Draws the plan over its chain into a file (.svg, .png, .pdf) or a matplotlib Axes.
+
+        A bar per step, or per block of a long chain, is as high as what the step saves and colored
+        by whether that is kept or how often the step runs; below it are the segments, nested ones
+        below those around them. A file also gets the peak by category.
+
+        Raises:
+            ArgumentError: matplotlib is not installed, or a file of no known kind.
+        """
+        with _optional_import():
+            from zoo.report.plot import draw_plan  # noqa: PLC0415
+        draw_plan(
+            target,
+            self.plan,
+            {"names": self.names, "blocks": self.blocks, "saved": self.saved},
+            title=f"A plan for {self.title}",
+            subtitle=f"predicted peak of a training step {format_bytes(self.predicted_peak)}, "
+            f"{self._of_baseline(self.predicted_peak)} of keeping everything; "
+            f"time ×{self.predicted_time_ratio:.2f}; "
+            f"{self._again():.1%} of the forward's operations run again",
+            peak=self.at_peak.by_name(),
+            limits=self._limits(),
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _limits(self) -> dict[str, int]:
+        budget = {} if self.budget is None else {"budget": self.budget}
+        return {**budget, "keeping everything": self.baseline_peak}
+
+    def _of_baseline(self, size: int) -> str:
+        return f"×{size / max(self.baseline_peak, 1):.2f}"
+
+    def _again(self) -> float:
+        return self.recomputed_flops / max(self.flops, 1)
+
+
+def _report(values: Any) -> PlanReport:
+    if isinstance(values, list):
+        raise PlanError(
+            "it holds a list, as a plan without its costs does; zoo.Plan.from_json reads that, and "
+            "checkpoint= takes the plan"
+        )
+    report = read(PlanReport, values)
+    steps = len(report.plan.flatten())
+    for field in ("names", "blocks", "saved"):
+        found = len(getattr(report, field))
+        if found != steps:
+            raise PlanError(f"its plan has {steps} steps, its {field} are those of {found}")
+    return report
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan on the frontier, or a scheme beside it: peak of a training step, time ratio.
+
+    `run_again` is the share of the forward's floating point operations that are recomputed; it may
+    be above 1, where steps run more than twice.
+    """
+
+    peak: int
+    time_ratio: float
+    plan: Plan
+    name: str = OPTIMAL
+    run_again: float = 0.0
+
+
+@dataclass(frozen=True)
+class Frontier(Sequence[Point]):
+    """The best plans by rising peak and falling time, then the classic schemes: a sequence.
+
+    Peaks are bytes of a whole training step, time ratios those of forward and backward against the
+    baseline's.
+
+    Attributes:
+        points: the plans.
+        baseline: the plan that keeps everything, time ratio 1.
+        lower_bound: bytes that no plan goes below: what no plan changes (parameters, buffers,
+            inputs, optimizer state), and the most that the forward or the backward of one step
+            takes alone, or the optimizer's step. It holds for any other schedule of these steps,
+            too, but one that moves states off the device or runs parts of a step.
+        title: the model and its inputs.
+        tried: whether each kind of kernel was run, so that kernel workspaces count.
+    """
+
+    points: tuple[Point, ...]
+    baseline: Point
+    lower_bound: int
+    title: str
+    tried: bool = True
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Point, ...]: ...
+    def __getitem__(self, index: int | slice) -> Point | tuple[Point, ...]:
+        return self.points[index]
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @property
+    def optimal(self) -> tuple[Point, ...]:
+        """The best plans, by rising peak and falling time."""
+        return tuple(point for point in self.points if point.name == OPTIMAL)
+
+    @property
+    def schemes(self) -> tuple[Point, ...]:
+        """The classic schemes."""
+        return tuple(point for point in self.points if point.name != OPTIMAL)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, points: int = 12) -> str:
+        """Returns a line per plan as text that is also Markdown, of `points` of the best at most.
+
+        These are spread evenly, the first and the last among them; then come the classic schemes
+        and the baseline, all by rising peak.
+        """
+        best = self.optimal
+        shown = [*thinned(best, points), *self.schemes, self.baseline]
+        columns = ("plan", "step peak", "of keeping all", "time", "operations run again")
+        rows = [
+            (
+                point.name,
+                format_bytes(point.peak),
+                f"×{self._of_baseline(point):.2f}",
+                f"×{point.time_ratio:.2f}",
+                f"{point.run_again:.1%}",
+            )
+            for point in sorted(shown, key=lambda point: point.peak)
+        ]
+        count = "1 best plan" if len(best) == 1 else f"{len(best)} best plans"
+        left_out = f", {points} of them shown" if len(best) > points else ""
+        return (
+            f"{self.title}, one training step: {count}{left_out}\n\n"
+            f"{markdown_table(columns, rows)}\n\n"
+            f"no plan goes below {format_bytes(self.lower_bound)}"
+            f"{'' if self.tried else f'; {NOT_TRIED}'}"
+        )
+
+    def _of_baseline(self, point: Point) -> float:
+        return point.peak / max(self.baseline.peak, 1)
+
+    def to_json(self) -> str:
+        """Writes all of it as JSON."""
+        return json.dumps(vars(self), indent=1, default=vars)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Frontier":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            PlanError: it is no such text.
+        """
+        return read_json(text, "frontier", PlanError, functools.partial(read, cls))
+
+    def to_csv(self) -> str:
+        """Writes a line per plan: its name, bytes, ratios, and the text that `Plan.parse` reads."""
+        file = io.StringIO(newline="")
+        writer = csv.writer(file)
+        writer.writerow(["name", "peak_bytes", "peak_ratio", "time_ratio", "plan"])
+        writer.writerows(
+            (point.name, point.peak, self._of_baseline(point), point.time_ratio, point.plan.text())
+            for point in (*self.points, self.baseline)
+        )
+        return file.getvalue()
+
+    def plot(self, target: "str | Path | Axes") -> None:
+        """Draws the curve into a file (.svg, .png, .pdf) or a matplotlib Axes.
+
+        Peak memory against predicted time: the least time for every budget as a staircase, the
+        classic schemes by name, the baseline, the least memory of any plan and the lower bound.
+
+        Raises:
+            ArgumentError: matplotlib is not installed, or a file of no known kind.
+        """
+        with _optional_import():
+            from zoo.report.plot import draw_frontier  # noqa: PLC0415
+        frontier = {
+            "optimal": [(point.peak, point.time_ratio) for point in self.optimal],
+            "schemes": {point.name: (point.peak, point.time_ratio) for point in self.schemes},
+            "baseline": self.baseline.peak,
+            "lower_bound": self.lower_bound,
+        }
+        draw_frontier(target, frontier, f"Memory and time of {self.title}")
+
+
+@contextlib.contextmanager
+def _optional_import() -> Iterator[None]:
+    """Says what to install where drawing, which is optional, lacks what it needs."""
+    try:
+        yield
+    except ImportError as error:
+        raise ArgumentError(
+            "a picture needs matplotlib: pip install 'zoo-checkpoint[compare]'"
+        ) from error

@@ -1,0 +1,311 @@
+"""Measures the memory of a training step from the events of the allocator, byte for byte.
+
+torch has `max_memory_allocated` on CUDA and nothing on the CPU, where the resident set of the
+process says little: the C library keeps freed pages. Here the allocator's own events are read: on
+the CPU from torch's profiler, on CUDA from the caching allocator's history. They also see what
+tensors do not show: kernel workspaces, such as a convolution's reordered weights.
+
+    event      +a   +b   +g   -b   +c   -a  ...        a, b, c: activations, g: a gradient
+    allocated  a    ab   abg  ag   agc  gc
+    counted    a    ab   ab   a    ac   c               activation_peak = max = ab
+
+*Activation peak* of a step: the largest value over the step of the bytes allocated, less
+parameters, buffers, optimizer state, inputs and the gradients of parameters *that exist at that
+moment*. Gradients appear one by one during the backward, so that subtracting their total from the
+peak would understate a peak early in the backward.
+
+Left out: memory that another library takes without asking torch's allocator; on CUDA also what the
+caching allocator rounds up and holds in reserve, which `torch.cuda.max_memory_reserved` tells.
+"""
+
+import dataclasses
+import gc
+import itertools
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+
+from zoo._torch import is_profiling, is_traceable_wrapper_subclass, pytree
+from zoo.errors import ArgumentError
+
+# a run of the profiler otherwise announces itself, and that there is no GPU, on stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+Event = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """What was allocated and freed while a callable ran: (address, bytes) in the order of time.
+
+    Bytes are positive for an allocation and negative for its end. Blocks that existed before are
+    not in it, nor is their end.
+    """
+
+    events: tuple[Event, ...]
+
+    @classmethod
+    def within(cls, events: Iterable[Event]) -> "MemoryTrace":
+        """Drops the ends of blocks that the callable did not allocate."""
+        alive: set[int] = set()
+        kept: list[Event] = []
+        for address, size in events:
+            if size < 0 and address not in alive:
+                continue
+            (alive.add if size > 0 else alive.discard)(address)
+            kept.append((address, size))
+        return cls(tuple(kept))
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were allocated at once, above what was there at the start."""
+        return max(self._allocated(), default=0)
+
+    @property
+    def kept(self) -> int:
+        """The bytes that the callable allocated and that outlived it."""
+        return sum(size for _, size in self.events)
+
+    def blocks_at_peak(self) -> list[int]:
+        """Lists the bytes of each block that was allocated at the peak, the largest first."""
+        if not self.events:
+            return []
+        until_peak = self.events[: self._allocated().index(self.peak) + 1]
+        alive = _allocations_alive(until_peak).values()
+        return sorted((until_peak[index][1] for index in alive), reverse=True)
+
+    def activation_peak(self, gradients: Iterable[int] = ()) -> int:
+        """Returns the most bytes at once, not counting gradients from the moment they exist.
+
+        `gradients` are addresses of storages that outlive the callable, `gradient_addresses(model)`
+        after a training step.
+        """
+        alive = _allocations_alive(self.events)
+        left_out = {alive[address] for address in gradients if address in alive}
+        events = (event for index, event in enumerate(self.events) if index not in left_out)
+        return MemoryTrace(tuple(events)).peak
+
+    def _allocated(self) -> list[int]:
+        return list(itertools.accumulate(size for _, size in self.events))
+
+
+def _allocations_alive(events: Iterable[Event]) -> dict[int, int]:
+    """Maps the address of each block that is alive after the events to its allocation's index."""
+    alive: dict[int, int] = {}
+    for index, (address, size) in enumerate(events):
+        if size > 0:
+            alive[address] = index
+        else:
+            alive.pop(address, None)
+    return alive
+
+
+@dataclass(frozen=True)
+class ResidentBytes:
+    """Bytes that a step finds or leaves in memory, each storage counted once, in this order."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    inputs: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one training step in bytes.
+
+    `peak` is that of the whole step: what was resident at its start (`resident`, whose gradients
+    appear during the step) and what it allocated on top. `activation_peak` is as defined above.
+    """
+
+    peak: int
+    activation_peak: int
+    resident: ResidentBytes
+
+
+def trace(function: Callable[[], object], device: torch.device | str = "cpu") -> MemoryTrace:
+    """Runs a function and records what the allocator of a device did meanwhile.
+
+    The garbage collector runs before, so that it has less to do meanwhile.
+
+    Raises:
+        ArgumentError: a device that is neither a CPU nor a CUDA device.
+    """
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise ArgumentError(f"memory is measured on cpu and cuda devices; got {device!s}")
+    gc.collect()
+    if kind == "cuda":
+        return _trace_cuda(function, torch.device(device))
+    with AllocatorEvents() as record:
+        function()
+    return record.trace
+
+
+def measure_step(
+    step: Callable[[], object],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Iterable[Tensor],
+) -> StepMemory:
+    """Measures one steady training step: `step` runs forward, backward and optimizer.
+
+    Run a step before, so that the optimizer has its state. Gradients are set to None here first.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    before = resident_bytes(model, optimizer, inputs)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    record = trace(step, device)
+    return StepMemory(
+        peak=before.parameters + before.buffers + before.optimizer + before.inputs + record.peak,
+        activation_peak=record.activation_peak(gradient_addresses(model)),
+        resident=resident_bytes(model, optimizer, inputs),
+    )
+
+
+def resident_bytes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    inputs: Iterable[Tensor] = (),
+) -> ResidentBytes:
+    """Counts the bytes of a model, its gradients, its optimizer's state and its inputs now."""
+    seen: set[int] = set()
+
+    def unseen(tensors: Iterable[Tensor]) -> int:
+        total = 0
+        for storage in itertools.chain.from_iterable(map(storages_of, tensors)):
+            # not by address: fake and meta tensors have none
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                total += storage.nbytes()
+        return total
+
+    return ResidentBytes(
+        parameters=unseen(model.parameters()),
+        buffers=unseen(model.buffers()),
+        gradients=unseen(_gradients(model)),
+        optimizer=unseen(tensors_in(optimizer.state) if optimizer is not None else ()),
+        inputs=unseen(inputs),
+    )
+
+
+def gradient_addresses(model: nn.Module) -> frozenset[int]:
+    """Returns where the storages of the parameters' gradients lie."""
+    storages = itertools.chain.from_iterable(map(storages_of, _gradients(model)))
+    return frozenset(storage.data_ptr() for storage in storages)
+
+
+def _gradients(model: nn.Module) -> Iterator[Tensor]:
+    return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+
+class AllocatorEvents:
+    """Records what the CPU's allocator does inside a block: (nanoseconds, address, bytes) in order.
+
+    The clock is that of `time.time_ns`. `events` is empty until the block ends.
+
+    torch logs the first and then every thousandth free of a block that it did not see begin, a
+    "memory block of unknown size". C++ writes that line to stderr, and it is no Python warning; the
+    level of all such lines, TORCH_CPP_LOG_LEVEL, is read once, when torch is imported.
+
+    Raises:
+        ArgumentError: at the beginning of a block inside of another or of a profiler.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int, int]] = []
+        self._profiler = profile(use_cpu=True, profile_memory=True)
+
+    def __enter__(self) -> "AllocatorEvents":
+        """Starts to record."""
+        # torch would let a second profiler begin, and end the first with it
+        if is_profiling():
+            raise ArgumentError(
+                "memory on the CPU is measured by torch's profiler, which is at work already: put "
+                "the block outside of it, and not inside of another; where a plan for a budget is "
+                "made at the first step, run that step before"
+            )
+        self._profiler.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stops, and reads what was recorded."""
+        self._profiler.__exit__(*error)  # type: ignore[no-untyped-call]
+        results: Any = self._profiler.kineto_results
+        # a stack, since a deep model's backward nests deeper than Python recurses
+        waiting = [*reversed(results.experimental_event_tree())]
+        found = []
+        while waiting:
+            event = waiting.pop()
+            waiting.extend(reversed(event.children))
+            fields = event.extra_fields
+            if event.name == "[memory]" and fields.device.type == "cpu":
+                found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        self.events = sorted(found, key=operator.itemgetter(0))
+
+    @property
+    def trace(self) -> MemoryTrace:
+        """The same without times, and without the ends of blocks from before."""
+        return MemoryTrace.within((address, size) for _, address, size in self.events)
+
+
+def _trace_cuda(function: Callable[[], object], device: torch.device) -> MemoryTrace:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = torch.cuda.memory_allocated(device)
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history(enabled="all", context=None)
+    try:
+        function()
+        torch.cuda.synchronize(device)
+        histories = memory._snapshot()["device_traces"]
+    finally:
+        memory._record_memory_history(enabled=None)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    peak = torch.cuda.max_memory_allocated(device) - start
+    record = MemoryTrace.within(cuda_events(histories[index] if index < len(histories) else []))
+    # another allocator backend keeps no history: its peak, without addresses, is all there is
+    return record if record.events or not peak else MemoryTrace(((0, peak),))
+
+
+def cuda_events(entries: Iterable[dict[str, Any]]) -> list[Event]:
+    """Reads the history of the caching allocator, as its snapshot lists it for one device."""
+    signs = {"alloc": 1, "free_requested": -1}
+    chosen = (entry for entry in entries if entry["action"] in signs)
+    return [(entry["addr"], signs[entry["action"]] * entry["size"]) for entry in chosen]
+
+
+def storages_of(tensor: Any) -> list[Any]:
+    """Lists the storages in which a tensor's numbers are in this process.
+
+    Those of a wrapper, such as a DTensor, are those of the tensors inside it.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
+        return [storage for part in parts for storage in storages_of(part)]
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
+    return []
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Lists the tensors in nested containers and dataclasses, or of a single one."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, part.name) for part in dataclasses.fields(leaf)])
+    return found

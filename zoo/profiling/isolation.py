@@ -1,0 +1,178 @@
+"""Runs a user's code where it can leave nothing behind: in a forked process.
+
+    this process     fork ------------------------- what the function returned, or raised
+    the other one       the function, end
+
+What the code counts, caches, draws, prints or takes from an iterator, it does there. Where a
+process cannot be forked, since a device is in use, it runs here, on what the caller copied; then
+what it reaches beside these copies is as it left it, but for the streams of random numbers.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from zoo._torch import active_fake_mode, disable_current_modes
+from zoo.chain import GLOBAL_HOOKS
+from zoo.errors import ZooError
+from zoo.verification.training_record import read_streams, set_streams
+
+
+class Raised(NamedTuple):
+    """What a function raised in another process: its kind, its text; itself where it is ours."""
+
+    kind: str
+    text: str
+    error: ZooError | None = None
+
+
+class Died(NamedTuple):
+    """The other process ended without an answer; `status` as `os.waitstatus_to_exitcode` has it."""
+
+    status: int | None
+
+
+def can_fork() -> bool:
+    """Says whether this process can be forked; one that uses a device cannot."""
+    return hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def isolated(function: Callable[[bool], Any]) -> Any:
+    """Calls a function where nobody sees it, and returns what it returns, `Raised` or `Died`.
+
+    It is told whether nothing that it changes is seen afterwards. In another process it must
+    return what pickles. Hooks for all modules, dispatch modes and anomaly detection do not see it.
+    """
+    if can_fork():
+        return in_fork(lambda: _answer(function, True))
+    with streams_restored(), _gates():
+        return _answer(function, False)
+
+
+@contextlib.contextmanager
+def streams_restored() -> Iterator[None]:
+    """Sets all streams of random numbers as they were before the block."""
+    streams = read_streams()
+    try:
+        yield
+    finally:
+        set_streams(streams)
+
+
+def _answer(function: Callable[[bool], Any], is_apart: bool) -> Any:
+    if is_apart:
+        for hooks in GLOBAL_HOOKS:
+            hooks.clear()
+    # inside of a mode for fake tensors nothing is for real
+    modes = disable_current_modes() if active_fake_mode() is None else contextlib.nullcontext()
+    try:
+        with modes, torch.autograd.set_detect_anomaly(False):
+            return function(is_apart)
+    except ZooError as error:
+        return Raised(type(error).__name__, str(error), error)
+    except Exception as error:
+        return Raised(type(error).__name__, str(error))
+
+
+def in_fork(function: Callable[[], Any]) -> Any:
+    """Calls a function in a forked process; returns what it returns, or `Died`."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python warns of threads, which the other process does not have and does not wait for
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        os.close(reader)
+        _be_child(function, writer)
+    os.close(writer)
+    try:
+        with os.fdopen(reader, "rb") as pipe:
+            answer = pipe.read()
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        status = _end(child)
+    return pickle.loads(answer) if answer else Died(status)
+
+
+def _end(child: int) -> int | None:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except ChildProcessError:
+        # somebody else waits for all children
+        return None
+
+
+def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
+    """Answers and ends at once: all that is here belongs to the parent, and is cleaned up there."""
+    try:
+        gc.disable()
+        faulthandler.disable()
+        logging.disable(logging.CRITICAL)
+        _hush()
+        # the threads of kernels stayed in the parent
+        torch.set_num_threads(1)
+        answer = pickle.dumps(function())
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(answer)
+    finally:
+        os._exit(0)
+
+
+def _hush() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for place in (1, 2):
+        os.dup2(nowhere, place)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+_lock = threading.Lock()
+# how often each thread is silenced now
+_silent: dict[int, int] = {}
+
+
+class _Gate:
+    """A hook for all modules that does not fire on threads that are silenced."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        return None if threading.get_ident() in _silent else self.hook(*args)
+
+
+@contextlib.contextmanager
+def _gates() -> Iterator[None]:
+    """Lets no hook for all modules fire on this thread; other threads go on."""
+    thread = threading.get_ident()
+    _change_silence(thread, 1)
+    try:
+        yield
+    finally:
+        _change_silence(thread, -1)
+
+
+def _change_silence(thread: int, change: int) -> None:
+    """Puts up gates for the first thread that comes, and takes them down after the last."""
+    with _lock:
+        _silent[thread] = _silent.get(thread, 0) + change
+        if not _silent[thread]:
+            del _silent[thread]
+        for registry in GLOBAL_HOOKS[:2]:
+            for number, hook in list(registry.items()):
+                if not _silent:
+                    registry[number] = hook.hook if isinstance(hook, _Gate) else hook
+                elif not isinstance(hook, _Gate):
+                    registry[number] = _Gate(hook)

@@ -1,0 +1,424 @@
+"""Follows every tensor's memory through a training step, on any device or on fake tensors.
+
+torch's own snapshot of memory is for CUDA; its profiler names operations, not what a tensor is for.
+Here a dispatch mode sees the storages that operations make, a weak reference sees each one end, and
+its category is decided after the block:
+
+    parameters, buffers     those of the model
+    optimizer state         in `optimizer.state` after a step of any optimizer
+    inputs                  given as such, or read by an operation and older than the block
+    gradients               in `.grad` of a parameter after a backward, from when they exist
+    recomputed              made in the recomputation of a part of the model
+    saved activations       made before a backward and there when it begins: saved tensors, what a
+                            plan keeps, and outputs that the program still holds
+    temporaries             all others
+
+A recomputation shows by itself: gradients are on inside of a backward. Only a backward that is to
+be differentiated has them on, too, which stands where it was called; there the engine is asked.
+
+Kernel workspaces belong to no tensor. With `allocator=True` torch's profiler records every event of
+the CPU's allocator. Each storage is found among them by its address and time and takes the exact
+times of that allocation; allocations of no storage are "unseen":
+
+    allocator   address 7   +64 .............. -64       address 9   +512 -512
+    storage     address 7      seen ..... gone           none: a kernel workspace, "unseen"
+
+Under `torch.compile` a tracked model runs uncompiled, as under any dispatch mode.
+"""
+
+import bisect
+import contextlib
+import functools
+import itertools
+import operator
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zoo._torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    current_backward,
+    current_node,
+    is_traceable_wrapper_subclass,
+    queue_callback,
+    sequence_number,
+)
+from zoo.engine.recompute import is_replaying, observed, origin
+from zoo.errors import ArgumentError, shortened
+from zoo.profiling.allocator import AllocatorEvents, storages_of, tensors_in
+from zoo.profiling.optimizer import is_optimizer
+from zoo.profiling.sharded import sharded_parts
+from zoo.profiling.source_location import NOWHERE, Place, Places, is_differentiated
+from zoo.profiling.timeline import Allocation, Mark, Timeline
+
+_UNSHAPED = torch.empty(0, device="meta")
+_FSDP = "torch.distributed.fsdp."
+_LIFT = torch.ops.aten.lift_fresh.default
+_DEVICE = torch.ops.prim.device.default
+
+
+@dataclass(slots=True)
+class StorageLifetime:
+    """The life of a storage, or of a block of the allocator; times in nanoseconds.
+
+    `resident`: there before the tracked block. `saved`: made before a backward and there when that
+    began. `category`: "" until it is known.
+    """
+
+    bytes: int
+    born: int
+    died: int | None = None
+    category: str = ""
+    saved: bool = False
+    resident: bool = False
+    phase: str = ""
+    place: Place = NOWHERE
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    address: int = 0
+
+    def allocation(self, start: int, end: int | None) -> Allocation:
+        """Returns it as a timeline has it, from one point to another."""
+        if self.category:
+            category = self.category
+        elif self.resident:
+            category = "inputs"
+        elif self.phase == "recompute":
+            category = "recomputed"
+        else:
+            category = "saved activations" if self.saved else "temporaries"
+        made = (self.phase, *self.place)
+        return Allocation(
+            self.bytes, start, end, category, *made, self.shape, self.dtype, self.name
+        )
+
+
+class Tracker(ContextDecorator):
+    """Tracks a block of code, as `zoo.track` says; `timeline` is that of the latest one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        inputs: Any = (),
+        allocator: bool = False,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"tracking needs a torch.nn.Module; got {type(model).__name__}")
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if optimizer is not None and not is_optimizer(optimizer):
+            raise ArgumentError(
+                "optimizer= is the optimizer that steps in the block; got "
+                f"{getattr(optimizer, '__name__', None) or shortened(optimizer)}"
+            )
+        if allocator and self.device.type != "cpu":
+            raise ArgumentError(
+                "allocator=True reads the events of the CPU's allocator; the model is on "
+                f"{self.device}. Leave it out and compare with torch.cuda.max_memory_allocated()"
+            )
+        self.model, self.optimizer, self.inputs = model, optimizer, inputs
+        self.allocator = allocator
+        self.timeline = Timeline()
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __call__(self, function: Any) -> Any:
+        """Tracks each call of a function."""
+        if not callable(function):
+            raise ArgumentError(
+                f"as a decorator, track takes a function; got {type(function).__name__}. Or write "
+                "with zoo.track(model) as timeline:"
+            )
+        return super().__call__(function)
+
+    def __enter__(self) -> Timeline:
+        """Starts, and returns the timeline that is filled when the block ends."""
+        self.timeline = Timeline(type(self.model).__name__, str(self.device))
+        block = self._tracked(self.timeline)
+        block.__enter__()
+        self._open.append(block)
+        return self.timeline
+
+    def __exit__(self, *error: Any) -> None:
+        """Stops and fills the timeline, also after an exception."""
+        self._open.pop().__exit__(*error)
+
+    @contextlib.contextmanager
+    def _tracked(self, timeline: Timeline) -> Iterator[None]:
+        recorder = Recorder(self.model)
+        recorder.note_resident(self.optimizer, self.inputs)
+        events = AllocatorEvents() if self.allocator else None
+        try:
+            with events or contextlib.nullcontext(), recorder.listening():
+                yield
+        except BaseException as error:
+            timeline.error = repr(error)
+            raise
+        finally:
+            recorder.look_around(self.optimizer)
+            recorder.fill(timeline, None if events is None else events.events)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the storages that operations make on this thread, and in the backwards it starts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self.places = Places(model)
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.lives: list[StorageLifetime] = []
+        self.trail: list[tuple[int, str, Place]] = []  # when phase or place changed
+        self.alive: dict[int, StorageLifetime] = {}
+        self.ends: dict[int, weakref.ref[Any]] = {}
+        self.made_by: dict[int, Place] = {}
+        self.phase, self.place = "", NOWHERE
+        self.task = -1
+        self.thread = threading.get_ident()
+        self.stepping = 0
+        self.is_forward = True
+        self.latest = 0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Records operations and steps of optimizers inside the block."""
+        with ExitStack() as hooks:
+            hooks.enter_context(register_optimizer_step_pre_hook(self._begin_optimizer))
+            hooks.enter_context(register_optimizer_step_post_hook(self._end_optimizer))
+            hooks.enter_context(self._resizing())
+            hooks.enter_context(observed(lambda: self.place))
+            hooks.enter_context(self)
+            yield
+
+    def note_resident(self, optimizer: torch.optim.Optimizer | None, inputs: Any) -> None:
+        """Notes what is there before the block."""
+        for name, parameter in self.model.named_parameters():
+            self._assign(parameter, "parameters", name)
+        self.look_around(optimizer)
+        for tensor in tensors_in(inputs):
+            self._assign(tensor, "inputs")
+
+    def look_around(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Notes what is in buffers, in gradients and in the optimizer's state by now."""
+        for name, buffer in self.model.named_buffers():
+            self._assign(buffer, "buffers", name)
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                self._assign(parameter.grad, "gradients", name)
+        for owner, state in optimizer.state.items() if optimizer is not None else ():
+            for tensor in tensors_in(state):
+                self._assign(tensor, "optimizer state", self.names.get(id(owner), ""))
+
+    def fill(self, timeline: Timeline, events: Iterable[tuple[int, int, int]] | None) -> None:
+        """Fills a timeline; `events` are the allocator's (nanoseconds, address, bytes) or None."""
+        # from here on no storage's end is recorded
+        self.alive.clear()
+        self.ends.clear()
+        for life in self.lives:
+            if life.name:
+                life.place = self.places.of_module(life.name.rpartition(".")[0], life.place)
+        timeline.allocator = events is not None
+        lives = self.lives if events is None else [*self.lives, *self._unseen(events)]
+        births = [(life.born, number) for number, life in enumerate(lives) if not life.resident]
+        deaths = [
+            (life.died, ~number) for number, life in enumerate(lives) if life.died is not None
+        ]
+        changes = sorted([*births, *deaths])
+        points = {number: point for point, (_, number) in enumerate(changes, 1)}
+        timeline.length = len(changes)
+        timeline.allocations = [
+            life.allocation(points.get(number, 0), points.get(~number))
+            for number, life in enumerate(lives)
+        ]
+        moments = [moment for moment, _ in changes]
+        # of the phases at one point the last one counts: nothing happened in the others
+        phases = {bisect.bisect(moments, moment): phase for moment, phase, _ in self.trail}
+        runs = itertools.groupby(phases.items(), key=operator.itemgetter(1))
+        timeline.phases = [Mark(*next(run)) for _, run in runs]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation and notes the storages that are new in its result."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most of what is asked of fake tensors, and no operation
+        kwargs = kwargs or {}
+        given = list(_tensors((*args, *kwargs.values())))
+        if any(map(is_traceable_wrapper_subclass, given)):
+            return NotImplemented  # operations on what it wraps follow
+        place = self._begin_operation(sys._getframe(1))
+        # a replay reads copies, too, of what the program may have changed since
+        for tensor in () if is_replaying() else given:
+            for storage in storages_of(tensor):
+                self._note(storage, tensor, place, resident=func is not _LIFT)
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            for storage in storages_of(tensor):
+                self._look(storage, tensor, place)
+        return result
+
+    @contextlib.contextmanager
+    def _resizing(self) -> Iterator[None]:
+        """Notes the whole parameters of FSDP2, which resizes their storages by no operation."""
+        if not sharded_parts(self.model):
+            yield
+            return
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: Any, size: int) -> Any:
+            caller = sys._getframe(1)
+            place = self._begin_operation(caller)
+            resize(storage, size)
+            self._look(storage, _UNSHAPED, place)
+            if size and caller.f_globals.get("__name__", "").startswith(_FSDP):
+                self.alive[storage._cdata].category = "parameters"
+            return storage
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", noted):
+            yield
+
+    def _look(self, storage: Any, tensor: Tensor, place: Place) -> None:
+        known = self.alive.get(storage._cdata)
+        if known is not None and known.bytes != storage.nbytes():
+            self._gone(storage._cdata, known)  # it was resized: another allocation
+        self._note(storage, tensor, place)
+
+    def _assign(self, tensor: Tensor, category: str, name: str = "") -> None:
+        for storage in storages_of(tensor):
+            self._note(storage, tensor, NOWHERE, resident=True)
+            life = self.alive.get(storage._cdata)  # one without bytes is not noted
+            if life is not None and not life.category:
+                life.category, life.name = category, name
+
+    def _note(self, storage: Any, tensor: Tensor, place: Place, *, resident: bool = False) -> None:
+        key = storage._cdata
+        if key in self.alive or not storage.nbytes():
+            return
+        # a fake tensor's storage, too, is on the meta device
+        is_real = storage.device.type != "meta"
+        life = StorageLifetime(
+            storage.nbytes(),
+            self._now(),
+            resident=resident,
+            phase="before" if resident else self.phase,
+            place=place,
+            shape=tuple(map(int, tensor.shape)),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            address=int(storage.data_ptr()) if is_real else 0,
+        )
+        self.lives.append(life)
+        self.alive[key] = life
+        self.ends[key] = weakref.ref(storage, functools.partial(self._gone, key, life))
+
+    def _gone(self, key: int, life: StorageLifetime, _: Any = None) -> None:
+        life.died = self._now()
+        if self.alive.get(key) is life:
+            del self.alive[key], self.ends[key]
+
+    def _now(self) -> int:
+        """Returns the nanoseconds of the clock, more each time."""
+        self.latest = max(self.latest + 1, time.time_ns())
+        return self.latest
+
+    def _begin_operation(self, frame: FrameType) -> Place:
+        """Decides the phase of an operation and returns its place."""
+        task = current_backward()
+        if self.task != task and -1 in (self.task, task):
+            self._change_task(task)
+        if task != -1 and not self._is_recomputation(frame):
+            phase, place = "backward", self._place_of_node()
+        else:
+            phase, place = "recompute", origin() or self.places.here(frame)
+        if task == -1:
+            self.made_by.setdefault(sequence_number() - 1, place)
+            self.is_forward |= self.places.inside
+            phase = "optimizer" if self.stepping else "forward" if self.is_forward else "other"
+        if phase != self.phase or place is not self.place:
+            self.phase, self.place = phase, place
+            self.trail.append((self._now(), phase, place))
+        return place
+
+    def _change_task(self, task: int) -> None:
+        self.task, self.is_forward = task, False
+        if task == -1:
+            self.look_around()
+            return
+        # at its end, since the program may drop the gradients before the next operation
+        queue_callback(self.look_around)
+        for life in list(self.alive.values()):
+            life.saved |= life.phase in ("forward", "other")
+
+    def _is_recomputation(self, frame: FrameType) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        # the backward of a GPU is on a thread of its own, whose stack does not say who began it
+        own = threading.get_ident() == self.thread
+        caller = frame if own else sys._current_frames().get(self.thread)
+        return is_replaying() or not is_differentiated(caller)
+
+    def _place_of_node(self) -> Place:
+        node: Any = current_node()
+        name = self.names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            return self.places.of_module(name.rpartition(".")[0])
+        return self.made_by.get(node._sequence_nr(), NOWHERE) if node is not None else NOWHERE
+
+    def _begin_optimizer(self, optimizer: Any, *_: Any) -> None:
+        self.stepping += 1
+        self.look_around(optimizer)
+
+    def _end_optimizer(self, optimizer: Any, *_: Any) -> None:
+        self.look_around(optimizer)
+        self.stepping, self.is_forward = max(self.stepping - 1, 0), False
+
+    def _unseen(self, events: Iterable[tuple[int, int, int]]) -> list[StorageLifetime]:
+        """Gives each storage its block's times; returns the blocks of no storage."""
+        blocks: list[StorageLifetime] = []
+        blocks_at: defaultdict[int, list[StorageLifetime]] = defaultdict(list)
+        for moment, address, size in events:
+            at_address = blocks_at[address]
+            if size > 0:
+                at_address.append(StorageLifetime(size, moment, category="unseen", address=address))
+                blocks.append(at_address[-1])
+            elif at_address and at_address[-1].died is None:
+                at_address[-1].died = moment
+        taken: set[int] = set()
+        for life in self.lives:
+            at_address = blocks_at[life.address]
+            index = bisect.bisect(at_address, life.born, key=lambda block: block.born) - 1
+            if index < 0:
+                continue
+            block = at_address[index]
+            is_there = block.died is None or block.died >= life.born
+            if block.bytes >= life.bytes and is_there and id(block) not in taken:
+                life.born, life.died, life.resident = block.born, block.died, False
+                taken.add(id(block))
+        found = [block for block in blocks if id(block) not in taken]
+        for block in found:
+            index = bisect.bisect(self.trail, block.born, key=lambda entry: entry[0])
+            _, block.phase, block.place = self.trail[index - 1] if index else (0, "other", NOWHERE)
+        return found
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    # the arguments of operations hold lists of tensors, and nothing deeper
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (part for part in value if isinstance(part, Tensor))

@@ -1,0 +1,188 @@
+"""Where in a model the running code belongs: step, module and line, read from the stack.
+
+Hooks on modules would see calls of modules only, not a chain's steps, would be left open when a
+recomputation stops early, and would change the model while it is tracked. Here nothing is attached:
+the calls that are under way stand on Python's stack.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zoo import layers, models
+from zoo.chain import NamedStep, Source, fold, step_name
+
+_CALL = nn.Module._wrapped_call_impl.__code__
+_FOLD = fold.__code__
+_BACKWARDS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+_FOLDER = os.path.dirname
+_ZOO = _FOLDER(_FOLDER(__file__)) + os.sep
+# of zoo's own files those that compute what a user looks at; all others run models
+_SHOWN = tuple(folder + os.sep for package in (models, layers) for folder in package.__path__)
+_HIDDEN = (_FOLDER(torch.__file__) + os.sep, contextlib.__file__, "<")
+# a module with this name among its globals is a training loop, in which nobody would look
+LOOP = "IS_TRAINING_LOOP"
+
+
+class Place(NamedTuple):
+    """Block, step, path of the module and "file:line"; each "" where there is none."""
+
+    block: str = ""
+    step: str = ""
+    module: str = ""
+    line: str = ""
+
+
+NOWHERE = Place()
+_UNWRITTEN = Source(0, "")
+
+
+class Places:
+    """Names the places of one model; `inside` says whether the latest frame lay in the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.inside = False
+        self._homes: dict[str, str] = {}
+        self._lines: dict[tuple[str, str], str] = {}
+
+    def here(self, frame: FrameType | None) -> Place:
+        """Describes the place of a frame, and sets `inside`."""
+        module = line = below = None
+        step, is_cut = "", False
+        self.inside = False
+        for caller in _outward(frame):
+            code = caller.f_code
+            if code is _CALL:
+                path = self.paths.get(id(_local(caller, "self")))
+                if path is not None:
+                    self.inside = True
+                    module = path if module is None and not step else module
+            elif code is _FOLD:
+                running = _local(caller, "step")
+                source = _source(running, below)
+                self.inside = True
+                if not step:
+                    step, is_cut = step_name(running, self.paths), source is not _UNWRITTEN
+                    module = self.paths.get(source.module) if module is None else module
+                line = line or source.line or None
+            elif line is None and code in _BACKWARDS:
+                # the loss calls a backward, and not what is recomputed in it
+                line = self._lines.get((step, module or ""), "")
+            elif line is None:
+                line = _line_at(caller)
+            if line is not None and (step or module == ""):
+                break
+            below = caller
+        path = module or ""
+        if line is None:
+            # a backward on a thread of its own, whose stack begins there
+            line = self._lines.get((step, path), "")
+        elif step or path:
+            self._lines.setdefault((step, path), line)
+        # steps that were cut out of a model are in the blocks of its modules, as without a plan
+        home = module if is_cut and module is not None else step or module
+        block = "" if home is None else self._block(home)
+        if step and path:
+            self._homes.setdefault(path, block)
+        return Place(block, step, path, line)
+
+    def of_module(self, path: str, known: Place = NOWHERE) -> Place:
+        """Describes the place of a module that is not running; `known` says more than its path."""
+        return Place(self._homes.get(path) or self._block(path), known.step, path, known.line)
+
+    def _block(self, path: str) -> str:
+        return block_of(path) or type(self.model).__name__
+
+
+def modules_around(
+    frame: FrameType | None, paths: Mapping[int, str]
+) -> tuple[tuple[str, ...], str]:
+    """Returns the paths of the modules that run around a frame, outermost first, and its line.
+
+    `paths` are those of the modules by their ids. The line is "file:line" of the innermost
+    code that is not torch's; "" where no module runs.
+    """
+    found: list[str] = []
+    line = None
+    for caller in _outward(frame):
+        if caller.f_code is _CALL:
+            path = paths.get(id(_local(caller, "self")))
+            if path is not None:
+                found.append(path)
+        elif line is None:
+            line = _line_at(caller)
+    return tuple(reversed(found)), line if line and found else ""
+
+
+def line_of_traceback(error: BaseException) -> str:
+    """Returns "file:line" of the model's code that raised an error; "" where none did."""
+    steps = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, number in steps if (line := _line_at(frame, number))]
+    return lines[-1] if lines else ""
+
+
+def is_differentiated(frame: FrameType | None) -> bool:
+    """Says whether the backward that a frame is in makes a graph of itself: `create_graph`."""
+    backward = next((caller for caller in _outward(frame) if caller.f_code in _BACKWARDS), None)
+    return backward is not None and bool(_local(backward, "create_graph"))
+
+
+def block_of(path: str) -> str:
+    """Returns the block that a step or module belongs to: 'layer1.0.bn1' -> 'layer1.0'."""
+    parts = path.partition("(")[0].split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    if number is not None:
+        return ".".join(parts[: number + 1])
+    return ".".join(parts[:-1]) or path
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _local(frame: FrameType, name: str) -> Any:
+    values = frame.f_locals
+    value = values[name]
+    if sys.version_info < (3, 13):
+        # a copy that the frame keeps: tensors in it would live longer
+        values.clear()
+    return value
+
+
+def _source(step: Any, frame: FrameType | None) -> Source:
+    """Returns where the call was written that a step repeats now, in a frame of its function."""
+    if frame is None or not isinstance(step, NamedStep) or not step.sources:
+        return _UNWRITTEN
+    source: Source = step.sources[_local(frame, "place")]
+    return source
+
+
+def _line_at(frame: FrameType, number: int | None = None) -> str | None:
+    """Returns "file:line" of a frame, None for a runner's, "" for that of the loop around them."""
+    if LOOP in frame.f_globals:
+        return ""
+    shown = _shown(frame.f_code.co_filename)
+    return None if shown is None else f"{shown}:{frame.f_lineno if number is None else number}"
+
+
+@functools.cache
+def _shown(filename: str) -> str | None:
+    is_runner = filename.startswith(_ZOO) and not filename.startswith(_SHOWN)
+    if is_runner or filename.startswith(_HIDDEN):
+        return None
+    for root in (os.getcwd(), *sorted(sys.path, key=len, reverse=True)):
+        if root and filename.startswith(os.path.join(root, "")):
+            return os.path.relpath(filename, root)
+    return filename

@@ -1,0 +1,428 @@
+"""The memory of a training step over time, as data: every allocation's life, and what follows.
+
+`measure.tracker` makes one; this file needs neither torch nor a model, so that a timeline can be
+read, compared and drawn anywhere. Time is counted in events: at point 0 only what was there before
+is allocated, and each allocation or release makes the next point.
+
+    point        0     1     2     3     4
+    weight       XXXXXXXXXXXXXXXXXXXXXXXXXXX        start 0, end None
+    activation         XXXXXXXXXXXXXXX              start 1, end 4
+    gradient                       XXXXXXXXX        start 3, end None
+    phase        forward     backward               from 0, from 2
+"""
+
+import csv
+import functools
+import io
+import itertools
+import json
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from zoo.errors import ArgumentError, shortened
+from zoo.planner.serialization import read, read_file, read_json, read_row
+from zoo.report.markdown import visible
+from zoo.units import BINARY, format_bytes
+
+# in the order in which they are stacked: what no plan changes is at the bottom, in gray
+_COLORS = {
+    "parameters": "#8c96a3",
+    "buffers": "#6e7781",
+    "optimizer state": "#b8bec8",
+    "inputs": "#d5d9df",
+    "gradients": "#c39bd3",
+    "saved activations": "#1f6feb",
+    "recomputed": "#e8912d",
+    "temporaries": "#8ec5ff",
+    "unseen": "#e5534b",
+}
+_SHADES = {"backward": "#eef2f7", "recompute": "#fdf0de", "optimizer": "#eef7ee"}
+_INK, _FAINT_INK, _GRID = "#24292f", "#57606a", "#e6e8eb"
+CATEGORIES = tuple(_COLORS)
+RESIDENT = frozenset(CATEGORIES[:5])
+UNSEEN = "unseen by tensors (library workspaces)"
+# matplotlib has others, of which not all take what is asked of them here
+PICTURES = (".svg", ".png", ".pdf")
+VERSION = 1
+# as many fit a screen
+MOST_BLOCKS = 16
+Rows = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One storage's life.
+
+    Attributes:
+        bytes: its size.
+        start: the point from which it is there; 0 for what was there before.
+        end: the point at which it is gone; None where it is there at the end.
+        category: one of `CATEGORIES`.
+        phase: what the program was doing when it was made; "before" the step for what was there.
+        block: the block of the model that made it, or that a parameter belongs to: the path of its
+            module, a step of a chain's own, the model's class for code in no block; "" for none.
+        step: the step of the chain, module: the path of the module, likewise.
+        line: "file:line" of the program, outside torch; in the backward that of the forward.
+        shape, dtype: those of the first tensor that was seen in it.
+        name: that of a parameter or buffer, for a gradient that of its parameter.
+    """
+
+    bytes: int
+    start: int
+    end: int | None
+    category: str
+    phase: str = ""
+    block: str = ""
+    step: str = ""
+    module: str = ""
+    line: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    name: str = ""
+
+    def is_there(self, point: int) -> bool:
+        """Says whether it is allocated at a point."""
+        return self.start <= point and (self.end is None or point < self.end)
+
+    @property
+    def home(self) -> str:
+        """The block, or what the program was doing outside of the model."""
+        return self.block or self.phase
+
+    @property
+    def place(self) -> str:
+        """The best name for where it comes from."""
+        return self.name or self.module or self.step or self.phase
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A phase and the point at which it begins."""
+
+    point: int
+    phase: str
+
+
+@dataclass
+class Timeline:
+    """Every allocation of a tracked step, and the phases of the step.
+
+    Empty until the tracked block ends. `allocator` says whether the allocator's own events are in
+    it: then what no tensor shows has the category "unseen", and the peak is exact to the byte.
+    `error` is the exception that ended the block, "" for none.
+    """
+
+    title: str = ""
+    device: str = ""
+    length: int = 0
+    allocator: bool = False
+    error: str = ""
+    phases: list[Mark] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
+
+    def curves(self) -> dict[str, list[int]]:
+        """Returns for each category its bytes at the points 0 to `length`."""
+        return {category: self.total([category]) for category in CATEGORIES}
+
+    def total(self, categories: Iterable[str] = CATEGORIES) -> list[int]:
+        """Returns the bytes of these categories together at the points 0 to `length`."""
+        chosen = frozenset(categories)
+        changes = [0] * (self.length + 1)
+        for allocation in self.allocations:
+            if allocation.category in chosen:
+                changes[allocation.start] += allocation.bytes
+                if allocation.end is not None:
+                    changes[allocation.end] -= allocation.bytes
+        return list(itertools.accumulate(changes))
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were allocated at once."""
+        return max(self.total())
+
+    @property
+    def peak_point(self) -> int:
+        """The first point at which they were."""
+        total = self.total()
+        return total.index(max(total))
+
+    @property
+    def tensor_peak(self) -> int:
+        """The most bytes that tensors took at once."""
+        return max(self.total(CATEGORIES[:-1]))
+
+    @property
+    def activation_peak(self) -> int:
+        """The most bytes at once beside parameters, gradients, optimizer, buffers and inputs."""
+        return max(self.total(category for category in CATEGORIES if category not in RESIDENT))
+
+    @property
+    def tensor_activation_peak(self) -> int:
+        """The same of tensors alone: without kernel workspaces."""
+        return max(self.total(name for name in CATEGORIES[:-1] if name not in RESIDENT))
+
+    @property
+    def unseen(self) -> int | None:
+        """The peak less that of the tensors; None where the allocator was not asked."""
+        return self.peak - self.tensor_peak if self.allocator else None
+
+    def phase_at(self, point: int) -> str:
+        """Returns the phase at a point."""
+        return next((mark.phase for mark in reversed(self.phases) if mark.point <= point), "")
+
+    def by(self, attribute: str, point: int | None = None) -> dict[str, int]:
+        """Returns the bytes at a point, by default the peak, by "category", "block", "module" ...
+
+        Raises:
+            ArgumentError: allocations have no such attribute.
+        """
+        if attribute not in _ATTRIBUTES:
+            raise ArgumentError(f"allocations have no {attribute!r}: {', '.join(_ATTRIBUTES)}")
+        found: Counter[str] = Counter()
+        for allocation in self.at(point):
+            found[getattr(allocation, attribute)] += allocation.bytes
+        return dict(found)
+
+    def at(self, point: int | None = None) -> list[Allocation]:
+        """Lists what is allocated at a point, by default the peak; the largest first."""
+        chosen = self.peak_point if point is None else point
+        found = (allocation for allocation in self.allocations if allocation.is_there(chosen))
+        return sorted(found, key=lambda allocation: -allocation.bytes)
+
+    def holders(self, count: int = 10, *, resident: bool = False) -> list[Allocation]:
+        """Lists who holds the most at the peak; with `resident` also parameters and the like."""
+        found = (a for a in self.at() if resident or a.category not in RESIDENT)
+        return list(itertools.islice(found, count))
+
+    def blocks(self, *, resident: bool = False) -> dict[str, int]:
+        """Returns the bytes of activations, or of all else, of each block at the peak."""
+        found = dict.fromkeys((a.home for a in self.allocations), 0)
+        for a in self.at():
+            if (a.category in RESIDENT) is resident:
+                found[a.home] += a.bytes
+        return found
+
+    def table(self, holders: int = 10) -> str:
+        """Writes the timeline as text: categories, blocks and the largest tensors at the peak."""
+        parts = [self.heading, _lines(self._by_category()), _lines(self._by_block())]
+        if holders:
+            parts.append(_lines(self._by_tensor(holders)))
+        return "\n\n".join(parts)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def plot(self, path: str | Path) -> None:
+        """Draws categories over time, phases shaded and the peak marked, to an SVG, PNG or PDF.
+
+        Raises:
+            ArgumentError: matplotlib is missing, or does not know such a file.
+        """
+        try:
+            # an extra; a Figure without pyplot leaves the program's backend alone
+            from matplotlib import rc_context  # noqa: PLC0415
+            from matplotlib.figure import Figure  # noqa: PLC0415
+        except ImportError as error:
+            raise ArgumentError(
+                "drawing needs matplotlib: pip install 'zoo-checkpoint[compare]'"
+            ) from error
+        suffix = Path(path).suffix.lower()
+        if suffix not in PICTURES:
+            raise ArgumentError(f"{shortened(str(path))} must end in one of {', '.join(PICTURES)}")
+        # the same numbers make the same file, and a title holds no formula
+        style: Any = {
+            "svg.hashsalt": "zoo", "font.size": 10, "text.color": _INK, "text.parse_math": False,
+        }  # fmt: skip
+        figure = Figure(figsize=(10, 4.6), layout="constrained")
+        with rc_context(style):
+            axes = figure.subplots()
+            figure.suptitle(
+                visible(self.heading), x=0.01, ha="left", fontsize=12, fontweight="bold"
+            )
+            self._shade(axes)
+            self._stack(axes)
+            figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == ".svg" else {})
+
+    def to_json(self) -> str:
+        """Writes the timeline as JSON: allocations are rows under the names of their columns."""
+        lists = {
+            "phases": [astuple(mark) for mark in self.phases],
+            "allocations": [astuple(allocation) for allocation in self.allocations],
+        }
+        return json.dumps({"version": VERSION, "columns": _ATTRIBUTES, **vars(self), **lists})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Timeline":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ArgumentError: it is no such text.
+        """
+        return read_json(text, "timeline", ArgumentError, _timeline)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the timeline to a file, as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Timeline":
+        """Reads a file that `save` wrote.
+
+        Raises:
+            FileError: there is no such file, or it cannot be read.
+            ArgumentError: it is no such file.
+        """
+        return cls.from_json(read_file(path))
+
+    def to_csv(self) -> str:
+        """Writes one row for each point: the point, its phase, the bytes of each category."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["point", "phase", *CATEGORIES])
+        for point, sizes in enumerate(zip(*self.curves().values(), strict=True)):
+            writer.writerow([point, self.phase_at(point), *sizes])
+        return text.getvalue()
+
+    @property
+    def heading(self) -> str:
+        """One line: what, where, the peak and when."""
+        point = self.peak_point
+        phase = self.phase_at(point)
+        return (
+            f"{self.title} on {self.device}: peak {format_bytes(self.peak)}"
+            f"{f' in the {phase}' if phase else ''}, at event {point} of {self.length}"
+        )
+
+    def _stack(self, axes: Any) -> None:
+        peak, point = self.peak, self.peak_point
+        unit = max(power for power in range(len(BINARY)) if peak >= 1024**power or not power)
+        curves = {name: curve for name, curve in self.curves().items() if max(curve)}
+        scaled = [[size / 1024**unit for size in curve] for curve in curves.values()]
+        colors = [_COLORS[name] for name in curves]
+        points = range(self.length + 1)
+        axes.stackplot(points, *scaled, labels=curves, colors=colors, step="post", lw=0)
+        height = peak / 1024**unit
+        axes.plot(point, height, "v", color=_INK, ms=7, clip_on=False)
+        axes.annotate(
+            f"peak {format_bytes(peak)}", (point, height), (0, 8), textcoords="offset points",
+            ha="center", fontsize=9,
+        )  # fmt: skip
+        axes.set_xlim(0, max(self.length, 1))
+        axes.set_ylim(0, height * 1.12 or 1)
+        axes.set_ylabel(BINARY[unit])
+        axes.set_xlabel("allocations and releases, in their order", color=_FAINT_INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=_GRID, lw=0.8)
+        axes.set_axisbelow(True)
+        axes.figure.legend(frameon=False, loc="outside right upper", reverse=True, fontsize=9)
+
+    def _shade(self, axes: Any) -> None:
+        # each phase stands in the legend once
+        labels = {phase: f"in {phase}" for phase in _SHADES}
+        for mark, following in itertools.pairwise([*self.phases, Mark(self.length, "")]):
+            if mark.phase in _SHADES and following.point > mark.point:
+                color, label = _SHADES[mark.phase], labels.pop(mark.phase, None)
+                axes.axvspan(mark.point, following.point, color=color, label=label, lw=0, zorder=0)
+
+    def _by_category(self) -> Rows:
+        head = ("category", "at the peak", "at most")
+        at_most = {category: max(curve) for category, curve in self.curves().items()}
+        shown = [category for category in CATEGORIES[:-1] if at_most[category]]
+        if self.allocator:
+            shown.append("unseen")
+        rows = _category_rows(shown, [self.by("category"), at_most])
+        return [head, *rows] if self.allocator else [head, *rows, (UNSEEN, "not measured", "")]
+
+    def _by_block(self) -> Rows:
+        resident, activations = self.blocks(resident=True), self.blocks()
+        shown = _largest(Counter(resident) + Counter(activations))
+        head = ("block, at the peak", "parameters and other residents", "activations")
+        return [head, *_rows(shown, [resident, activations])]
+
+    def _by_tensor(self, count: int) -> Rows:
+        rows: Rows = [("largest at the peak", "", "shape", "made in", "block", "", "")]
+        for a in self.holders(count):
+            kind = f"{a.shape} {a.dtype}" if a.dtype else ""
+            place = a.place if a.place != a.home else ""
+            rows.append((format_bytes(a.bytes), a.category, kind, a.phase, a.home, place, a.line))
+        return rows
+
+
+def compare(timelines: Mapping[str, Timeline], holders: int = 10) -> str:
+    """Writes timelines side by side, each at its own peak, by category and by block."""
+    categories = [timeline.by("category") for timeline in timelines.values()]
+    blocks = [timeline.blocks() for timeline in timelines.values()]
+    named = [category for category in CATEGORIES if any(category in c for c in categories)]
+    shown = _largest(functools.reduce(operator.or_, map(Counter, blocks)))
+    parts = [
+        "\n".join(f"{name}: {timeline.heading}" for name, timeline in timelines.items()),
+        _lines([("category, at the peak", *timelines), *_category_rows(named, categories)]),
+        _lines([("block, activations at the peak", *timelines), *_rows(shown, blocks)]),
+    ]
+    if holders:
+        for name, timeline in timelines.items():
+            parts.append(f"{name}\n{_lines(timeline._by_tensor(holders))}")
+    return "\n\n".join(parts)
+
+
+def _rows(names: Iterable[str], found: Sequence[Mapping[str, int]]) -> Rows:
+    return [(name, *(format_bytes(part.get(name, 0)) for part in found)) for name in names]
+
+
+def _category_rows(names: Iterable[str], found: Sequence[Mapping[str, int]]) -> Rows:
+    rows = _rows(names, found)
+    return [(UNSEEN if name == "unseen" else name, *sizes) for name, *sizes in rows]
+
+
+def _largest(sizes: Mapping[str, int]) -> list[str]:
+    """Returns the names of the largest, in the order of the others."""
+    largest = set(sorted(sizes, key=lambda name: -sizes[name])[:MOST_BLOCKS])
+    return [name for name in sizes if name in largest and sizes[name]]
+
+
+_ATTRIBUTES = tuple(entry.name for entry in fields(Allocation))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A timeline as its JSON has it."""
+
+    version: int
+    columns: tuple[str, ...]
+    title: str
+    device: str
+    length: int
+    allocator: bool
+    error: str
+    phases: list[Any]
+    allocations: list[Any]
+
+
+def _timeline(values: Any) -> Timeline:
+    """Makes a timeline of what its JSON holds; raises ValueError for anything else."""
+    stored = read(_Stored, values)
+    if stored.version != VERSION:
+        raise ValueError(f"it is of version {stored.version}; {VERSION} is read")
+    phases = [read_row(Mark, ("point", "phase"), row) for row in stored.phases]
+    allocations = [read_row(Allocation, stored.columns, row) for row in stored.allocations]
+    length = stored.length
+    # a curve has a value for each point: no more than the allocations make
+    if not 0 <= length <= 2 * len(allocations):
+        raise ValueError(f"{len(allocations)} allocations make no {length} events")
+    for allocation in allocations:
+        wrong = [p for p in (allocation.start, allocation.end or 0) if not 0 <= p <= length]
+        if wrong:
+            raise ValueError(f"an allocation is at point {wrong[0]} of {length}")
+    return Timeline(
+        stored.title, stored.device, length, stored.allocator, stored.error, phases, allocations
+    )
+
+
+def _lines(rows: Rows) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)

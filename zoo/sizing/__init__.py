@@ -1,0 +1,1 @@
+"""The largest batch, sequence or volume whose training step keeps to a memory budget."""

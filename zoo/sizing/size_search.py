@@ -1,0 +1,75 @@
+"""Searches for the largest size within a budget in few evaluations, since each takes seconds.
+
+Bytes grow about linearly with a batch and as a power with a volume, so the next size is where a
+line through the two nearest points meets the budget (the secant method, with some bisections):
+
+    size    32    51    47    48    49        the budget is 8
+    bytes   5.5   8.5   7.9   8.1   8.2
+            fits  not   fits  not   not       -> 47
+
+Kernels and planners choose anew for each size, so a larger one may need less: the sizes just beyond
+the limit are evaluated, too.
+"""
+
+from collections.abc import Callable, Mapping
+
+# the bytes that a size needs, None where the model takes no such size
+Needed = Callable[[int], int | None]
+# sizes beyond the largest that fits that are evaluated
+BEYOND = 2
+# one of three evaluations after so many is a bisection: a curve may be far from a line
+SECANTS = 6
+# the next size is at most so many times the largest that fits
+STRIDE = 16
+MOST = 2**32
+
+
+def largest_within(needed: Needed, budget: int, start: int = 1, base: int = 0) -> int:
+    """Returns the largest size from 1 whose bytes are at most a budget, 0 where none is.
+
+    The search begins at `start`; `base` is a guess of what size 0 would need. The size returned
+    fits, the next `BEYOND` do not; if bytes grow with the size, no larger one fits. Sizes that the
+    model does not take count as too small below `start` and as too large above. `MOST` means that
+    bytes do not reach the budget.
+    """
+    seen: dict[int, int | None] = {}
+
+    def fits(size: int) -> bool:
+        if size not in seen:
+            seen[size] = needed(size)
+        peak = seen[size]
+        return peak is not None and peak <= budget
+
+    low, high, size = 0, MOST + 1, start
+    while high - low > 1:
+        if fits(size) or (seen[size] is None and size < start):
+            low = size
+        else:
+            high = size
+        size = _next(seen, budget, base, low, high)
+    if not low or not fits(low):
+        return 0
+    while high <= min(low + BEYOND, MOST):
+        if fits(high):
+            low = high
+        high += 1
+    return low
+
+
+def _next(seen: Mapping[int, int | None], budget: int, base: int, low: int, high: int) -> int:
+    """Chooses a size between `low`, which fits, and `high`, which does not."""
+    if len(seen) > SECANTS and len(seen) % 3 == 0:
+        size = (low + min(high, 4 * low or high)) // 2
+    else:
+        size = _secant(seen, budget, base)
+    return max(low + 1, min(size, high - 1, low * STRIDE or high))
+
+
+def _secant(seen: Mapping[int, int | None], budget: int, base: int) -> int:
+    known = [(size, peak) for size, peak in seen.items() if peak is not None]
+    if not known:
+        return 0
+    known.sort(key=lambda point: abs(point[1] - budget))
+    (size, peak), (other, less) = (*known, (0, base))[:2]
+    slope = (peak - less) / (size - other)
+    return size + int((budget - peak) // slope) if slope > 0 else MOST

@@ -1,0 +1,109 @@
+"""What a verification found, in numbers and words: no tensors, no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zoo.errors import VerifyError
+from zoo.planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class Place:
+    """A step of the chain: its number from 0, its name, and what it did, as a relative clause."""
+
+    number: int
+    name: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that differs.
+
+    Attributes:
+        kind: output, loss, input gradient, parameter gradient, buffer, parameter, attribute or
+            random state; they are compared in this order.
+        name: which one, as `named_parameters` and the like name it.
+        training_step: the step of training after which it was seen, from 1.
+        differing, elements: how many numbers differ in a bit, of how many.
+        largest: the largest absolute difference; inf where one of the two is not a number.
+        note: what differs when it is not numbers, else ''.
+        place: the first step of the chain whose output or gradient differs; None if not found.
+    """
+
+    kind: str
+    name: str
+    training_step: int
+    differing: int = 0
+    elements: int = 0
+    largest: float = 0.0
+    note: str = ""
+    place: Place | None = None
+
+    def __str__(self) -> str:
+        what = self.note or (
+            f"{self.differing} of {self.elements} elements, by at most {self.largest:.3g}"
+        )
+        name = "" if self.name == self.kind else f" {self.name}"
+        text = f"{self.kind}{name} after training step {self.training_step} ({what})."
+        if (place := self.place) is None:
+            return text
+        return f"{text} First in the chain is step {place.number} ({place.name}), {place.what}."
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found; it holds no tensors, and printing it says it in words.
+
+    Attributes:
+        exact: whether checkpointed training was that of the baseline in every bit.
+        deterministic: whether the baseline was equal to itself; if not, `first` is about that.
+        steps: how many steps of training were asked for.
+        compared: how many things of each kind were compared after each of them.
+        plan: the plan in force at last; None where nothing was checkpointed.
+        first: the first difference; None when exact.
+        model, checkpoint: what was verified, in words.
+    """
+
+    exact: bool
+    deterministic: bool
+    steps: int
+    compared: Mapping[str, int]
+    plan: Plan | None
+    first: Difference | None
+    model: str
+    checkpoint: str
+
+    def check(self) -> None:
+        """Raises VerifyError, with the report as its message, unless training was exact."""
+        if not self.exact:
+            raise VerifyError(str(self))
+
+    def __str__(self) -> str:
+        subject = f"{self.model} with checkpoint={self.checkpoint}"
+        if not self.deterministic:
+            return (
+                f"nondeterministic baseline: two plain trainings of {self.model} from the same "
+                f"state differ, first in {self.first} Nothing is said about checkpointing; look "
+                "for a nondeterministic kernel (torch.use_deterministic_algorithms), the clock, "
+                "or state outside the model."
+            )
+        if self.first is not None:
+            return f"not exact: {subject} differs from its baseline, first in {self.first}"
+        counts = self.plan.runs() if self.plan is not None else ()
+        recomputed = sum(count > 1 for count in counts)
+        runs = (
+            f"{recomputed} of {len(counts)} steps run again" if recomputed else "no step run again"
+        )
+        if self.plan is None and self.checkpoint != "False":
+            runs = "each block run again as a whole"
+        compared = ", ".join(_counted(kind, count) for kind, count in self.compared.items())
+        return (
+            f"exact: {subject}, {runs}, is bit for bit its baseline after each of "
+            f"{_counted('training step', self.steps)}: {compared}."
+        )
+
+
+def _counted(kind: str, count: int) -> str:
+    plural = f"{kind}es" if kind.endswith("s") else f"{kind}s"
+    return f"{count} {kind if count == 1 else plural}"

@@ -1,0 +1,173 @@
+"""Everything that a step of training leaves, under its name, and the first bit of it that differs.
+
+`torch.testing.assert_close` compares numbers: it takes 0.0 for -0.0 and stops at a NaN. Here it is
+bits, and also what is no tensor: counters and flags that modules keep, random streams.
+"""
+
+import contextlib
+import dataclasses
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo._torch import pytree
+from zoo.profiling.step_key import BOOKKEEPING
+from zoo.verification.divergence import Difference
+
+# by kind and name: tensors as they are, everything else as its repr
+Record = dict[tuple[str, str], Any]
+
+
+def record(
+    model: nn.Module, inputs: Sequence[Any], outputs: Any, loss: Tensor, streams: Mapping[str, Any]
+) -> Record:
+    """Returns what a step of training left: the tensors themselves, not copies.
+
+    `streams` are the states that `read_streams` returns.
+    """
+    found: Record = {}
+
+    def add(kind: str, values: Iterable[tuple[str, Any]]) -> None:
+        found.update(((kind, name), value) for name, value in values)
+
+    given = [pair for part in inputs for pair in _named("input", part)]
+    add("output", _named("output", _as_dicts(outputs)))
+    add("loss", [("loss", loss)])
+    trained = ((name, x) for name, x in given if isinstance(x, Tensor) and x.requires_grad)
+    add("input gradient", ((name, x.grad) for name, x in trained))
+    trained = ((name, x) for name, x in model.named_parameters() if x.requires_grad)
+    add("parameter gradient", ((name, x.grad) for name, x in trained))
+    add("buffer", model.named_buffers())
+    add("parameter", model.named_parameters())
+    add("attribute", _attributes(model))
+    for name, state in streams.items():
+        # of NumPy's a tuple whose array is too long for a repr
+        plain = (state[1].tobytes(), state[2:]) if name == "numpy" else state
+        found["random state", name] = plain if isinstance(plain, Tensor) else repr(plain)
+    return found
+
+
+def first_difference(expected: Record, actual: Record, step: int) -> Difference | None:
+    """Compares what two trainings left after a step of training, in the order of `expected`."""
+    for key in dict.fromkeys((*expected, *actual)):
+        if key not in actual or key not in expected:
+            side = "the baseline" if key in expected else "the other training"
+            return Difference(*key, step, note=f"only in {side}")
+        if found := _difference(*key, step, expected[key], actual[key]):
+            return found
+    return None
+
+
+def _difference(kind: str, name: str, step: int, expected: Any, actual: Any) -> Difference | None:
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        texts = _text(expected), _text(actual)
+        note = f"{texts[1]} instead of {texts[0]}" if max(map(len, texts)) < 40 else "another value"
+        return None if texts[0] == texts[1] else Difference(kind, name, step, note=note)
+    if same_bits(expected, actual):
+        return None
+    form, other = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (expected, actual))
+    if form != other:
+        return Difference(kind, name, step, note=f"{other} instead of {form}")
+    differing = (_bits(expected) != _bits(actual)).any(1)
+    dtype = torch.complex128 if expected.is_complex() else torch.float64
+    numbers = [_dense(t).reshape(-1)[differing.to(t.device)].cpu() for t in (expected, actual)]
+    gap = (numbers[0].to(dtype) - numbers[1].to(dtype)).abs().nan_to_num(nan=torch.inf).max()
+    return Difference(kind, name, step, int(differing.sum()), len(differing), float(gap))
+
+
+def same_bits(expected: Tensor, actual: Tensor) -> bool:
+    """Says whether two tensors are equal in type, shape and every bit: -0.0 is not 0.0."""
+    if expected.dtype != actual.dtype or expected.shape != actual.shape:
+        return False
+    return torch.equal(_bits(expected), _bits(actual).to(expected.device))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Returns a tensor's bytes (elements, bytes of one)."""
+    tensor = _dense(tensor)
+    return tensor.reshape(-1).view(torch.uint8).view(tensor.numel(), tensor.element_size())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "a tensor"
+    return "none" if value is None else str(value)
+
+
+def _named(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the tensors and plain values in nested containers by their path: 'output[1][0]'."""
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        name = f"{prefix}{pytree.keystr(path)}"
+        if isinstance(leaf, Tensor):
+            yield name, leaf
+        elif isinstance(leaf, torch.Generator):
+            yield name, leaf.get_state()
+        elif isinstance(leaf, bool | int | float | complex | str | bytes | None):
+            yield name, repr(leaf)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields what modules keep beside parameters and buffers: counters, flags, caches, state."""
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in BOOKKEEPING and key != "runner":
+                yield from _named(f"{path}.{key}".lstrip("."), value)
+
+
+def _as_dicts(outputs: Any) -> Any:
+    """Returns outputs with dicts in the place of dataclasses, which torch takes for leaves."""
+
+    def as_dict(leaf: Any) -> Any:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        return _as_dicts({part.name: getattr(leaf, part.name) for part in dataclasses.fields(leaf)})
+
+    return pytree.tree_map(as_dict, outputs)
+
+
+def read_streams() -> dict[str, Any]:
+    """Reads the state of every global random stream in use, by name."""
+    return {name: read() for name, read, _ in _streams()}
+
+
+def set_streams(states: Mapping[str, Any]) -> None:
+    """Sets the states that `read_streams` read."""
+    for name, _, write in _streams():
+        if name in states:
+            write(states[name])
+
+
+@contextlib.contextmanager
+def random_state_restored() -> Iterator[dict[str, Any]]:
+    """Yields the states of all global random streams and restores them at the end."""
+    states = read_streams()
+    try:
+        yield states
+    finally:
+        set_streams(states)
+
+
+def _streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
+    """Yields each global random stream in use: its name, and what reads and writes its state."""
+    yield "cpu", torch.get_rng_state, torch.set_rng_state
+    yield "python", random.getstate, random.setstate
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for device in range(torch.cuda.device_count()):
+            read = partial(torch.cuda.get_rng_state, device)
+            yield f"cuda:{device}", read, partial(torch.cuda.set_rng_state, device=device)
+    if torch.backends.mps.is_available():
+        yield "mps", torch.mps.get_rng_state, torch.mps.set_rng_state
+    if "numpy" in sys.modules:
+        numpy: Any = sys.modules["numpy"].random
+        yield "numpy", numpy.get_state, numpy.set_state
