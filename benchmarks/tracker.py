@@ -6,7 +6,7 @@
 
 Peaks of one step, forward, backward and optimizer, of the baseline and of `checkpoint=True`:
 
-    allocator   every event of torch's allocator, and what was there before: `measure.memory`
+    allocator   every event of torch's allocator, and what was there before: `profiling.allocator`
     tracker     `zoo.track(..., allocator=True)`: the same events, each with its tensor
     tensors     `zoo.track(...)`: what tensors show; the rest are workspaces of libraries
     memray      every malloc of the process during the step, and what was there before

@@ -3,7 +3,7 @@
 `torch.nn.Sequential` is the nearest relative; it cannot hand several tensors on, cannot offer the
 inside of its blocks as steps, and cannot be run by a plan. A chain runs its steps in order over a
 *state*, a tuple of tensors: each step takes what the step before it returned. What is kept in
-memory meanwhile is somebody else's business: the runner that `checkpointing` attaches.
+memory meanwhile is somebody else's business: the runner that `policy.options` attaches.
 
 A chain that nobody attached anything to is an ordinary module with an ordinary forward.
 """

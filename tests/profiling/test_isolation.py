@@ -191,3 +191,28 @@ def test_steps_that_fail_are_named_with_the_way_out() -> None:
     model.item = lambda x: x * x.mean().item()  # type: ignore[assignment]
     with pytest.raises(PlanError, match=r"steps of Moving could not be measured.*pass checkpoint="):
         zoo.plan(model, torch.rand(3, 4), max_overhead=0.5)
+
+
+@pytest.mark.usefixtures("without_fork")
+def test_without_a_fork_a_traced_model_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoo.tracing.ahead.can_fork", lambda: False)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    report = zoo.plan(model, torch.rand(3, 4), max_overhead=0.5)
+    assert report.predicted_peak <= report.baseline_peak
+
+
+def test_what_a_step_gives_a_kernel_need_not_be_made_again() -> None:
+    class Setting(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def steps(self) -> Steps:
+            return [self.first, self.step]
+
+        def step(self, x: Tensor) -> Tensor:
+            other = torch.empty(0)
+            other.set_(torch.ones(4).untyped_storage())
+            return x * other[:4]
+
+    assert zoo.plan(Setting(), torch.rand(3, 4), max_overhead=0.5).predicted_peak > 0

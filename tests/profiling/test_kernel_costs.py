@@ -136,3 +136,13 @@ def test_writing_kernels_write_nothing_of_the_model_s() -> None:
     found = Profile(model, outline(model.steps()), (x,))
     found.kernels()
     assert torch.equal(model.weight, torch.ones(4))
+
+
+def test_a_full_table_forgets_nothing_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_known", {})
+    monkeypatch.setattr(kernels, "MOST_KNOWN", 1)
+    table, x = KernelTable(), torch.rand(4)
+    table.number(torch.ops.aten.relu.default, (x,), {})
+    measure_kernels(table.specs, CPU)
+    table.number(torch.ops.aten.tanh.default, (x,), {})
+    assert all(measure_kernels(table.specs, CPU))

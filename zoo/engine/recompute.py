@@ -2,8 +2,8 @@
 
 A segment is a range of a forward whose saved tensors are not kept. Its kernels are recorded below
 autograd (`recording`) and replayed in the backward (`replay`) when the first of its saved tensors
-is asked for (`saved`). The function itself runs once, as it is written: whatever it reads, writes,
-counts, prints or draws happens once, as in the baseline.
+is asked for (`saved_tensors`). The function itself runs once, as it is written: whatever it reads,
+writes, counts, prints or draws happens once, as in the baseline.
 
     forward   segment( a b c )          nodes of a, b, c; handles in the place of saved tensors
     backward  opens a handle of c   ->  a b c are replayed as far as the handles need, which all

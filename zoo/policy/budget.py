@@ -8,7 +8,7 @@ counted here, and gradients of parameters from when the backward makes them:
 
 The larger of the two must keep to the budget. Nothing of the model's size is allocated: bytes come
 from fake tensors, seconds and workspaces from one real run of each kind of kernel
-(`measure.profile`).
+(`profiling.chain_profile`).
 """
 
 import copy
@@ -91,7 +91,7 @@ class BudgetPlanner:
     def with_kernels(self, kernels: Sequence[KernelCosts | None]) -> "BudgetPlanner":
         """Returns what this is with what each kind of kernel takes."""
         found = copy.copy(self)
-        for known in ("points", "least"):
+        for known in ("points", "least", "trades"):
             vars(found).pop(known, None)
         found._count(self.profile.costs(kernels=kernels), True)
         return found

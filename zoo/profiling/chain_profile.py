@@ -76,8 +76,8 @@ class Profile:
     def __init__(self, chain: nn.Module, outline: Outline, inputs: State) -> None:
         trained = {id(p): p.nbytes for p in chain.parameters() if p.requires_grad}
         self.outline, self.gradient_bytes = outline, sum(trained.values())
-        given = [value for value in inputs if value is not None]
-        self.place = given[0].device if given else torch.device("cpu")
+        tensors = (*(value for value in inputs if value is not None), *chain.parameters())
+        self.place = tensors[0].device if tensors else torch.device("cpu")
         _import_all()
         answer = isolated(functools.partial(_followed, chain, outline, inputs))
         if isinstance(answer, Raised) and answer.error is not None:

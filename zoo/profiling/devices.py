@@ -2,7 +2,7 @@
 
 A kernel takes as long as its arithmetic or its traffic, whichever is longer, and a while to start.
 The numbers are vendors' peaks; a plan needs only how steps compare. Where the device is here,
-`trial` measures instead.
+`kernel_costs` measures instead.
 
 Sources: NVIDIA's data sheets of the H200, H100 (SXM), A100 (80 GB, SXM), L4, T4 and V100 (SXM2) and
 the Ada architecture's white paper; dense numbers, with float32 products in TF32 where there is one

@@ -2,7 +2,9 @@
 
 The engine has threads, which a forked process does not inherit: once a process has run a backward,
 autograd refuses one in its children. What is walked here are the same nodes in the same order (the
-latest first), without gradients of gradients, and without hooks on tensors.
+latest first), without gradients of gradients and without hooks on tensors. A function of Python's
+gets zeros for a gradient that is not there, also where it asked for None. A block of
+`torch.utils.checkpoint`'s inside is counted as if recomputed for each of its saved tensors.
 """
 
 import heapq

@@ -28,6 +28,9 @@ from zoo.chain import GLOBAL_HOOKS
 from zoo.errors import ZooError
 from zoo.verification.training_record import read_streams, set_streams
 
+# what autograd's engine says in a forked process where it has threads for a device
+NO_FORK = "fork-based multiprocessing"
+
 
 class Raised(NamedTuple):
     """What a function raised in another process: its kind, its text; itself where it is ours."""
@@ -55,7 +58,9 @@ def isolated(function: Callable[[bool], Any]) -> Any:
     return what pickles. Hooks for all modules, dispatch modes and anomaly detection do not see it.
     """
     if can_fork():
-        return in_fork(lambda: _answer(function, True))
+        answer = in_fork(lambda: _answer(function, True))
+        if not (isinstance(answer, Raised) and NO_FORK in answer.text):
+            return answer
     with streams_restored(), _gates():
         return _answer(function, False)
 
@@ -124,7 +129,10 @@ def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
         _hush()
         # the threads of kernels stayed in the parent
         torch.set_num_threads(1)
-        answer = pickle.dumps(function())
+        try:
+            answer = pickle.dumps(function())
+        except Exception as error:
+            answer = pickle.dumps(Raised(type(error).__name__, str(error)))
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(answer)
     finally:

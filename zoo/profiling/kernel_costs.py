@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zoo._torch import DisableAutocast, disable_current_modes
+from zoo._torch import DisableAutocast, disable_current_modes, pytree
 from zoo.engine.operators import KERNELS, Settings, read_settings
 from zoo.profiling.allocator import AllocatorEvents, tensors_in
 from zoo.profiling.tensor_spec import NumberedSpec, Storages, make_tensors, numbered_spec
@@ -27,6 +27,13 @@ RUNS = 10
 SECONDS = 0.01
 # kernels whose costs are known at once, at most
 MOST_KNOWN = 1 << 14
+
+
+# what a call can take beside tensors and generators, and takes again
+PLAIN = (
+    int | float | complex | str | None | torch.dtype | torch.device | torch.layout
+    | torch.memory_format
+)  # fmt: skip
 
 
 class KernelSpec(NamedTuple):
@@ -71,19 +78,22 @@ def measure_kernels(
         ArgumentError: on a CPU where a profiler of torch's is at work.
     """
     keys = [_key(spec) for spec in specs]
+    if len(_known) + len(keys) > MOST_KNOWN:
+        _known.clear()
     missing = {
         key: spec
         for key, spec in zip(keys, specs, strict=True)
         if spec is not None and key not in _known
     }
     if missing:
-        if len(_known) + len(missing) > MOST_KNOWN:
-            _known.clear()
         streams = read_streams()
         try:
             with disable_current_modes(), torch.no_grad(), DisableAutocast():
-                measure = _on_cuda if device.type == "cuda" else _on_cpu
-                found = measure(list(missing.values()))
+                if device.type == "cuda":
+                    with torch.cuda.device(device):
+                        found = [_run_on_cuda(spec) for spec in missing.values()]
+                else:
+                    found = _on_cpu(list(missing.values()))
         finally:
             set_streams(streams)
         _known.update(zip(missing, found, strict=True))
@@ -102,6 +112,9 @@ def _key(spec: KernelSpec | None) -> _Key:
 def _spec_of(func: Any, args: Any, kwargs: Any) -> KernelSpec | None:
     """Describes a call; None for a kernel that cannot be called alone."""
     if getattr(func, "namespace", "") not in KERNELS:
+        return None
+    leaves = pytree.tree_leaves((args, kwargs))
+    if not all(isinstance(leaf, Tensor | torch.Generator | PLAIN) for leaf in leaves):
         return None
     tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
     if any(tensor.layout is not torch.strided for tensor in tensors.values()):
@@ -206,10 +219,6 @@ def _seconds(spec: KernelSpec) -> float:
         func(*args, **kwargs)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-def _on_cuda(specs: Sequence[KernelSpec]) -> list[KernelCosts | None]:
-    return [_run_on_cuda(spec) for spec in specs]
 
 
 def _run_on_cuda(spec: KernelSpec) -> KernelCosts | None:

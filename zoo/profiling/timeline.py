@@ -1,6 +1,6 @@
 """The memory of a training step over time, as data: every allocation's life, and what follows.
 
-`measure.tracker` makes one; this file needs neither torch nor a model, so that a timeline can be
+`memory_tracker` makes one; this file needs neither torch nor a model, so that a timeline can be
 read, compared and drawn anywhere. Time is counted in events: at point 0 only what was there before
 is allocated, and each allocation or release makes the next point.
 

@@ -179,8 +179,9 @@ def extrapolated(
 ) -> list[KernelCosts | None]:
     """Returns what the kernels of a large size would take, from what those of a small one took.
 
-    Workspaces and seconds grow at most as that tensor does which grows most: oneDNN's convolution
-    reorders its input, its output and its weights, and only the first two grow with a batch.
+    Workspaces and seconds of a larger batch grow at most as that tensor does which grows most:
+    oneDNN's convolution reorders its input, its output and its weights, and only the first two
+    grow. Along a sequence attention takes longer than that.
     """
     found: list[KernelCosts | None] = []
     for kernel, here, there in zip(kernels, small, large, strict=True):

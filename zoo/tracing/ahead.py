@@ -35,7 +35,7 @@ from zoo.errors import ArgumentError, ZooError, shortened
 from zoo.invocation import Invocation, Loss, UnknownTargets, own_loss, place_of, with_loss_errors
 from zoo.profiling.allocator import tensors_in
 from zoo.profiling.constants import SMALL, Constants, NumbersNeeded, copied
-from zoo.profiling.isolation import Died, can_fork, in_fork, streams_restored
+from zoo.profiling.isolation import NO_FORK, Died, can_fork, in_fork, streams_restored
 from zoo.profiling.sharded import is_spread
 from zoo.profiling.source_location import line_of_traceback
 from zoo.tracing.graph import Graph
@@ -49,7 +49,6 @@ MOST_MADE = 1 << 30
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 # what operators raise that real tensors would not
 OF_FAKES = (NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
-NO_FORK = "fork-based multiprocessing"
 LATER = (
     "Only a look ahead lacks them: zoo.checkpoint without a budget needs none, and plans by the "
     "first step that runs for real."

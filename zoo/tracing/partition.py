@@ -13,6 +13,7 @@ Views of parameters are no state: each step that needs one makes it. Equal steps
 the same `StepProgram` with other modules, so that each is measured once.
 """
 
+import copy
 import functools
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,10 @@ class Tensors(nn.Module):
         super().__init__()
         object.__setattr__(self, "owner", owner)
         object.__setattr__(self, "names", names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Tensors":
+        # slots are not what a module copies
+        return Tensors(copy.deepcopy(self.owner, memo), self.names)
 
     def tensor(self, name: str) -> Any:
         """Returns one of them."""

@@ -1,7 +1,7 @@
 """What a model runs in one training forward, as steps: found without running a step of training.
 
     a chain          is called, and stopped where its first step would run
-    any other        is traced on fake tensors in another process (`isolated`)
+    any other        is traced on fake tensors in another process (`ahead`)
 
 Either way the model is afterwards what it was, and nothing of its size is allocated.
 """
