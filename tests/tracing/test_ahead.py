@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import zoo
 from tests.tracing.runs import Deciding, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
+from zoo.profiling.isolation import Raised
 from zoo.tracing import ahead as isolated
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.graph import StandIn
@@ -247,3 +249,10 @@ def test_what_depends_on_numbers_is_stood_in_for() -> None:
     made.sum().backward()
     assert made.shape == call.operator.results[0].shape
     assert x.grad is not None
+
+
+def test_an_answer_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = Raised("PicklingError", "no such answer")
+    monkeypatch.setattr("zoo.tracing.ahead.in_fork", lambda _: raised)
+    with pytest.raises(ArgumentError, match="Linear cannot be planned ahead: PicklingError: no"):
+        zoo.plan(nn.Linear(3, 3), torch.rand(2, 3), max_overhead=0.5)

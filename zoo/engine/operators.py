@@ -4,6 +4,7 @@ A schema tells nearly all of it. What no schema tells is listed here by name and
 `tests/operators.py`, which runs torch's own database of operators with and without a recording.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,11 @@ from zoo._torch import (
     set_mkldnn_enabled,
 )
 
+# what operators take beside tensors, generators and lists of these
+CONSTANTS = (
+    int | float | complex | str | bool | None | torch.dtype | torch.device | torch.layout
+    | torch.memory_format
+)  # fmt: skip
 # namespaces whose operators are kernels: the same arguments, the same results. All others may run
 # a user's Python or another process's data, so their results are kept and they never run twice
 KERNELS = frozenset({"aten", "prims", "quantized", "quantized_decomposed", "torchvision"})
@@ -156,3 +162,20 @@ def write_settings(wanted: Settings, present: Settings) -> None:
     for write, value, now in zip(WRITERS, wanted, present, strict=True):
         if value != now:
             write(value)
+
+
+@functools.cache
+def name_of(operator: Any) -> str:
+    """Names an operator; higher-order operators have no overloads."""
+    return str(operator) if hasattr(operator, "_schema") else f"higher_order.{operator.name()}"
+
+
+@functools.cache
+def resolved(name: str) -> Callable[..., Any]:
+    """Returns the operator of a name."""
+    if name.startswith("higher_order."):
+        found: Callable[..., Any] = getattr(torch.ops.higher_order, name.partition(".")[2])
+        return found
+    space, packet, overload = name.split(".")
+    function: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), packet), overload)
+    return function

@@ -44,15 +44,7 @@ def attach(
 ) -> AnyChain:
     """Puts a `checkpoint=` option in force on a chain, in place of an earlier one, and returns it.
 
-    - `False`: keep everything, the baseline;
-    - `True`: the plan of least peak memory in which no step runs more than twice;
-    - `"auto"`: the plan of least time within a memory budget, or of least memory within an
-      overhead; `memory_budget` and `max_overhead` are those of `zoo.plan`, and without either the
-      budget is what is free on the device. A budget alone means "auto";
-    - an int k: k segments of equal numbers of blocks, the last one kept;
-    - `"sqrt"`, `"blocks"`, `"cheap"`: a scheme of `zoo.planner.schemes`;
-    - a `Plan`, nested tuple or `PlanReport`: just that.
-
+    The options are those of `zoo.checkpoint`.
     All but `False` decide at the first forward in training, for each kind of inputs anew.
 
     Raises:

@@ -26,7 +26,7 @@ import torch
 from zoo._torch import active_fake_mode, disable_current_modes
 from zoo.chain import GLOBAL_HOOKS
 from zoo.errors import ZooError
-from zoo.verification.training_record import read_streams, set_streams
+from zoo.verification.training_record import random_state_restored
 
 # what autograd's engine says in a forked process where it has threads for a device
 NO_FORK = "fork-based multiprocessing"
@@ -61,18 +61,8 @@ def isolated(function: Callable[[bool], Any]) -> Any:
         answer = in_fork(lambda: _answer(function, True))
         if not (isinstance(answer, Raised) and NO_FORK in answer.text):
             return answer
-    with streams_restored(), _gates():
+    with random_state_restored(), _gates():
         return _answer(function, False)
-
-
-@contextlib.contextmanager
-def streams_restored() -> Iterator[None]:
-    """Sets all streams of random numbers as they were before the block."""
-    streams = read_streams()
-    try:
-        yield
-    finally:
-        set_streams(streams)
 
 
 def _answer(function: Callable[[bool], Any], is_apart: bool) -> Any:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from zoo._torch import DisableAutocast, disable_current_modes, pytree
-from zoo.engine.operators import KERNELS, Settings, read_settings
-from zoo.profiling.allocator import AllocatorEvents, tensors_in
+from zoo.engine.operators import CONSTANTS, KERNELS, Settings, read_settings, resolved
+from zoo.profiling.allocator import AllocatorEvents
 from zoo.profiling.tensor_spec import NumberedSpec, Storages, make_tensors, numbered_spec
-from zoo.verification.training_record import read_streams, set_streams
+from zoo.verification.training_record import random_state_restored
 
 # a quick kernel is timed so often; a slow one only until so many seconds went by
 RUNS = 10
@@ -29,19 +29,12 @@ SECONDS = 0.01
 MOST_KNOWN = 1 << 14
 
 
-# what a call can take beside tensors and generators, and takes again
-PLAIN = (
-    int | float | complex | str | None | torch.dtype | torch.device | torch.layout
-    | torch.memory_format
-)  # fmt: skip
-
-
 class KernelSpec(NamedTuple):
     """A call of a kernel without numbers: a `NumberedSpec` in the place of each tensor."""
 
     operator: str
     args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
+    kwargs: dict[str, Any]
     sizes: tuple[int, ...]
 
 
@@ -77,7 +70,8 @@ def measure_kernels(
     Raises:
         ArgumentError: on a CPU where a profiler of torch's is at work.
     """
-    keys = [_key(spec) for spec in specs]
+    settings = read_settings()
+    keys = [(repr(spec), settings) for spec in specs]
     if len(_known) + len(keys) > MOST_KNOWN:
         _known.clear()
     missing = {
@@ -86,16 +80,17 @@ def measure_kernels(
         if spec is not None and key not in _known
     }
     if missing:
-        streams = read_streams()
-        try:
-            with disable_current_modes(), torch.no_grad(), DisableAutocast():
-                if device.type == "cuda":
-                    with torch.cuda.device(device):
-                        found = [_run_on_cuda(spec) for spec in missing.values()]
-                else:
-                    found = _on_cpu(list(missing.values()))
-        finally:
-            set_streams(streams)
+        with (
+            random_state_restored(),
+            disable_current_modes(),
+            torch.no_grad(),
+            DisableAutocast(),
+        ):
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    found = [_run_on_cuda(spec) for spec in missing.values()]
+            else:
+                found = _on_cpu(list(missing.values()))
         _known.update(zip(missing, found, strict=True))
     return [_known.get(key) for key in keys]
 
@@ -105,18 +100,14 @@ _Key = tuple[str, Settings]
 _known: dict[_Key, KernelCosts | None] = {}
 
 
-def _key(spec: KernelSpec | None) -> _Key:
-    return repr(spec), read_settings()
-
-
 def _spec_of(func: Any, args: Any, kwargs: Any) -> KernelSpec | None:
     """Describes a call; None for a kernel that cannot be called alone."""
     if getattr(func, "namespace", "") not in KERNELS:
         return None
     leaves = pytree.tree_leaves((args, kwargs))
-    if not all(isinstance(leaf, Tensor | torch.Generator | PLAIN) for leaf in leaves):
+    if not all(isinstance(leaf, Tensor | torch.Generator | CONSTANTS) for leaf in leaves):
         return None
-    tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     if any(tensor.layout is not torch.strided for tensor in tensors.values()):
         return None
     storages = Storages(())
@@ -136,36 +127,26 @@ def _spec_of(func: Any, args: Any, kwargs: Any) -> KernelSpec | None:
             return kinds[id(leaf)]
         return None if isinstance(leaf, torch.Generator) else leaf
 
-    made = tuple(_mapped(arg, without_numbers) for arg in args)
-    named = tuple((name, _mapped(value, without_numbers)) for name, value in kwargs.items())
-    return KernelSpec(str(func), made, named, tuple(storages.sizes))
+    args, kwargs = pytree.tree_map(without_numbers, (args, kwargs))
+    return KernelSpec(str(func), args, kwargs, tuple(storages.sizes))
 
 
-def _mapped(value: Any, change: Any) -> Any:
-    if type(value) in (list, tuple):
-        return [_mapped(part, change) for part in value]
-    return change(value)
-
-
-def _prepared(spec: KernelSpec) -> tuple[Any, list[Any], dict[str, Any]]:
+def _prepared(spec: KernelSpec) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Makes what a call takes."""
-    kinds: list[NumberedSpec] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, NumberedSpec):
-            kinds.append(leaf)
-        return leaf
-
-    _mapped([spec.args, [value for _, value in spec.kwargs]], note)
+    given = spec.args, spec.kwargs
+    leaves = pytree.tree_leaves(given, is_leaf=_is_spec)
+    kinds = [leaf for leaf in leaves if _is_spec(leaf)]
     made = dict(zip(kinds, make_tensors(kinds, spec.sizes), strict=True))
 
     def real(leaf: Any) -> Any:
-        return made[leaf] if isinstance(leaf, NumberedSpec) else leaf
+        return made[leaf] if _is_spec(leaf) else leaf
 
-    space, packet, overload = spec.operator.split(".")
-    func = getattr(getattr(getattr(torch.ops, space), packet), overload)
-    args = [_mapped(arg, real) for arg in spec.args]
-    return func, args, {name: _mapped(value, real) for name, value in spec.kwargs}
+    args, kwargs = pytree.tree_map(real, given, is_leaf=_is_spec)
+    return resolved(spec.operator), args, kwargs
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, NumberedSpec)
 
 
 def _on_cpu(specs: Sequence[KernelSpec]) -> list[KernelCosts | None]:

@@ -27,7 +27,7 @@ from zoo.sizing.size_search import MOST, largest_within
 from zoo.sizing.trial_step import train_twice
 from zoo.tracing.api import checkpoint as put_in_force
 from zoo.units import at_least, exact_bytes, format_bytes, format_seconds
-from zoo.verification.training_record import read_streams, set_streams
+from zoo.verification.training_record import random_state_restored
 
 # seconds that a real step may take where nobody asked for one
 QUICK = 20.0
@@ -285,16 +285,14 @@ class _Search:
     def _measured(self, found: Largest) -> int | None:
         """Trains a copy of the model; its peak in bytes, None where memory runs out."""
         _log.info("size %d: a real step", found.size)
-        estimates, streams = self.estimates, read_streams()
-        try:
-            model, loss = copy.deepcopy((estimates.model, estimates.loss))
-            place = place_of(model)
-            put_in_force(model, found.plan if found.plan.depth() else False)
-            inputs = estimates.inputs.make(found.size, place)
-            return train_twice(
-                model, inputs, estimates.optimizer, loss and with_loss_errors(loss, place)
-            )
-        except torch.OutOfMemoryError:
-            return None
-        finally:
-            set_streams(streams)
+        estimates = self.estimates
+        with random_state_restored():
+            try:
+                model, loss = copy.deepcopy((estimates.model, estimates.loss))
+                place = place_of(model)
+                put_in_force(model, found.plan if found.plan.depth() else False)
+                inputs = estimates.inputs.make(found.size, place)
+                checked = loss and with_loss_errors(loss, place)
+                return train_twice(model, inputs, estimates.optimizer, checked)
+            except torch.OutOfMemoryError:
+                return None

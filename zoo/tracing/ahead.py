@@ -35,12 +35,13 @@ from zoo.errors import ArgumentError, ZooError, shortened
 from zoo.invocation import Invocation, Loss, UnknownTargets, own_loss, place_of, with_loss_errors
 from zoo.profiling.allocator import tensors_in
 from zoo.profiling.constants import SMALL, Constants, NumbersNeeded, copied
-from zoo.profiling.isolation import NO_FORK, Died, can_fork, in_fork, streams_restored
+from zoo.profiling.isolation import NO_FORK, Died, Raised, can_fork, in_fork
 from zoo.profiling.sharded import is_spread
 from zoo.profiling.source_location import line_of_traceback
 from zoo.tracing.graph import Graph
 from zoo.tracing.patched_forward import take_back_all
 from zoo.tracing.tracer import Tracer, spec_of
+from zoo.verification.training_record import random_state_restored
 
 # bytes of parameters, buffers and inputs, and bytes that kernels make, with which it runs for real
 LARGEST = 1 << 28
@@ -322,7 +323,10 @@ class _Limited(KernelMode):
 
 
 def _in_fork(look: _Look, attempt: Attempt) -> Answer:
-    found: Answer | Died = in_fork(lambda: look.answer(attempt, True))
+    found: Answer | Died | Raised = in_fork(lambda: look.answer(attempt, True))
+    if isinstance(found, Raised):
+        # the graph itself, on its way here
+        return Refusal(f"{look.kind} cannot be planned ahead: {found.kind}: {found.text}")
     if not isinstance(found, Died):
         return found
     return Refusal(
@@ -332,5 +336,5 @@ def _in_fork(look: _Look, attempt: Attempt) -> Answer:
 
 
 def _here(look: _Look, attempt: Attempt) -> Answer:
-    with streams_restored():
+    with random_state_restored():
         return look.answer(attempt, False)

@@ -9,13 +9,14 @@ numbers, parameters and buffers are paths, operators are names:
     2       aten.addmm.default     (Attribute("fc", "bias"), Value(1), Value(2))  3
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from zoo.engine.operators import resolved
 
 # a storage of a parameter or buffer, as the origin of a value that looks at it
 OWNED = -1
@@ -250,23 +251,6 @@ def _parts_of(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [*value.values(), *parts]
     return [*value, *parts] if isinstance(value, list | tuple | set | frozenset) else parts
-
-
-@functools.cache
-def name_of(operator: Any) -> str:
-    """Names an operator; higher-order operators have no overloads."""
-    return str(operator) if hasattr(operator, "_schema") else f"higher_order.{operator.name()}"
-
-
-@functools.cache
-def resolved(name: str) -> Callable[..., Any]:
-    """Returns the operator of a name."""
-    if name.startswith("higher_order."):
-        found: Callable[..., Any] = getattr(torch.ops.higher_order, name.partition(".")[2])
-        return found
-    space, packet, overload = name.split(".")
-    function: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), packet), overload)
-    return function
 
 
 def _detached(tensor: Tensor) -> Tensor:

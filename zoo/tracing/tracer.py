@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import FakeTensor
-from zoo.engine.operators import KERNELS, effects_of
+from zoo.engine.operators import CONSTANTS, KERNELS, effects_of, name_of
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, storage_of, written_by
 from zoo.errors import ArgumentError
 from zoo.profiling.allocator import tensors_in
@@ -38,14 +38,9 @@ from zoo.tracing.graph import (
     TensorSpec,
     Value,
     mapped,
-    name_of,
     tensors_held_by,
 )
 
-CONSTANTS = (
-    int | float | complex | str | bool | None | torch.dtype | torch.device | torch.layout
-    | torch.memory_format
-)  # fmt: skip
 # the sizes of their results depend on numbers
 TAGS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 # only with a mask
