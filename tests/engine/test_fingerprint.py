@@ -110,6 +110,24 @@ def test_a_fingerprint_tells_a_change_of_a_whole_tensor() -> None:
         assert fingerprint(x) != read(other)
 
 
+def test_a_write_that_counts_as_a_version_is_exact() -> None:
+    """As torch asks of extensions; what they wrote is kept as it is."""
+
+    def program(call: Call) -> Any:
+        x = torch.rand(5).requires_grad_()
+
+        def function(x: Tensor) -> Tensor:
+            y = x * 0.5
+            by_numpy(y)
+            torch.autograd.graph.increment_version(y)
+            return y.exp().sin()
+
+        call(function, x).sum().backward()
+        return x.grad
+
+    assert_exact(program)
+
+
 @pytest.mark.parametrize(
     "change",
     [lambda x: x.detach(), lambda x: x.t(), lambda x: x.to("meta")],

@@ -45,6 +45,16 @@ def drops_by_two_generators(x: Tensor) -> Tensor:
     return x
 
 
+def drops_few(x: Tensor) -> Tensor:
+    return F.dropout(x[0, 0, :4].sin(), 0.5).exp() * F.dropout(x[0, 0, 4:8].sin(), 0.5).sin()
+
+
+def drops_few_often(x: Tensor) -> Tensor:
+    for _ in range(20):
+        x = F.dropout(x[..., :4, :].sin(), 0.5).exp().sin()
+    return x
+
+
 def drops_in_an_inner_segment(x: Tensor) -> Tensor:
     x = F.dropout(x.sin(), 0.5)
     x = recompute(drops, x)
@@ -58,6 +68,9 @@ CASES = [
     (drops_nothing, 0),
     (drops_by_two_generators, 2),
     (drops_in_an_inner_segment, 2),
+    # what takes fewer bytes than a state is kept in its place
+    (drops_few, 0),
+    (drops_few_often, 1),
 ]
 
 

@@ -69,18 +69,17 @@ def is_still(tensor: Tensor, constant: bytes) -> bool:
         return False
     if not tensor.is_contiguous():
         return constant_of(tensor) == constant
-    found = read(tensor)
+    size = tensor.nbytes
+    found = read(tensor) if size > AT_ONCE else ctypes.string_at(tensor.data_ptr(), size)
     return found == constant * (len(found) // len(constant))
 
 
 def read(tensor: Tensor) -> bytes:
     """Returns bytes at places spread over a dense tensor."""
     start, size = tensor.data_ptr(), tensor.nbytes
-    if size <= PLACES * WIDTH:
-        return ctypes.string_at(start, size)
-    gap = (size - WIDTH) // (PLACES - 1) // WIDTH * WIDTH
-    places = [place * gap for place in range(PLACES)]
     if size <= AT_ONCE:
         found = ctypes.string_at(start, size)
-        return b"".join([found[place : place + WIDTH] for place in places])
-    return b"".join([ctypes.string_at(start + place, WIDTH) for place in places])
+        # an odd stride takes high and low bytes of numbers in turn
+        return found[:: size // (PLACES * WIDTH) | 1] + found[-WIDTH:]
+    gap = (size - WIDTH) // (PLACES - 1) // WIDTH * WIDTH
+    return b"".join([ctypes.string_at(start + place * gap, WIDTH) for place in range(PLACES)])

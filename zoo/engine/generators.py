@@ -5,7 +5,8 @@ its arguments. Any device that has default generators will do; for another the r
 
 A state of the CPU's takes 5 KB, packed 2.5 KB. So a segment keeps one: a kernel that found the
 stream as the one before it in the segment left it is replayed after that one, and one that drew
-nothing needs none.
+nothing needs none. Draws that take fewer bytes than a state, as far as they come first in a
+segment, are kept themselves.
 """
 
 import ctypes
@@ -20,6 +21,8 @@ from zoo._torch import DisableTorchDispatch
 
 # bytes of a state of the CPU's generator, and of what stands before and behind its words
 SIZE, HEAD, TAIL = 5056, 24, 40
+# what a packed one takes
+PACKED_SIZE = (SIZE - HEAD - TAIL) // 2 + HEAD + TAIL
 # generators, and the states that they had
 Draws = list[tuple[Generator, Tensor]]
 

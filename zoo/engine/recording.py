@@ -16,6 +16,7 @@ memory and never changes a number.
 """
 
 import bisect
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,15 @@ from zoo._torch import (
     pytree,
 )
 from zoo.engine.fingerprint import constant_of, is_still
-from zoo.engine.generators import Draws, Kept, LastDraw, PackedState, draws_of, is_same_state
+from zoo.engine.generators import (
+    PACKED_SIZE,
+    Draws,
+    Kept,
+    LastDraw,
+    PackedState,
+    draws_of,
+    is_same_state,
+)
 from zoo.engine.operators import (
     KNOWN,
     STATISTICS,
@@ -117,6 +126,7 @@ class Segment:
         self.recording: Recording = Recording() if parent is None else parent.recording
         self.first = self.recording.count
         self.end: int | None = None
+        self.drawn = 0  # bytes that kernels drew on the CPU
         self.handles: list[weakref.ref[Any]] = []
         self._inner: list[weakref.ref[Segment]] = []
         # what a replay for all that was saved would run, and for how many handles that is
@@ -337,8 +347,13 @@ def _copied(storage: Any, tensor: Tensor) -> Any:
     if isinstance(tensor, FakeTensor):
         # it has no numbers that could change
         return storage
-    with DisableTorchDispatch():
-        return storage.clone()
+    if not tensor.is_cpu:
+        with DisableTorchDispatch():
+            return storage.clone()
+    # a third of the time of `clone`, which goes through tensors
+    copy = torch.UntypedStorage(storage.nbytes())
+    ctypes.memmove(copy.data_ptr(), storage.data_ptr(), storage.nbytes())
+    return copy
 
 
 def storage_of(tensor: Tensor) -> Any:
@@ -409,7 +424,7 @@ class Recorder(KernelMode):
         if kwargs is None:
             kwargs = {}
         if effects.ignored or recording.replaying:
-            return func(*args, **kwargs)
+            return getattr(func, "_op", func)(*args, **kwargs)
         if not effects.simple:
             return self._run(func, effects, args, kwargs)
         # not the operator, which is a Python function that calls this
@@ -432,8 +447,9 @@ class Recorder(KernelMode):
             return self._run_empty(func, effects, args, kwargs)
         recording = self.recording
         written = written_by(effects, args, kwargs)
-        draws = draws_of(args, kwargs) if effects.seeded else None
-        if effects.opaque or (effects.seeded and draws is None):
+        keeps = effects.opaque or (effects.seeded and not effects.makes and _keeps_draw(written))
+        draws = draws_of(args, kwargs) if effects.seeded and not keeps else None
+        if keeps or (effects.seeded and draws is None):
             # what it writes comes from outside from now on
             out = self._run_outside(func, effects, written, args, kwargs)
             for tensor in written:
@@ -483,7 +499,7 @@ class Recorder(KernelMode):
         """Runs a kernel that writes tensors from outside."""
         for tensor in outside:
             self.recording.before_write(tensor)
-        out = func(*args, **kwargs)
+        out = getattr(func, "_op", func)(*args, **kwargs)
         if effects.lists:
             # kernels of lists count no version below a mode
             torch.autograd.graph.increment_version(written_by(effects, args, kwargs))
@@ -491,7 +507,7 @@ class Recorder(KernelMode):
 
     def _run_empty(self, func: Any, effects: Effects, args: Any, kwargs: Any) -> Any:
         """Runs what makes memory without content: its replay reads nothing, not even a model."""
-        out = func(*args, **kwargs)
+        out = func._op(*args, **kwargs)
         # a norm on the CPU reserves no bytes, which to record would cost more than to keep
         if out.layout is torch.strided and (out.dtype is not torch.uint8 or out.numel()):
             node = Node(EMPTY_STRIDED, self.recording.count, self.recording.settings)
@@ -605,6 +621,15 @@ class Recorder(KernelMode):
         if effects.blank and storage.nbytes() > 0:
             value.blank = b"" if effects.empty else constant_of(tensor)
         return value
+
+
+def _keeps_draw(written: list[Tensor]) -> bool:
+    """Says whether what a kernel draws takes fewer bytes than the random state for its replay."""
+    segment = thread.segment
+    if segment is None or len(written) != 1 or not written[0].is_cpu:
+        return False
+    segment.drawn += written[0].nbytes
+    return segment.drawn <= PACKED_SIZE
 
 
 def flat(out: Any) -> list[Any]:
