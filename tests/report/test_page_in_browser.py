@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report.recorded import comparison
-from zoo.report.page import write_page
+from zoo.report import page as report_page
 from zoo.report.rows import Heading
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -22,8 +22,10 @@ SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heading = Heading("mine", "A processor, 2 threads", "python test_memory_optimized.py mine.yaml")
-    found = [comparison(), comparison(name="vnet")]
-    return write_page(found, heading, tmp_path_factory.mktemp("page") / "report.html")
+    text = report_page.page([comparison(), comparison(name="vnet")], heading)
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 @pytest.fixture(scope="module")

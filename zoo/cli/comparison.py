@@ -26,7 +26,7 @@ from zoo.harness.config import load
 from zoo.harness.regression import Earlier
 from zoo.harness.results import Results, comparisons
 from zoo.harness.run import results_of, run
-from zoo.report.page import write_page
+from zoo.report.page import page
 from zoo.report.report import show, write_report
 from zoo.report.rows import Row, heading, rows
 
@@ -110,20 +110,26 @@ def _report(
     show(found, above.title, console)
     try:
         write_report(found, above, folder)
-        page = write_page(comparisons, above, folder / "report.html")
+        path = folder / "report.html"
+        path.write_text(page(comparisons, above), encoding="utf-8")
     except OSError as error:
         raise ArgumentError(
             f"{shortened(str(folder))} cannot be written: {error.strerror}; the results are kept, "
             "and zoo report writes it again, --output FOLDER elsewhere"
         ) from error
-    data = {"name": name, "report": str(page), "rows": list(map(_row_data, found))}
-    return Answer(f"report:  {page}", data, int(any(row.faults for row in found)))
+    data = {"name": name, "report": str(path), "rows": list(map(_row_data, found))}
+    return Answer(f"report:  {path}", data, int(any(row.faults for row in found)))
 
 
 def _row_data(row: Row) -> dict[str, Any]:
     """Returns the measurements of a model, and the properties that follow from them."""
-    ratios = {name: getattr(row, name) for name in ("step_ratio", "ratio", "tensor_ratio")}
-    return {**asdict(row), **ratios, "time": None if row.time is None else asdict(row.time)}
+    return {
+        **asdict(row),
+        "step_ratio": row.peak.ratio,
+        "ratio": row.activation_peak.ratio,
+        "tensor_ratio": row.tensor_activation_peak.ratio,
+        "time": None if row.time is None else asdict(row.time),
+    }
 
 
 def _console(as_json: bool) -> Console:

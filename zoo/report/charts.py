@@ -6,32 +6,43 @@
     categories   bytes of one run, stacked by what they are for
     plan         what each step saves, kept or recomputed; the segments below
     frontier     least time for each peak, the classic schemes, what was measured
+
+A step with a plan has more allocations than the baseline's: its backward recomputes forwards. So
+that both share an axis, each phase has a width of its own, filled evenly:
+
+    events     0 ........ 900 ......... 1500 .. 1560      baseline
+               0 ... 700 .................. 2100 2160     with a plan
+    axis       forward   backward           optimizer
+               0         1                  3         3.4
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 from typing import Any
 
+import numpy as np
+
 from zoo.planner.plan import Plan
-from zoo.report.chain_axis import Label, chain_axis, segments
+from zoo.report.chain_axis import ChainAxis, Label, chain_axis, segments
 from zoo.report.markdown import visible
-from zoo.report.step_axis import EDGES, PARTS, recomputes, step_axis, totals
 from zoo.units import BINARY, format_bytes
 
 Timeline = Mapping[str, Any]
 Spot = tuple[float, float]
-Tips = Mapping[str, Sequence[str]]
 
+EDGES = (0.0, 1.0, 3.0, 3.4)
+PHASES = tuple(map(Label, ("forward", "backward", "optimizer"), EDGES[:-1], EDGES[1:]))
 RESIDENT = ("parameters", "buffers", "optimizer state", "inputs", "gradients")
 # in the order in which they are stacked, from below
 CATEGORIES = (*RESIDENT, "saved activations", "recomputed", "temporaries", "unseen")
 # by how often a step runs in a training step: its color, and words; 4 stands for all above
 RUNS = {
     1: ("kept", "kept"),
-    2: ("again", "recomputed"),
-    3: ("again-twice", "recomputed twice"),
-    4: ("again-often", "recomputed more often"),
+    2: ("recomputed-once", "recomputed"),
+    3: ("recomputed-twice", "recomputed twice"),
+    4: ("recomputed-often", "recomputed more often"),
 }
 SHAPES = ("square", "triangle", "diamond", "inverted_triangle", "plus")
 # a longer range of memory is drawn on a logarithmic axis, a slower plan at the upper edge
@@ -60,7 +71,7 @@ class Layer:
 
     color: str
     name: str = ""
-    tips: Tips = field(default_factory=dict)
+    tips: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +119,54 @@ class Chart:
     height: int = 300
 
 
+def phase_starts(timeline: Timeline) -> tuple[int, int, int, int]:
+    """Returns the events at which forward, backward and optimizer begin and the last one ends."""
+    length, phases = timeline["length"], timeline["phases"]
+    starts = (start for start, phase in phases if phase in ("backward", "recompute"))
+    backward = next(starts, length)
+    after = (start for start, phase in phases if phase == "optimizer" and start >= backward)
+    return 0, backward, next(after, length), length
+
+
+def places(timeline: Timeline, events: Sequence[float]) -> list[float]:
+    """Returns where events of a recorded timeline lie on the axis of a step."""
+    *starts, end = phase_starts(timeline)
+    # a step without an optimizer ends where the optimizer would begin
+    on_axis = np.interp(events, [*starts, max(end, starts[-1] + 1)], EDGES)
+    return [round(place, 5) for place in on_axis.tolist()]
+
+
+def recomputations(timeline: Timeline) -> list[list[float]]:
+    """Returns where on the axis of a step recomputation begins and ends."""
+    marks = [*timeline["phases"], [timeline["length"], ""]]
+    return [
+        places(timeline, (start, stop))
+        for (start, phase), (stop, _) in pairwise(marks)
+        if phase == "recompute" and stop > start
+    ]
+
+
+def totals(timeline: Timeline, without: Sequence[str] = ()) -> list[int]:
+    """Returns the bytes of all categories but some, at each point that is drawn."""
+    counted = [sizes for name, sizes in timeline["bytes"].items() if name not in without]
+    return [sum(sizes) for sizes in zip(*counted, strict=True)] or [0] * len(timeline["points"])
+
+
+def phase_peaks(timelines: Mapping[str, Timeline]) -> dict[str, dict[str, int]]:
+    """Returns for each phase the most bytes in each run, of the points that are drawn."""
+    order = ("before", "forward", "recompute", "backward", "optimizer")
+    peaks: dict[str, dict[str, int]] = {phase: {} for phase in order}
+    for run, timeline in timelines.items():
+        starts = [start for start, _ in timeline["phases"]]
+        names = ["before", *(phase for _, phase in timeline["phases"])]
+        for point, size in zip(timeline["points"], totals(timeline), strict=True):
+            sizes = peaks.setdefault(names[bisect_right(starts, point)], {})
+            sizes[run] = max(sizes.get(run, 0), size)
+    return {phase: sizes for phase, sizes in peaks.items() if sizes}
+
+
 def scale(most: int) -> tuple[int, str]:
-    """Returns what bytes are divided by when the most of them is so large, and that unit."""
+    """Returns the bytes of the unit in which an axis up to `most` bytes is drawn, and its name."""
     power = min(max(most.bit_length() - 1, 0) // 10, len(BINARY) - 1)
     return 1024**power, BINARY[power]
 
@@ -118,50 +175,45 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
     """Shows the bytes of runs over their step, less some categories, with the peaks marked."""
     shown = {name: totals(timeline, without) for name, timeline in timelines.items()}
     x, y, divisor, layers = _step(max(map(max, shown.values())))
-    spans = recomputes(timelines["checkpointed"]) if "checkpointed" in timelines else []
+    spans = recomputations(timelines["checkpointed"]) if "checkpointed" in timelines else []
     if spans:
         boxes = [(*span, y.start, y.stop) for span in spans]
         layers.append(Bars(color="in-recompute", name="recomputation", boxes=boxes, behind=True))
     peaks = []
     for name, sizes in shown.items():
-        places, events = _places(timelines[name])
-        tips = {name: [*map(format_bytes, [*sizes, sizes[-1]])], "event": events}
+        ends, events = _points(timelines[name])
+        heights = [*sizes, sizes[-1]]
         layers.append(
             Steps(
-                color=name, name=name, x=places, y=_scaled([*sizes, sizes[-1]], divisor),
-                low=[0.0] * len(places), alpha=0.1, tips=tips,
+                color=name, name=name, x=ends, y=_scaled(heights, divisor), low=[0.0] * len(ends),
+                alpha=0.1, tips={name: [*map(format_bytes, heights)], "event": events},
             )
         )  # fmt: skip
         most = max(sizes)
-        spot = places[sizes.index(most)], most / divisor
-        text = f"peak {format_bytes(most)}"
-        peaks.append(Marks(color=name, spots=[spot], text=text, below=name == "checkpointed"))
+        peaks.append(_peak(name, ends[sizes.index(most)], most, divisor, name == "checkpointed"))
     return Chart(x, y, [*layers, *peaks])
 
 
 def categories_chart(timeline: Timeline, highest: int) -> Chart:
     """Shows the categories of one run, stacked, on an axis up to `highest` bytes."""
     x, y, divisor, layers = _step(highest)
-    places, events = _places(timeline)
-    top, tips = [0] * len(places), {"event": events}
-    for name in CATEGORIES:
-        if name not in timeline["bytes"]:
-            continue
+    ends, events = _points(timeline)
+    top, tips = [0] * len(ends), {"event": events}
+    for name in (name for name in CATEGORIES if name in timeline["bytes"]):
         sizes = [*timeline["bytes"][name], timeline["bytes"][name][-1]]
         low, top = top, [below + size for below, size in zip(top, sizes, strict=True)]
         layers.append(
             Steps(
-                color=name.replace(" ", "-"), name=name, x=places, y=_scaled(top, divisor),
+                color=name.replace(" ", "-"), name=name, x=ends, y=_scaled(top, divisor),
                 low=_scaled(low, divisor), alpha=1.0, width=0,
             )
         )  # fmt: skip
         # the pointer's list is in the order of the areas, the topmost first
         tips = {name: [*map(format_bytes, sizes)], **tips}
-    peak = timeline["peak"]
-    spot = step_axis(timeline).place(peak["point"]), peak["bytes"] / divisor
+    (place,) = places(timeline, [timeline["peak"]["point"]])
     layers += [
-        Steps(color="faint", x=places, y=_scaled(top, divisor), width=1, tips=tips),
-        Marks(color="ink", spots=[spot], text=f"peak {format_bytes(peak['bytes'])}"),
+        Steps(color="faint", x=ends, y=_scaled(top, divisor), width=1, tips=tips),
+        _peak("ink", place, timeline["peak"]["bytes"], divisor),
     ]
     return Chart(x, y, layers)
 
@@ -175,43 +227,53 @@ def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
     axis, depth = chain_axis(names, chain["blocks"]), plan.depth()
     most = max((sum(saved[step] for step in column) for column in axis.columns), default=0)
     divisor, unit = scale(most)
-    layers: list[Layer] = []
+    height = most / divisor or 1.0
+    thickness = height * min(0.05, 0.4 / max(depth, 1))
+    column = "step" if len(axis.columns) == len(names) else "block"
+    return Chart(
+        Axis(0, axis.edges[-1], grid=False, labels=axis.stages, numbers=axis.numbers),
+        Axis(-(depth + 0.8) * thickness, 1.05 * height, f"saved by each {column} ({unit})"),
+        [
+            *_saved_bars(plan, names, saved, axis, divisor),
+            *(_segment_bars(plan, axis, level, thickness) for level in range(depth)),
+        ],
+    )
+
+
+def _saved_bars(
+    plan: Plan, names: Sequence[str], saved: Sequence[int], axis: ChainAxis, divisor: int
+) -> Iterator[Bars]:
+    """Yields the bytes that steps save, for each number of runs, stacked in columns."""
     runs = [min(count, len(RUNS)) for count in plan.runs()]
     tops = [0] * len(axis.columns)
     for count in sorted(set(runs)):
-        (color, words), number = RUNS[count], runs.count(count)
-        parts = [[step for step in column if runs[step] == count] for column in axis.columns]
-        sizes = [sum(saved[step] for step in part) for part in parts]
-        lows, tops = tops, [low + size for low, size in zip(tops, sizes, strict=True)]
-        drawn = [place for place, part in enumerate(parts) if part]
-        boxes = [
-            (*_sides(axis.columns[place], axis.edges, GAP),
-             *_scaled((lows[place], tops[place]), divisor))
-            for place in drawn
-        ]  # fmt: skip
-        tips = {
-            "step": [spoken(parts[place], names) for place in drawn],
-            "saves": [format_bytes(sizes[place]) for place in drawn],
-            "is": [words] * len(drawn),
-        }
+        color, words = RUNS[count]
+        boxes, steps, sizes = [], [], []
+        for place, column in enumerate(axis.columns):
+            if part := [step for step in column if runs[step] == count]:
+                low, size = tops[place], sum(saved[step] for step in part)
+                tops[place] += size
+                sides = _sides(column, axis.edges, GAP)
+                boxes.append((*sides, *_scaled((low, low + size), divisor)))
+                steps.append(spoken(part, names))
+                sizes.append(format_bytes(size))
+        number = runs.count(count)
         name = f"{words}: {number} step{'s' * (number != 1)}"
-        layers.append(Bars(color=color, name=name, boxes=boxes, tips=tips))
-    height = most / divisor or 1.0
-    thickness = height * min(0.05, 0.4 / max(depth, 1))
-    for level in range(depth):
-        low, high = -(level + 1.35) * thickness, -(level + 0.75) * thickness
-        spans = [range(start, stop) for start, stop, at in segments(plan) if at == level]
-        boxes = [(*_sides(span, axis.edges, 2 * GAP), low, high) for span in spans]
-        tips = {
+        tips = {"step": steps, "saves": sizes, "is": [words] * len(boxes)}
+        yield Bars(color=color, name=name, boxes=boxes, tips=tips)
+
+
+def _segment_bars(plan: Plan, axis: ChainAxis, level: int, thickness: float) -> Bars:
+    """Returns a row below zero with the segments that have `level` others around them."""
+    low, high = -(level + 1.35) * thickness, -(level + 0.75) * thickness
+    spans = [span for span, around in segments(plan) if around == level]
+    return Bars(
+        color=RUNS[min(level + 2, len(RUNS))][0],
+        boxes=[(*_sides(span, axis.edges, 2 * GAP), low, high) for span in spans],
+        tips={
             "segment of steps": [f"{span[0]} to {span[-1]}" for span in spans],
             "depth": [str(level + 1)] * len(spans),
-        }
-        layers.append(Bars(color=RUNS[min(level + 2, len(RUNS))][0], boxes=boxes, tips=tips))
-    kind = "step" if len(axis.columns) == len(names) else "block"
-    return Chart(
-        Axis(0, axis.edges[-1], grid=False, labels=axis.stages, numbers=axis.numbers),
-        Axis(-(depth + 0.8) * thickness, 1.05 * height, f"saved by each {kind} ({unit})"),
-        layers,
+        },
     )
 
 
@@ -231,7 +293,7 @@ def frontier_chart(
         ("baseline", [(whole, 1.0)], "ink", "circle", 9),
         ("least memory", curve[:1], "kept", "circle", 9),
         *((visible(name), [spot], "scheme", shape, 9) for (name, spot), shape in schemes),
-        *((f"measured: {kind}", [spot], kind, "ring", 13) for kind, spot in measured.items()),
+        *((f"measured: {run}", [spot], run, "ring", 13) for run, spot in measured.items()),
     ]
     peaks, times = zip(*(spot for _, spots, *_ in marks for spot in spots), strict=True)
     divisor, unit = scale(whole)
@@ -243,7 +305,6 @@ def frontier_chart(
     height = max(most - least, 0.02)
     low, high = least - 0.08 * height, least + 1.15 * height
     edge = high - 0.03 * (high - low)
-
     stairs = [*curve, (whole, curve[-1][1]), (whole, 1.0)]
     layers: list[Layer] = [
         Bars(
@@ -260,11 +321,11 @@ def frontier_chart(
     for name, spots, color, shape, size in marks:
         peak, time = spots[0]
         # at 1 and 1 numbers say nothing; the best plans are too many
-        told = f"\n×{peak / max(whole, 1):.2f} memory, ×{time:.2f} time"
-        texts = {"best plan": "", "baseline": name}
+        ratios = f"{name}\n×{peak / max(whole, 1):.2f} memory, ×{time:.2f} time"
         layers.append(
             Marks(
-                color=color, name=name, size=size, text=texts.get(name, name + told),
+                color=color, name=name, size=size,
+                text={"best plan": "", "baseline": name}.get(name, ratios),
                 group="classic schemes" if color == "scheme" else "",
                 # where it is too high, it stands at the upper edge and points there
                 shape="triangle" if name == "least memory" and time > edge else shape,
@@ -289,20 +350,22 @@ def spoken(part: Sequence[int], names: Sequence[str]) -> str:
 def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
     """Returns axes over a training step, what bytes are divided by, and the backward's shade."""
     divisor, unit = scale(highest)
-    parts = zip(PARTS, pairwise(EDGES), strict=True)
-    labels = [Label(part, left, right) for part, (left, right) in parts]
-    x = Axis(EDGES[0], EDGES[-1], grid=False, labels=labels)
     # room for the text above the peak
     y = Axis(0, 1.16 * highest / divisor or 1, f"allocated ({unit})")
     box = EDGES[1], EDGES[2], y.start, y.stop
-    return x, y, divisor, [Bars(color="in-backward", name="backward", boxes=[box], behind=True)]
+    backward = Bars(color="in-backward", name="backward", boxes=[box], behind=True)
+    return Axis(EDGES[0], EDGES[-1], grid=False, labels=PHASES), y, divisor, [backward]
 
 
-def _places(timeline: Timeline) -> tuple[list[float], list[str]]:
+def _points(timeline: Timeline) -> tuple[list[float], list[str]]:
     """Returns where points lie, and their events; and the end, up to which nothing changes."""
-    axis = step_axis(timeline)
     events = [*timeline["points"], timeline["length"]]
-    return [*map(axis.place, timeline["points"]), EDGES[-1]], [*map(str, events)]
+    return [*places(timeline, timeline["points"]), EDGES[-1]], [*map(str, events)]
+
+
+def _peak(color: str, place: float, size: int, divisor: int, below: bool = False) -> Marks:
+    spot = place, size / divisor
+    return Marks(color=color, spots=[spot], text=f"peak {format_bytes(size)}", below=below)
 
 
 def _scaled(sizes: Iterable[int], divisor: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Draws charts for a report's page with bokeh: with hover and zoom, as bokeh's own JSON.
+"""Charts as bokeh's own JSON, with hover and zoom, for a report's page.
 
 No color is named but a role, such as "kept", under a model's `tags`; the page's script paints it
 with the style sheet's color, and paints it again when light turns dark.
@@ -9,18 +9,8 @@ import re
 from html import escape
 from typing import Any
 
+from bokeh import models
 from bokeh.embed import json_item
-from bokeh.models import (
-    AdaptiveTicker,
-    BoxZoomTool,
-    ColumnDataSource,
-    FixedTicker,
-    HoverTool,
-    LogTicker,
-    NoOverlap,
-    PrintfTickFormatter,
-)
-from bokeh.models.annotations import Label
 from bokeh.plotting import figure
 
 from zoo.report.charts import Axis, Bars, Chart, Layer, Marks, Steps
@@ -32,72 +22,65 @@ TIPS = (
 )
 
 
-def interactive(chart: Chart) -> dict[str, Any]:
+def interactive(chart: Chart) -> Any:
     """Returns bokeh's JSON of a chart, which is as wide as its place on the page."""
-    zoom = BoxZoomTool(dimensions="width")
-    ranges: Any = {
-        "x_range": (chart.x.start, chart.x.stop),
-        "y_range": (chart.y.start, chart.y.stop),
-    }
+    zoom = models.BoxZoomTool(dimensions="width")
     plot: Any = figure(
         height=chart.height, sizing_mode="stretch_width", toolbar_location=None, tools=[zoom],
         active_drag=zoom, x_axis_type="log" if chart.x.log else "linear", min_border_right=14,
-        **ranges,
+        x_range=(chart.x.start, chart.x.stop), y_range=(chart.y.start, chart.y.stop),
+        background_fill_color=None, border_fill_color=None, outline_line_color=None,
     )  # fmt: skip
-    plot.background_fill_color = plot.border_fill_color = plot.outline_line_color = None
     _draw_axis(plot.xaxis[0], plot.xgrid[0], chart.x)
     _draw_axis(plot.yaxis[0], plot.ygrid[0], chart.y)
     # what is drawn below zero are no sizes
     plot.yaxis.bounds = (max(chart.y.start, 0), chart.y.stop)
+    draw: Any = {Bars: _draw_bars, Steps: _draw_steps, Marks: _draw_marks}
     for layer in chart.layers:
-        if isinstance(layer, Bars):
-            _draw_bars(plot, layer)
-        elif isinstance(layer, Steps):
-            _draw_steps(plot, layer)
-        elif isinstance(layer, Marks):
-            _draw_marks(plot, layer, chart.x)
-    # bokeh counts its models in each process; the same chart is to give the same text
-    known: dict[str, str] = {}
+        draw[type(layer)](plot, layer)
+    # bokeh numbers the models of a process; the same chart is to give the same text
+    names: dict[str, str] = {}
     text = json.dumps(json_item(plot))
-    renamed = re.sub(r'"p\d{4,}"', lambda name: known.setdefault(name[0], f'"m{len(known)}"'), text)
-    found: dict[str, Any] = json.loads(renamed)
-    return found
+    return json.loads(
+        re.sub(r'"p\d{4,}"', lambda name: names.setdefault(name[0], f'"m{len(names)}"'), text)
+    )
 
 
 def _draw_axis(axis: Any, grid: Any, shown: Axis) -> None:
-    axis.minor_tick_line_color = axis.axis_line_color = axis.major_tick_line_color = None
-    axis.major_label_text_font_size = axis.axis_label_text_font_size = "12px"
-    axis.axis_label_text_font = axis.major_label_text_font = FONT
-    axis.axis_label_text_font_style = "normal"
-    axis.axis_label = shown.title or None
-    axis.formatter = PrintfTickFormatter(format=shown.format)
-    axis.major_label_policy = NoOverlap(min_distance=16)
+    axis.update(
+        minor_tick_line_color=None, axis_line_color=None, major_tick_line_color=None,
+        major_label_text_font_size="12px", axis_label_text_font_size="12px",
+        major_label_text_font=FONT, axis_label_text_font=FONT, axis_label_text_font_style="normal",
+        axis_label=shown.title or None, major_label_policy=models.NoOverlap(min_distance=16),
+        formatter=models.PrintfTickFormatter(format=shown.format),
+    )  # fmt: skip
     if shown.labels:
         texts = {label.middle: label.text for label in shown.labels}
-        axis.ticker, axis.major_label_overrides = FixedTicker(ticks=list(texts)), texts
+        axis.update(ticker=models.FixedTicker(ticks=list(texts)), major_label_overrides=texts)
     elif shown.log:
-        axis.ticker = LogTicker(base=2, num_minor_ticks=0)
+        axis.ticker = models.LogTicker(base=2, num_minor_ticks=0)
     else:
-        axis.ticker = AdaptiveTicker(desired_num_ticks=5, num_minor_ticks=0)
+        axis.ticker = models.AdaptiveTicker(desired_num_ticks=5, num_minor_ticks=0)
     grid.visible = shown.grid
     _paint(axis, major_label_text_color="faint", axis_label_text_color="faint")
     _paint(grid, grid_line_color="grid")
 
 
 def _draw_bars(plot: Any, bars: Bars) -> None:
-    columns = dict(zip(("left", "right", "bottom", "top"), zip(*bars.boxes, strict=True)))  # noqa: B905
+    left, right, bottom, top = zip(*bars.boxes, strict=True)
     drawn = plot.quad(
-        "left", "right", "top", "bottom", source=_source(bars, columns), name=bars.name,
-        line_color=None, level="underlay" if bars.behind else "glyph",
+        "left", "right", "top", "bottom", name=bars.name, line_color=None,
+        source=_source(bars, left=left, right=right, top=top, bottom=bottom),
+        level="underlay" if bars.behind else "glyph",
     )  # fmt: skip
     _paint(drawn.glyph, fill_color=bars.color)
     _hover(plot, drawn, bars)
 
 
 def _draw_steps(plot: Any, steps: Steps) -> None:
-    fill = {"low": steps.low} if steps.alpha else {}
-    source = _source(steps, {"x": steps.x, "y": steps.y, **fill})
-    if fill:
+    columns = {"x": steps.x, "y": steps.y}
+    source = _source(steps, **columns, **({"low": steps.low} if steps.alpha else {}))
+    if steps.alpha:
         area = plot.varea_step(
             "x", "low", "y", source=source, step_mode="after", alpha=steps.alpha, name=steps.name
         )
@@ -114,46 +97,49 @@ def _draw_steps(plot: Any, steps: Steps) -> None:
         _hover(plot, line, steps, mode="vline", line_policy="prev")
 
 
-def _draw_marks(plot: Any, marks: Marks, axis: Axis) -> None:
+def _draw_marks(plot: Any, marks: Marks) -> None:
     ring = marks.shape == "ring"
+    x, y = zip(*marks.spots, strict=True)
     drawn = plot.scatter(
-        "x", "y", source=_source(marks, dict(zip("xy", zip(*marks.spots, strict=True)))),  # noqa: B905
-        marker="circle" if ring else marks.shape, size=marks.size, name=marks.name,
-        line_width=3 if ring else 1, fill_alpha=0 if ring else 1,
+        "x", "y", source=_source(marks, x=x, y=y), marker="circle" if ring else marks.shape,
+        size=marks.size, name=marks.name, line_width=3 if ring else 1, fill_alpha=0 if ring else 1,
     )  # fmt: skip
     _paint(drawn.glyph, fill_color=marks.color, line_color=marks.color if ring else "card")
-    if marks.tips:
-        _hover(plot, drawn, marks)
-    elif marks.text:
-        x, y = marks.spots[0]
-        share = (x - axis.start) / (axis.stop - axis.start)
-        # bokeh takes a number for each of these, which its annotations do not say
-        corners: dict[str, Any] = {"padding": 2, "border_radius": 4}
-        text = Label(
-            x=x, y=y, text=marks.text, background_fill_alpha=0.8, **corners,
-            text_align="left" if share < 0.2 else "right" if share > 0.8 else "center",
-            text_baseline="top" if marks.below else "bottom", y_offset=-7 if marks.below else 7,
-            text_font_size="12px", text_font_style="bold", text_font=FONT,
-        )  # fmt: skip
-        color = marks.color if marks.color == "ink" else f"{marks.color}-ink"
-        _paint(text, text_color=color, background_fill_color="card")
-        plot.add_layout(text)
+    _hover(plot, drawn, marks)
+    if not marks.tips:
+        _write_text(plot, marks)
 
 
-def _source(layer: Layer, columns: dict[str, Any]) -> ColumnDataSource:
+def _write_text(plot: Any, marks: Marks) -> None:
+    x, y = marks.spots[0]
+    share = (x - plot.x_range.start) / (plot.x_range.end - plot.x_range.start)
+    # bokeh takes a number for each of these, which its annotations do not say
+    corners: Any = {"padding": 2, "border_radius": 4}
+    text = models.Label(
+        x=x, y=y, text=marks.text, background_fill_alpha=0.8, **corners,
+        text_align="left" if share < 0.2 else "right" if share > 0.8 else "center",
+        text_baseline="top" if marks.below else "bottom", y_offset=-7 if marks.below else 7,
+        text_font_size="12px", text_font_style="bold", text_font=FONT,
+    )  # fmt: skip
+    color = marks.color if marks.color == "ink" else f"{marks.color}-ink"
+    _paint(text, text_color=color, background_fill_color="card")
+    plot.add_layout(text)
+
+
+def _source(layer: Layer, **columns: Any) -> models.ColumnDataSource:
     tips = {f"tip {number}": column for number, column in enumerate(layer.tips.values())}
-    return ColumnDataSource({name: list(column) for name, column in {**columns, **tips}.items()})
+    return models.ColumnDataSource({name: [*column] for name, column in (columns | tips).items()})
 
 
-def _hover(plot: Any, drawn: Any, layer: Layer, **how: Any) -> None:
-    """Shows the tips in the page's colors: bokeh's own are for a white page."""
+def _hover(plot: Any, drawn: Any, layer: Layer, **options: Any) -> None:
+    """Shows the tips, if any, in the page's colors: bokeh's own are for a white page."""
     rows = (
         f'<span style="color: var(--faint)">{escape(name)}</span><b>@{{tip {number}}}</b>'
         for number, name in enumerate(layer.tips)
     )
     if layer.tips:
-        shown = f'<div style="{TIPS}">{"".join(rows)}</div>'
-        plot.add_tools(HoverTool(renderers=[drawn], tooltips=shown, **how))
+        tips = f'<div style="{TIPS}">{"".join(rows)}</div>'
+        plot.add_tools(models.HoverTool(renderers=[drawn], tooltips=tips, **options))
 
 
 def _paint(model: Any, **roles: str) -> None:

@@ -3,20 +3,20 @@
 // from the keyboard. A model's tags say which property has which of the colors.
 
 const plots = new Map();
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const still = matchMedia("(pointer: coarse)");
+const touch = matchMedia("(pointer: coarse)");
 
-function paint(plot) {
-  const colors = getComputedStyle(document.documentElement);
+function paint({ plot, id }) {
+  const place = document.getElementById(id);
   for (const model of plot.document._all_models.values()) {
-    for (const roles of model.tags ?? []) {
-      for (const [property, role] of Object.entries(roles)) {
-        const color = colors.getPropertyValue("--" + role).trim();
-        const old = model[property];
-        model[property] = old !== null && typeof old === "object" ? { value: color } : color;
-      }
+    for (const [property, role] of (model.tags ?? []).flatMap(Object.entries)) {
+      // only a property with a type, such as this, is computed: --card may be light-dark(...)
+      place.style.color = `var(--${role})`;
+      const { color } = getComputedStyle(place);
+      // a glyph's color is a column or, as here, a value
+      model[property] = model[property] instanceof Object ? { value: color } : color;
     }
   }
+  place.style.color = "";
 }
 
 async function unpacked(id) {
@@ -28,11 +28,13 @@ async function unpacked(id) {
 async function show(picture, id) {
   const [view] = await Bokeh.embed.embed_item(picture, id);
   const plot = view.model;
-  plots.set(id, { view, plot, start: plot.x_range.start, end: plot.x_range.end });
+  plots.set(id, { id, view, plot, start: plot.x_range.start, end: plot.x_range.end });
   // a finger scrolls the page; zooming has its buttons
-  if (still.matches) plot.toolbar.active_drag = null;
-  if (still.matches) for (const tool of plot.toolbar.tools) if ("dimensions" in tool) tool.active = false;
-  paint(plot);
+  if (touch.matches) {
+    plot.toolbar.active_drag = null;
+    for (const tool of plot.toolbar.tools) if ("dimensions" in tool) tool.active = false;
+  }
+  paint(plots.get(id));
 }
 
 // shows `factor` of what is shown, moved by a part of it, within the whole chart
@@ -45,44 +47,36 @@ function shift(id, factor, part) {
   plot.x_range.setv({ start: first, end: first + width });
 }
 
-const actions = {
-  in: (id) => shift(id, 0.5, 0), out: (id) => shift(id, 2, 0), all: (id) => shift(id, Infinity, 0),
-  left: (id) => shift(id, 1, -0.4), right: (id) => shift(id, 1, 0.4),
-};
+const ACTIONS = { in: [0.5, 0], out: [2, 0], all: [Infinity, 0], left: [1, -0.4], right: [1, 0.4] };
 
-document.addEventListener("click", (event) => {
-  const button = event.target.closest("button[data-action]");
-  if (!button) return;
-  const figure = button.closest(".figure");
-  for (const picture of figure.querySelectorAll(".picture")) {
-    if (!picture.closest("[hidden]")) actions[button.dataset.action](picture.id);
+document.addEventListener("click", ({ target }) => {
+  const button = target.closest("button[data-action]");
+  for (const picture of button?.closest(".figure").querySelectorAll(".picture") ?? []) {
+    if (!picture.closest("[hidden]")) shift(picture.id, ...ACTIONS[button.dataset.action]);
   }
 });
 
-document.addEventListener("change", (event) => {
-  const figure = event.target.closest(".figure");
-  if (event.target.type !== "radio" || !figure) return;
-  for (const part of figure.querySelectorAll("[data-choice]")) {
-    part.hidden = part.dataset.choice !== event.target.value;
+document.addEventListener("change", ({ target }) => {
+  for (const part of target.closest(".figure").querySelectorAll("[data-choice]")) {
+    part.hidden = part.dataset.choice !== target.value;
   }
 });
 
-const repaint = () => plots.forEach(({ plot }) => paint(plot));
-dark.addEventListener("change", repaint);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach(paint));
 
 // paper is white, and of another width: prints get pictures of the pictures
 addEventListener("beforeprint", () => {
   document.documentElement.dataset.printing = "";
-  repaint();
-  plots.forEach(({ view }, id) => {
+  for (const shown of plots.values()) {
+    paint(shown);
     // what is drawn from data learns of its new color at leisure, unless it is told to look
-    for (const part of view.renderer_views.values()) part.update_data?.();
-    document.getElementById(id).append(view.export("png").canvas);
-  });
+    for (const part of shown.view.renderer_views.values()) part.update_data?.();
+    document.getElementById(shown.id).append(shown.view.export("png").canvas);
+  }
 });
 addEventListener("afterprint", () => {
   delete document.documentElement.dataset.printing;
-  repaint();
+  plots.forEach(paint);
   document.querySelectorAll(".picture > canvas").forEach((canvas) => canvas.remove());
 });
 

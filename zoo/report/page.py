@@ -1,4 +1,4 @@
-"""Writes a comparison as one HTML file that needs nothing else: no network, no server, no torch.
+"""A comparison as one HTML file that needs nothing else: no network, no server, no torch.
 
 Every number in it is a `<data>` element with the exact value; one that stands in the results says
 where, as a path into the JSON that the page carries. Each chart has a table.
@@ -22,22 +22,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from zoo.planner.plan import Plan
+from zoo.report import charts
 from zoo.report.chain_axis import chain_axis
-from zoo.report.charts import (
-    CATEGORIES,
-    RESIDENT,
-    Chart,
-    Layer,
-    categories_chart,
-    frontier_chart,
-    memory_chart,
-    plan_chart,
-    spoken,
-)
 from zoo.report.interactive import interactive
 from zoo.report.report import models_csv, timings_csv, to_csv
 from zoo.report.rows import DEFINITIONS, KINDS, Comparison, Heading, Row, rows
-from zoo.report.step_axis import highest
 from zoo.units import format_bytes
 
 HERE = Path(__file__).parent
@@ -48,17 +37,13 @@ SYMBOLS = {
 }  # fmt: skip
 
 
-def write_page(comparisons: Sequence[Comparison], heading: Heading, path: Path) -> Path:
-    """Writes the page of a comparison and returns its path; folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(comparisons, heading), encoding="utf-8")
-    return path
-
-
 def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
     """Returns the page of a comparison: HTML."""
-    found = rows(comparisons)
-    sections = [_section(*part) for part in zip(range(len(found)), comparisons, found, strict=True)]
+    table = rows(comparisons)
+    sections = [
+        {"number": number, "id": f"model-{number}", "row": row, **_section(comparison, row)}
+        for number, (comparison, row) in enumerate(zip(comparisons, table, strict=True))
+    ]
     pictures = {
         f"{section['id']}-{name}": interactive(chart)
         for section in sections
@@ -72,7 +57,7 @@ def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
         heading=heading,
         sections=sections,
         environment=_environment(comparisons),
-        files=_files(comparisons, found, heading),
+        files=_files(comparisons, table, heading),
         pictures=_packed(json.dumps(pictures, separators=(",", ":"))),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
@@ -87,8 +72,8 @@ def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
     )
 
 
-def _section(number: int, comparison: Comparison, row: Row) -> dict[str, Any]:
-    """What the page says of one model; parts that were not recorded are None or empty."""
+def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
+    """Returns what the page says of one model; parts that were not recorded are None or empty."""
     chain, frontier = (comparison["baseline"].get(name) for name in ("chain", "frontier"))
     timelines = {
         kind: comparison[kind]["timeline"] for kind in KINDS if "timeline" in comparison[kind]
@@ -101,35 +86,30 @@ def _section(number: int, comparison: Comparison, row: Row) -> dict[str, Any]:
     measured = {} if row.peak.baseline is None else {"baseline": (row.peak.baseline, 1.0)}
     if row.peak.checkpointed is not None and row.time is not None:
         measured["checkpointed"] = row.peak.checkpointed, row.time.median
-    charts: dict[str, Chart] = {}
+    drawn: dict[str, charts.Chart] = {}
     if timelines:
-        charts["memory"] = memory_chart(timelines)
-        charts["activations"] = memory_chart(timelines, without=RESIDENT)
+        drawn["memory"] = charts.memory_chart(timelines)
+        drawn["activations"] = charts.memory_chart(timelines, without=charts.RESIDENT)
         most = max(timeline["peak"]["bytes"] for timeline in timelines.values())
-        charts |= {kind: categories_chart(timeline, most) for kind, timeline in timelines.items()}
+        for kind, timeline in timelines.items():
+            drawn[kind] = charts.categories_chart(timeline, most)
     if plan is not None:
-        charts["plan"] = plan_chart(plan, chain)
+        drawn["plan"] = charts.plan_chart(plan, chain)
     if frontier and frontier["optimal"]:
-        charts["frontier"] = frontier_chart(frontier, measured)
+        drawn["frontier"] = charts.frontier_chart(frontier, measured)
+    recorded = {name for timeline in timelines.values() for name in timeline["bytes"]}
     return {
-        "number": number,
-        "id": f"model-{number}",
         "comparison": comparison,
-        "row": row,
         "timelines": timelines,
         "chain": chain,
         "plan": text,
-        "charts": charts,
-        "steps": _steps(plan, chain) if plan is not None else [],
+        "charts": drawn,
+        "steps": [] if plan is None else _steps(plan, chain),
         "measured": measured,
         "frontier": frontier,
         "numbers": [f"#{kind}" for kind in timelines],
-        "phases": _phases(timelines),
-        "categories": [
-            name
-            for name in CATEGORIES
-            if any(name in timeline["bytes"] for timeline in timelines.values())
-        ],
+        "phases": charts.phase_peaks(timelines),
+        "categories": [name for name in charts.CATEGORIES if name in recorded],
         "missing": {
             f"{kind}, {what}": why
             for kind in KINDS
@@ -143,8 +123,8 @@ def _steps(plan: Plan, chain: Mapping[str, Any]) -> list[tuple[str, str, int, st
     names, saved, runs = chain["names"], chain["saved"], plan.runs()
     return [
         (
-            str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}",
-            spoken(part, names),
+            "-".join(map(str, dict.fromkeys((part[0], part[-1])))),
+            charts.spoken(part, names),
             sum(saved[step] for step in part),
             " or ".join(map(str, sorted({runs[step] for step in part}))),
         )
@@ -152,68 +132,63 @@ def _steps(plan: Plan, chain: Mapping[str, Any]) -> list[tuple[str, str, int, st
     ]
 
 
-def _phases(timelines: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Returns the most bytes in each phase of each run."""
-    found = {kind: highest(timeline) for kind, timeline in timelines.items()}
-    names = dict.fromkeys(phase for sizes in found.values() for phase in sizes)
-    order = ("forward", "recompute", "backward", "optimizer")
-    return {
-        name: {kind: sizes[name] for kind, sizes in found.items() if name in sizes}
-        for name in sorted(names, key=lambda name: order.index(name) if name in order else -1)
-    }
-
-
-def _legend(section: Mapping[str, Any], names: Sequence[str]) -> list[Layer]:
+def _legend(section: Mapping[str, Any], names: Sequence[str]) -> list[charts.Layer]:
     """Returns the layers of some charts that have a name, one of each."""
-    charts = [section["charts"][name] for name in names]
-    # the one with most of the categories tells their order
-    charts.sort(key=lambda chart: len(chart.layers), reverse=True)
-    layers = (layer for chart in charts for layer in chart.layers)
+    # the chart with most of the categories tells their order
+    ordered = sorted((section["charts"][name].layers for name in names), key=len, reverse=True)
+    layers = (layer for layers in ordered for layer in layers)
     return list({layer.name: layer for layer in layers if layer.name}.values())
 
 
 def _size(comparisons: Sequence[Comparison], path: str) -> Markup:
     """Writes the bytes at a path such as '0/baseline/memory/peak'; a name's own / is ~1."""
     value: Any = comparisons
-    for part in (text.replace("~1", "/").replace("~0", "~") for text in path.split("/")):
-        value = value[int(part)] if isinstance(value, list | tuple) else value[part]
+    for part in path.split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        value = value[name] if isinstance(value, Mapping) else value[int(name)]
     text = format_bytes(value)
     return Markup('<data value="{}" data-from="{}">{}</data>').format(value, path, text)
 
 
 def _environment(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    records = [comparison[kind] for comparison in comparisons for kind in KINDS]
-    found: Mapping[str, Any] = next((each for each in records if each.get("environment")), {})
-    cell = {key: found.get("cell", {}).get(key) for key in ("dtype", "seed", "steps")}
-    known = {**found.get("environment", {}), **cell, "measured": found.get("finished")}
+    """Returns where and how the first cell that says it was measured."""
+    records = (comparison[kind] for comparison in comparisons for kind in KINDS)
+    record = next((record for record in records if record.get("environment")), {})
+    cell = {key: record.get("cell", {}).get(key) for key in ("dtype", "seed", "steps")}
+    known = {**record.get("environment", {}), **cell, "measured": record.get("finished")}
     return {key: value for key, value in known.items() if value is not None}
 
 
 def _files(
-    comparisons: Sequence[Comparison], found: Sequence[Row], heading: Heading
+    comparisons: Sequence[Comparison], table: Sequence[Row], heading: Heading
 ) -> list[tuple[str, str, Markup]]:
     """Returns for each file in the page its name, what it holds, and itself as a link."""
     results = {"name": heading.name, "command": heading.command, "comparisons": comparisons}
     everything = base64.b64encode(json.dumps(results).encode()).decode()
     memory = to_csv(
         {"model": comparison["model"]["name"], "run": kind, "event": event}
-        | {name: timeline["bytes"].get(name, [0] * (place + 1))[place] for name in CATEGORIES}
+        | {
+            name: timeline["bytes"][name][place] if name in timeline["bytes"] else 0
+            for name in charts.CATEGORIES
+        }
         for comparison in comparisons
         for kind in KINDS
         if (timeline := comparison[kind].get("timeline"))
         for place, event in enumerate(timeline["points"])
     )
     tables = [
-        ("models.csv", "a line per model", models_csv(found)),
-        ("timings.csv", "a line per timed pair of steps", timings_csv(found)),
+        ("models.csv", "a line per model", models_csv(table)),
+        ("timings.csv", "a line per timed pair of steps", timings_csv(table)),
         ("memory.csv", "bytes over the step by category", memory),
     ]
-    links = [
-        (name, what, Markup(f"data:text/csv,{quote(text, safe=',:/')}"))
-        for name, what, text in tables
+    return [
+        (
+            f"{heading.name}.json",
+            "everything",
+            Markup(f"data:application/json;base64,{everything}"),
+        ),
+        *((name, what, Markup(f"data:text/csv,{quote(text)}")) for name, what, text in tables),
     ]
-    link = Markup(f"data:application/json;base64,{everything}")
-    return [(f"{heading.name}.json", "everything", link), *links]
 
 
 def _packed(text: str) -> Markup:
@@ -223,6 +198,6 @@ def _packed(text: str) -> Markup:
 
 @cache
 def _library() -> Markup:
-    """Returns bokeh's script, the part that draws, packed: no widgets, no tables."""
+    """Returns bokeh's script, packed; only the part that draws: no widgets, no tables."""
     # without the line that follows it, which tells the console the level of its messages
     return _packed(Resources(mode="inline", components=["bokeh"]).js_raw[0])

@@ -1,12 +1,12 @@
-"""Draws charts with matplotlib into files, by their suffix, or into axes.
+"""Draws charts with matplotlib into files (SVG, PNG, PDF), or into axes.
 
-A plan's chart, under what its peak consists of; a frontier's; and that of a comparison.
+Those of a plan, with the categories of its peak above; of a frontier; and of a comparison.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise, product
-from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,23 +22,14 @@ from matplotlib.transforms import Bbox
 from zoo.errors import ArgumentError, shortened_text
 from zoo.planner.plan import Plan
 from zoo.report.chain_axis import fitting, round_numbers
-from zoo.report.charts import (
-    Axis,
-    Bars,
-    Chart,
-    Marks,
-    Steps,
-    frontier_chart,
-    plan_chart,
-    scale,
-)
+from zoo.report.charts import Axis, Bars, Chart, Marks, Steps, frontier_chart, plan_chart, scale
 from zoo.report.markdown import visible
-from zoo.report.rows import Heading, Row, size_or_why
+from zoo.report.rows import KINDS, Heading, Row, size_or_why
 from zoo.units import format_bytes
 
 # the page's colors by day
 _SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-COLORS = dict(re.findall(r"--([\w-]+): (#\w+)", _SHEET.partition("@media")[0]))
+COLORS = dict(re.findall(r"--([\w-]+): (?:light-dark\()?(#\w+)", _SHEET))
 STYLE: Any = {
     "font.size": 10,
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), COLORS["ink"]),
@@ -55,7 +46,7 @@ MARKERS = {
 # of the categories of a peak, in their order
 PEAK = (
     *("parameters", "buffers", "inputs", "optimizer-state", "gradients"),
-    *("kept", "again", "temporaries", "at-work", "unseen"),
+    *("kept", "recomputed-once", "temporaries", "at-work", "unseen"),
 )
 # where a name may stand, in points from its mark: to the upper right first, as one expects it
 DISTANCES = (9, 20, 36, 60)
@@ -84,13 +75,10 @@ def draw_plan(
     if isinstance(target, Axes):
         _draw(target, chart)
         return
-    with rc_context(STYLE):
-        figure = Figure(figsize=(11, 6), layout="constrained")
+    with _picture([target], (11, 6), title, subtitle) as figure:
         above, below = figure.subplots(2, height_ratios=(1, 4))
-        _head(figure, title, subtitle)
         _draw_peak(above, peak, limits)
         _draw(below, chart)
-        _write(figure, target)
 
 
 def draw_frontier(target: str | Path | Axes, frontier: Mapping[str, Any], title: str) -> None:
@@ -109,51 +97,69 @@ def draw_frontier(target: str | Path | Axes, frontier: Mapping[str, Any], title:
         f"peak of a training step: {format_bytes(frontier['baseline'])} for the baseline, "
         f"down to {format_bytes(least)} in ×{time:.2f} of the time"
     )
-    with rc_context(STYLE):
-        figure = Figure(figsize=(8.5, 5.2), layout="constrained")
-        _head(figure, title, subtitle)
+    with _picture([target], (8.5, 5.2), title, subtitle) as figure:
         axes = figure.subplots()
         _draw(axes, chart)
         # where there is room for names is known when the layout is
         figure.draw_without_rendering()
         _name_marks(axes, chart)
-        _write(figure, target)
 
 
 def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
-    """Draws for each model its two step peaks, and what the second one costs.
+    """Draws the two step peaks of each model, and the time that checkpointing costs.
 
     Where a cell has no number, words say why.
     """
-    with rc_context(STYLE):
-        figure = Figure(figsize=(10, 2.2 + 0.62 * len(rows)), layout="constrained")
+    size = 10, 2.2 + 0.62 * len(rows)
+    with _picture(paths, size, heading.title, heading.setting) as figure:
         memory, time = figure.subplots(ncols=2, sharey=True, width_ratios=(2.4, 1))
-        _head(figure, heading.title, heading.setting)
         _draw_memory(memory, rows)
         _draw_time(time, rows)
         memory.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-        for path in paths:
-            _write(figure, path)
+
+
+@contextmanager
+def _picture(
+    paths: Sequence[str | Path], size: tuple[float, float], title: str, subtitle: str
+) -> Iterator[Figure]:
+    """Yields a figure of so many inches with a title and a line below it, and saves it."""
+    for path in map(Path, paths):
+        if path.suffix.lower() not in PICTURES:
+            raise ArgumentError(
+                f"{path.name!r} names no kind of picture; end it with .svg, .png or .pdf"
+            )
+    with rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        inch = 1 / size[1]
+        engine: Any = figure.get_layout_engine()
+        engine.set(rect=(0, 0, 1, 1 - 0.65 * inch))
+        above = {"x": 0.01, "va": "top"}
+        figure.text(y=1 - 0.12 * inch, s=visible(title), fontsize=13, fontweight="bold", **above)
+        figure.text(
+            y=1 - 0.4 * inch, s=visible(subtitle), fontsize=9, color=COLORS["faint"], **above
+        )
+        yield figure
+        for path in map(Path, paths):
+            undated = {"Date": None} if path.suffix.lower() == ".svg" else {}
+            figure.savefig(path, dpi=160, metadata=undated)
 
 
 def _draw(axes: Axes, chart: Chart) -> None:
     for order, layer in enumerate(chart.layers):
-        style: Any = {"color": COLORS[layer.color], "zorder": 2 + order / 100}
+        style: Any = {"color": COLORS[layer.color], "zorder": 2 + order / 100, "label": layer.name}
         if isinstance(layer, Bars):
             left, right, bottom, top = map(np.array, zip(*layer.boxes, strict=True))
-            style |= {"label": layer.name, "zorder": 0} if layer.behind else {"label": layer.name}
+            style |= {"zorder": 0} if layer.behind else {}
             axes.bar(left, top - bottom, right - left, bottom, align="edge", **style)
         elif isinstance(layer, Steps):
             dashes = "--" if layer.dashed else "-"
-            axes.step(
-                layer.x, layer.y, where="post", lw=layer.width, ls=dashes, label=layer.name, **style
-            )
+            axes.step(layer.x, layer.y, where="post", lw=layer.width, ls=dashes, **style)
         elif isinstance(layer, Marks):
             x, y = zip(*layer.spots, strict=True)
             # once for all of the group
             grouped = layer.group not in axes.get_legend_handles_labels()[1]
-            label = layer.group if grouped else ""
-            axes.plot(x, y, MARKERS[layer.shape], ms=0.8 * layer.size, label=label, **style)
+            style |= {"label": layer.group if grouped else ""}
+            axes.plot(x, y, MARKERS[layer.shape], ms=0.8 * layer.size, **style)
     if chart.x.log:
         axes.set_xscale("log", base=2)
     axes.set(
@@ -225,22 +231,24 @@ def place(
     Inside the frame, over no other text and no mark if possible, and over as few lines as possible:
     matplotlib writes a text where it is told to, over whatever is there. `point` is that in pixels.
     """
-    found: list[Bbox] = []
+    boxes: list[Bbox] = []
     for spot, (width, height) in zip(spots, sizes, strict=True):
         marks = [Bbox([other, other]).padded(5 * point) for other in spots if other is not spot]
-        best = inf
+        candidates = []
         for distance, (across, up) in product(DISTANCES, SIDES):
             left = spot[0] + across * distance * point + (across - 1) / 2 * width
             low = spot[1] + up * distance * point * 0.6 + (up - 1) / 2 * height
-            box = Bbox.from_bounds(left, low, width, height)
-            covered = box.count_overlaps([*found, *marks])
-            outside = frame.count_contains(box.get_points()) < 2
-            crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
-            cost = 1000 * (covered + outside) + crossed
-            if cost < best:
-                best, chosen = cost, box
-        found.append(chosen)
-    return found
+            candidates.append(Bbox.from_bounds(left, low, width, height))
+        taken = [*boxes, *marks]
+        boxes.append(min(candidates, key=lambda box: _cost(box, frame, taken, lines)))
+    return boxes
+
+
+def _cost(box: Bbox, frame: Bbox, taken: Sequence[Bbox], lines: Sequence[Line]) -> int:
+    covered = box.count_overlaps(taken)
+    outside = frame.count_contains(box.get_points()) < 2
+    crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
+    return 1000 * (covered + outside) + crossed
 
 
 def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -> None:
@@ -272,38 +280,40 @@ def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -
 
 
 def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
-    peaks = [size or 0 for row in rows for size in (row.peak.baseline, row.peak.checkpointed)]
+    peaks = [getattr(row.peak, kind) or 0 for row in rows for kind in KINDS]
     divisor, unit = scale(max(peaks, default=0))
-    for kind, offset in (("baseline", -0.18), ("checkpointed", 0.18)):
+    for kind, offset in zip(KINDS, (-0.18, 0.18), strict=True):
         sizes = [getattr(row.peak, kind) for row in rows]
-        fits = [getattr(row.fits, kind) for row in rows]
-        texts = [size_or_why(*cell, missing="failed") for cell in zip(sizes, fits, strict=True)]
-        if kind == "checkpointed":
-            shares = ["" if row.step_ratio is None else f"  ({row.step_ratio:.1%})" for row in rows]
-            texts = [text + share for text, share in zip(texts, shares, strict=True)]
         places = [number + offset for number in range(len(rows))]
         widths = [(size or 0) / divisor for size in sizes]
         bars = axes.barh(places, widths, 0.36, color=COLORS[kind], label=kind)
-        axes.bar_label(bars, texts, padding=4, fontsize=9)
-    # there is no room for more beside the bars
-    names = [
-        "\n".join(
-            shortened_text(line, 60) for line in (row.model, row.arguments, row.batch) if line
-        )
-        for row in rows
-    ]
-    axes.set_yticks(range(len(rows)), names)
+        axes.bar_label(bars, [_beside(row, kind) for row in rows], padding=4, fontsize=9)
+    axes.set_yticks(range(len(rows)), map(_described, rows))
     axes.margins(x=0.16)
     axes.set_xlabel(f"peak of the whole training step ({unit})")
     axes.invert_yaxis()
     _bare(axes, "x")
 
 
+def _beside(row: Row, kind: str) -> str:
+    """Returns what stands beside the bar of a step peak."""
+    size = size_or_why(getattr(row.peak, kind), row.fits[kind], missing="failed")
+    shown = kind == "checkpointed" and row.peak.ratio is not None
+    return f"{size}  ({row.peak.ratio:.1%})" if shown else size
+
+
+def _described(row: Row) -> str:
+    # there is no room for more beside the bars
+    lines = (row.model, row.arguments, row.batch)
+    return "\n".join(shortened_text(line, 60) for line in lines if line)
+
+
 def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
+    color = COLORS["checkpointed"]
     for number, row in enumerate(rows):
         if row.time is None:
             continue
-        median, color = row.time.median, COLORS["checkpointed"]
+        median = row.time.median
         axes.plot(row.quartiles or (median, median), [number, number], color=color, lw=2)
         axes.plot(median, number, "o", color=color, ms=7)
         axes.annotate(
@@ -322,25 +332,3 @@ def _bare(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_axisbelow(True)
     axes.grid(axis=grid, color=COLORS["grid"], lw=0.8)
-
-
-def _head(figure: Figure, title: str, subtitle: str) -> None:
-    """Writes a title and a line below it above everything else."""
-    inch = 1 / figure.get_figheight()
-    figure.text(0.01, 1 - 0.12 * inch, visible(title), va="top", fontsize=13, fontweight="bold")
-    figure.text(
-        0.01, 1 - 0.4 * inch, visible(subtitle), va="top", fontsize=9, color=COLORS["faint"]
-    )
-    engine: Any = figure.get_layout_engine()
-    engine.set(rect=(0, 0, 1, 1 - 0.65 * inch))
-
-
-def _write(figure: Figure, path: str | Path) -> None:
-    """Saves a figure in the format of the path's suffix; raises ArgumentError for any other."""
-    place = Path(path)
-    kind = place.suffix.lower()
-    if kind not in PICTURES:
-        raise ArgumentError(
-            f"{place.name!r} names no kind of picture; end it with .svg, .png or .pdf"
-        )
-    figure.savefig(place, dpi=160, metadata={"Date": None} if kind == ".svg" else {})

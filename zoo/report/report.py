@@ -11,14 +11,15 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from zoo.report.markdown import in_code, in_csv, in_markdown
+from zoo.report.markdown import in_code, in_csv, in_markdown, markdown_table
 from zoo.report.plot import draw_comparison
-from zoo.report.rows import COLUMNS, DEFINITIONS, Heading, Row, words
+from zoo.report.rows import COLUMNS, DEFINITIONS, KINDS, Heading, Row, words
 
 CAPTION = (
     "step peak and activation peak: the allocator's, kernel workspaces included; of tensors alone: "
     "the same on every machine, what largest_ratio judges; (ratio) to the baseline"
 )
+# what a table does without where the terminal is narrow
 LEFT_OUT_FIRST = ("batch", "parameters")
 BREAKS = (" → ", " [", " peak", " (", " tensors", " alone", " n=")
 
@@ -26,49 +27,46 @@ BREAKS = (" → ", " [", " peak", " (", " tensors", " alone", " n=")
 def write_report(rows: Sequence[Row], heading: Heading, folder: Path) -> Path:
     """Writes report.md, models.csv, timings.csv and comparison.svg/png; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    page = folder / "report.md"
     draw_comparison(rows, heading, [folder / "comparison.svg", folder / "comparison.png"])
-    for name, text in (("models.csv", models_csv(rows)), ("timings.csv", timings_csv(rows))):
-        (folder / name).write_text(text, encoding="utf-8", newline="")
     faults = [f"- {in_markdown(fault)}" for row in rows for fault in row.faults]
-    table = [
-        COLUMNS,
-        ["---" if name in ("model", "batch") else "---:" for name in COLUMNS],
-        *([in_markdown(label), *cells] for label, *cells in map(words, rows)),
+    meanings = [
+        f"- *{in_markdown(word)}*: {in_markdown(DEFINITIONS[word])}" for word in DEFINITIONS
     ]
+    cells = [[in_markdown(label), *cells] for label, *cells in map(words, rows)]
     paragraphs = [
         f"# {in_markdown(heading.title)}",
         in_code(heading.command),
         in_markdown(heading.setting),
-        "\n".join(f"| {' | '.join(cells)} |" for cells in table),
+        markdown_table(COLUMNS, cells),
         *(["\n".join(faults)] if faults else []),
-        "\n".join(
-            f"- *{in_markdown(word)}*: {in_markdown(meaning)}"
-            for word, meaning in DEFINITIONS.items()
-        ),
+        "\n".join(meanings),
         "![Step peak and time](comparison.svg)\n",
     ]
-    page.write_text("\n\n".join(paragraphs), encoding="utf-8")
-    return page
+    files = {
+        "models.csv": models_csv(rows),
+        "timings.csv": timings_csv(rows),
+        "report.md": "\n\n".join(paragraphs),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+    return folder / "report.md"
 
 
 def models_csv(rows: Sequence[Row]) -> str:
     """Returns one line per model, bytes and ratios unrounded."""
+    given = ("model", "arguments", "checkpoint", "batch", "parameters")
+    peaks = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak")
     return to_csv(
         {
-            "model": row.model,
-            "arguments": row.arguments,
-            "checkpoint": row.checkpoint,
-            "batch": row.batch,
-            "parameters": row.parameters,
+            **{name: getattr(row, name) for name in given},
             **{
                 f"{peak}_bytes_{kind}": getattr(getattr(row, peak), kind)
-                for peak in ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak")
-                for kind in ("baseline", "checkpointed")
+                for peak in peaks
+                for kind in KINDS
             },
-            "peak_ratio": row.step_ratio,
-            "activation_peak_ratio": row.ratio,
-            "tensor_activation_peak_ratio": row.tensor_ratio,
+            "peak_ratio": row.peak.ratio,
+            "activation_peak_ratio": row.activation_peak.ratio,
+            "tensor_activation_peak_ratio": row.tensor_activation_peak.ratio,
             "largest_ratio": row.largest_ratio,
             "time_ratio_median": row.time and row.time.median,
             "time_ratio_lower_quartile": row.quartiles and row.quartiles[0],
@@ -87,14 +85,11 @@ def timings_csv(rows: Sequence[Row]) -> str:
         {
             "model": row.model,
             "pair": pair,
-            "seconds_baseline": baseline,
-            "seconds_checkpointed": checkpointed,
-            "time_ratio": checkpointed / baseline,
+            **{f"seconds_{kind}": row.step_seconds[kind][pair - 1] for kind in KINDS},
+            "time_ratio": ratio,
         }
         for row in rows
-        for pair, (baseline, checkpointed) in enumerate(
-            zip(row.step_seconds.baseline, row.step_seconds.checkpointed, strict=True), start=1
-        )
+        for pair, ratio in enumerate(row.time_ratios, start=1)
     )
 
 
@@ -115,26 +110,22 @@ def show(rows: Sequence[Row], title: str, console: Console) -> None:
     either, some columns are left out. The report on disk has them all.
     """
     fewer = [column for column in COLUMNS if column not in LEFT_OUT_FIRST]
-    layouts = [
-        _table(rows, title, COLUMNS, stacked=False),
-        _table(rows, title, COLUMNS, stacked=True),
-        _table(rows, title, fewer, stacked=True),
-    ]
-    # what a table takes, not what it would shrink to
-    unlimited = console.options.update(max_width=1000)
-    widths = [Measurement.get(console, unlimited, table).maximum for table in layouts]
-    fitting = (
-        table for table, width in zip(layouts, widths, strict=True) if width <= console.width
-    )
-    console.print(next(fitting, layouts[-1]), markup=False, highlight=False)
-    console.print(CAPTION, style="dim", markup=False, highlight=False)
+    for columns, breaks in ((COLUMNS, ()), (COLUMNS, BREAKS), (fewer, BREAKS)):
+        table = _table(rows, title, columns, breaks)
+        # what it takes, not what it would shrink to
+        unlimited = console.options.update(max_width=1000)
+        if Measurement.get(console, unlimited, table).maximum <= console.width:
+            break
+    as_text: Any = {"markup": False, "highlight": False}
+    console.print(table, **as_text)
+    console.print(CAPTION, style="dim", **as_text)
     for fault in (fault for row in rows for fault in row.faults):
-        console.print(fault, style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(fault, style="red", soft_wrap=True, **as_text)
 
 
-def _table(rows: Sequence[Row], title: str, columns: Sequence[str], stacked: bool) -> Table:
+def _table(rows: Sequence[Row], title: str, columns: Sequence[str], breaks: Sequence[str]) -> Table:
     def lines(text: str) -> str:
-        for start in BREAKS if stacked else ():
+        for start in breaks:
             text = text.replace(start, f"\n{start[1:]}")
         return text
 

@@ -1,4 +1,4 @@
-"""What a comparison says: for each model a row of numbers and its verdict, and where they are from.
+"""The table of a comparison as data: for each model a row of measurements, ratios and a verdict.
 
 Every number is one of the records' or a quotient of two; nothing is estimated here.
 """
@@ -7,34 +7,31 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from zoo.report.markdown import visible
 from zoo.units import format_bytes
 
-Value = TypeVar("Value")
 Comparison = Mapping[str, Any]
-
 KINDS = ("baseline", "checkpointed")
+# the status of a record whose cell ran out of memory
 UNFIT = "does not fit"
-"""The status of a record whose cell ran out of memory."""
+# pairs of steps from which on quartiles say something
 FEWEST = 5
-"""Pairs of steps from which on quartiles say something."""
-USUAL = "sgd"
-"""The optimizer, SGD with momentum 0.9, where a config names none."""
-JUDGED = "tensor_activation_peak"
-"""What a config's `largest_ratio` is about: what kernels take inside themselves is no plan's."""
+# SGD with momentum 0.9, where a config names no other
+DEFAULT_OPTIMIZER = "sgd"
 MISSING = "—"
+# the columns of a report's table, whose cells `words` returns
 COLUMNS = (
     *("model", "batch", "parameters", "step peak", "activation peak", "of tensors alone"),
     *("step time [quartiles]", "exact"),
 )
-"""The columns of a report's table, whose cells `words` returns."""
+# what the words of a report mean
 DEFINITIONS = {
     "step peak": (
         "the most bytes that the allocator handed out at once in a training step: parameters, "
         "gradients, optimizer state, inputs, activations and kernel workspaces; the optimizer is "
-        "SGD with momentum unless another stands behind the model's name"
+        "SGD with momentum unless the model's name is followed by another"
     ),
     "activation peak": (
         "the same less parameters, buffers, optimizer state, inputs and the gradients that exist "
@@ -54,7 +51,6 @@ DEFINITIONS = {
         "after each optimizer step"
     ),
 }
-"""What the words of a report mean."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,18 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Pair(Generic[Value]):
-    """A number of the baseline and the same of the checkpointed model."""
+class Peaks:
+    """Peak bytes of the baseline and of the checkpointed model; None where not measured."""
 
-    baseline: Value
-    checkpointed: Value
+    baseline: int | None
+    checkpointed: int | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Checkpointed over baseline, None where either is missing."""
+        if self.baseline is None or self.checkpointed is None:
+            return None
+        return self.checkpointed / max(self.baseline, 1)
 
 
 @dataclass(frozen=True)
@@ -90,14 +93,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one model; None where a cell failed.
+    """The measurements of one model; None where a cell failed.
 
-    `peak` and `activation_peak` are bytes that the allocator handed out. In them are kernel
-    workspaces, which differ from processor to processor; `tensor_peak` and `tensor_activation_peak`
-    are those of tensors alone, None in results of before they were counted. Ratios are
-    checkpointed over baseline; `tensor_ratio` may be `largest_ratio` at most. `arguments` are the
-    model's own and, unless True and SGD, `checkpoint` and `optimizer`; `fits` is False where memory
-    ran out; `faults` says in sentences what makes the comparison fail.
+    `peak` and `activation_peak` are bytes from the allocator, kernel workspaces included, which
+    differ from processor to processor; `tensor_peak` and `tensor_activation_peak` are of tensors
+    alone, None in results from before they were counted. The ratio of the last is judged: it may be
+    `largest_ratio` at most. `arguments` are the model's own and, unless True and SGD, `checkpoint`
+    and `optimizer`. `faults` are sentences, each a reason why the comparison fails.
     """
 
     model: str
@@ -106,12 +108,12 @@ class Row:
     batch: str
     largest_ratio: float
     parameters: int | None
-    peak: Pair[int | None]
-    activation_peak: Pair[int | None]
-    tensor_peak: Pair[int | None]
-    tensor_activation_peak: Pair[int | None]
-    step_seconds: Pair[list[float]]
-    fits: Pair[bool]
+    peak: Peaks
+    activation_peak: Peaks
+    tensor_peak: Peaks
+    tensor_activation_peak: Peaks
+    step_seconds: Mapping[str, list[float]]
+    fits: Mapping[str, bool]
     exact: bool | None
     faults: tuple[str, ...]
 
@@ -121,25 +123,10 @@ class Row:
         return f"{self.model} ({self.arguments})" if self.arguments else self.model
 
     @property
-    def step_ratio(self) -> float | None:
-        """That of the step peak."""
-        return quotient(self.peak)
-
-    @property
-    def ratio(self) -> float | None:
-        """That of the activation peak."""
-        return quotient(self.activation_peak)
-
-    @property
-    def tensor_ratio(self) -> float | None:
-        """That of the activation peak of tensors alone, the same wherever it is measured."""
-        return quotient(self.tensor_activation_peak)
-
-    @property
     def time_ratios(self) -> list[float]:
         """Checkpointed over baseline for each pair of steps."""
-        pairs = zip(self.step_seconds.checkpointed, self.step_seconds.baseline, strict=True)
-        return [checkpointed / baseline for checkpointed, baseline in pairs]
+        pairs = zip(*(self.step_seconds[kind] for kind in KINDS), strict=True)
+        return [checkpointed / baseline for baseline, checkpointed in pairs]
 
     @property
     def time(self) -> Spread | None:
@@ -148,25 +135,29 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float] | None:
-        """The quartiles, where there are pairs enough for them."""
+        """The quartiles of the time ratios, where there are enough pairs for them."""
         enough = len(self.time_ratios) >= FEWEST
         return (self.time.lower, self.time.upper) if self.time and enough else None
 
 
 def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Heading:
     """Describes a comparison by the first of its records that says where it was measured."""
-    setting = "nothing could be measured"
-    for record in (record for comparison in comparisons for record in comparison.values()):
-        where = record.get("environment") or {}
-        if where.keys() >= {"device", "threads", "torch", "python", "zoo"}:
-            cell, count = record["cell"], where["threads"]
-            threads = f", {count} thread{'s' * (count != 1)}" if cell["device"] == "cpu" else ""
-            setting = (
-                f"{where['device']}{threads}, {cell['dtype']}, torch {where['torch']}, "
-                f"Python {where['python']}, zoo {where['zoo']}"
-            )
-            break
+    records = (record for comparison in comparisons for record in comparison.values())
+    known = {"device", "threads", "torch", "python", "zoo"}
+    measured = (record for record in records if known <= (record.get("environment") or {}).keys())
+    record = next(measured, None)
+    setting = "nothing could be measured" if record is None else _setting(record)
     return Heading(visible(name), visible(setting), visible(command))
+
+
+def _setting(record: Mapping[str, Any]) -> str:
+    cell, where = record["cell"], record["environment"]
+    count = where["threads"]
+    threads = f", {count} thread{'s' * (count != 1)}" if cell["device"] == "cpu" else ""
+    return (
+        f"{where['device']}{threads}, {cell['dtype']}, torch {where['torch']}, "
+        f"Python {where['python']}, zoo {where['zoo']}"
+    )
 
 
 def rows(comparisons: Sequence[Comparison]) -> list[Row]:
@@ -180,12 +171,13 @@ def words(row: Row) -> list[str]:
     if row.time is not None:
         between = "" if row.quartiles is None else " [{:.2f}, {:.2f}]".format(*row.quartiles)
         time = f"×{row.time.median:.2f}{between} n={len(row.time_ratios)}"
-    peaks = row.peak, row.activation_peak, row.tensor_activation_peak
     return [
         row.label,
         row.batch,
         MISSING if row.parameters is None else f"{row.parameters / 1e6:.2f} M",
-        *(_change(pair, row.fits) for pair in peaks),
+        _change(row.peak, row.fits),
+        _change(row.activation_peak, row.fits),
+        _change(row.tensor_activation_peak, row.fits),
         time,
         MISSING if row.exact is None else "yes" if row.exact else "NO",
     ]
@@ -198,39 +190,33 @@ def size_or_why(count: int | None, fits: bool, missing: str = MISSING) -> str:
     return missing if fits else UNFIT
 
 
-def quotient(pair: Pair[int | None]) -> float | None:
-    """Returns checkpointed over baseline, None where either is missing."""
-    if pair.baseline is None or pair.checkpointed is None:
-        return None
-    return pair.checkpointed / max(pair.baseline, 1)
-
-
 def spread(values: Sequence[float]) -> Spread:
     """Returns median and quartiles of at least one value."""
-    if len(values) == 1:
-        return Spread(values[0], values[0], values[0])
-    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    # Python 3.13's takes a single value, too
+    several = values if len(values) > 1 else [*values, *values]
+    lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
     return Spread(median, lower, upper)
 
 
 def differences(
     baseline: Sequence[Mapping[str, str]], checkpointed: Sequence[Mapping[str, str]]
 ) -> list[str]:
-    """Names what differs between two runs and from which step on: ['buffers from step 1 on']."""
+    """Names what differs between two trainings, from which step on: ['buffers from step 1 on'].
+
+    A step that only one of them has differs.
+    """
     first: dict[str, int] = {}
-    # a step that one of them lacks is no step that is equal
-    nothing: Mapping[str, str] = {}
-    pairs = zip_longest(baseline, checkpointed, fillvalue=nothing)
+    pairs = zip_longest(baseline, checkpointed, fillvalue=dict[str, str]())
     for step, (one, other) in enumerate(pairs, start=1):
-        for kind in {**one, **other}:
-            if one.get(kind) != other.get(kind):
-                first.setdefault(kind, step)
-    return [f"{kind} from step {step} on" for kind, step in first.items()]
+        for name in {**one, **other}:
+            if one.get(name) != other.get(name):
+                first.setdefault(name, step)
+    return [f"{name} from step {step} on" for name, step in first.items()]
 
 
 def _row(comparison: Comparison) -> Row:
     model, *cells = (comparison[name] for name in ("model", *KINDS))
-    exact = _differences(comparison)
+    differing = _differences(comparison)
     seconds = comparison["timing"].get("step_seconds", {})
     names = "peak", "activation_peak", "tensor_peak", "tensor_activation_peak"
     return Row(
@@ -240,10 +226,10 @@ def _row(comparison: Comparison) -> Row:
         batch=_batch(model),
         largest_ratio=model["largest_ratio"],
         parameters=cells[0].get("parameters", cells[1].get("parameters")),
-        **{name: _bytes(comparison, name) for name in names},
-        step_seconds=Pair(*(seconds.get(kind, []) for kind in KINDS)),
-        fits=Pair(*(cell["status"] != UNFIT for cell in cells)),
-        exact=None if exact is None else not exact,
+        **{name: _peaks(comparison, name) for name in names},
+        step_seconds={kind: seconds.get(kind, []) for kind in KINDS},
+        fits={kind: comparison[kind]["status"] != UNFIT for kind in KINDS},
+        exact=None if differing is None else not differing,
         faults=tuple(map(visible, _faults(comparison))),
     )
 
@@ -256,9 +242,10 @@ def _faults(comparison: Comparison) -> Iterator[str]:
     # a baseline that does not fit is what checkpointing is for
     if comparison["checkpointed"]["status"] == UNFIT:
         yield f"{name} checkpointed does not fit: {comparison['checkpointed']['reason']}"
-    if found := _differences(comparison):
-        yield f"{name} is not exact: it differs in {', '.join(found)}"
-    ratio = quotient(_bytes(comparison, JUDGED))
+    if differing := _differences(comparison):
+        yield f"{name} is not exact: it differs in {', '.join(differing)}"
+    # of tensors alone: no plan decides how large kernel workspaces are
+    ratio = _peaks(comparison, "tensor_activation_peak").ratio
     if ratio is not None and ratio > largest:
         yield (
             f"{name} keeps {ratio:.3f} of the activation peak of the baseline's tensors; "
@@ -267,19 +254,18 @@ def _faults(comparison: Comparison) -> Iterator[str]:
 
 
 def _differences(comparison: Comparison) -> list[str] | None:
-    found = [comparison[kind].get("digests") for kind in KINDS]
-    return None if None in found else differences(*found)
+    digests = [comparison[kind].get("digests") for kind in KINDS]
+    return None if None in digests else differences(*digests)
 
 
-def _bytes(comparison: Comparison, name: str) -> Pair[int | None]:
-    return Pair(*(comparison[kind].get("memory", {}).get(name) for kind in KINDS))
+def _peaks(comparison: Comparison, name: str) -> Peaks:
+    return Peaks(*(comparison[kind].get("memory", {}).get(name) for kind in KINDS))
 
 
-def _change(pair: Pair[int | None], fits: Pair[bool]) -> str:
-    baseline = size_or_why(pair.baseline, fits.baseline)
-    ratio = quotient(pair)
-    share = "" if ratio is None else f" ({ratio:.3f})"
-    return f"{baseline} → {size_or_why(pair.checkpointed, fits.checkpointed)}{share}"
+def _change(peaks: Peaks, fits: Mapping[str, bool]) -> str:
+    sizes = (size_or_why(getattr(peaks, kind), fits[kind]) for kind in KINDS)
+    share = "" if peaks.ratio is None else f" ({peaks.ratio:.3f})"
+    return f"{' → '.join(sizes)}{share}"
 
 
 def _batch(model: Mapping[str, Any]) -> str:
@@ -290,12 +276,13 @@ def _batch(model: Mapping[str, Any]) -> str:
 
 
 def _arguments(model: Mapping[str, Any]) -> str:
-    """Lists what was not the model's default; an image size that the batch tells is left out."""
-    given = {"checkpoint": _text(model["checkpoint"])} if model["checkpoint"] is not True else {}
-    given |= {"optimizer": model["optimizer"]} if model.get("optimizer", USUAL) != USUAL else {}
-    own = model.get("arguments", {})
-    implied = {"image_size": model["size"]}
-    given |= {name: value for name, value in own.items() if implied.get(name) != value}
+    """Lists what is not the default; an image size that the batch shows is left out."""
+    given = {} if model["checkpoint"] is True else {"checkpoint": _text(model["checkpoint"])}
+    if model.get("optimizer", DEFAULT_OPTIMIZER) != DEFAULT_OPTIMIZER:
+        given["optimizer"] = model["optimizer"]
+    for name, value in model.get("arguments", {}).items():
+        if (name, value) != ("image_size", model["size"]):
+            given[name] = value
     return ", ".join(f"{name}={value}" for name, value in given.items())
 
 

@@ -4,18 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.recorded import AGAIN, FORWARD, MIB, timeline
-from zoo.report.step_axis import EDGES, highest, recomputes, step_axis, totals
+from zoo.report.charts import EDGES, phase_peaks, phase_starts, places, recomputations, totals
 
 SIZES = [1, 2, 2, 3, 4, 3, 4, 5, 4, 3, 2, 1]
 
 
 def test_each_part_of_a_step_has_the_same_place_whatever_its_length() -> None:
     for phases in (FORWARD, AGAIN):
-        axis = step_axis(timeline(SIZES, phases))
-        assert [axis.place(event) for event in axis] == list(EDGES)
-    assert axis == (0, 4, 10, 12)
-    assert axis.place(2) == 0.5
-    assert axis.place(7) == 2.0
+        drawn = timeline(SIZES, phases)
+        assert phase_starts(drawn) == (0, 4, 10, 12)
+        assert places(drawn, phase_starts(drawn)) == list(EDGES)
+        assert places(drawn, [2, 7]) == [0.5, 2.0]
 
 
 @given(st.lists(st.integers(0, 30), min_size=3, max_size=3))
@@ -23,26 +22,19 @@ def test_later_events_never_lie_before_earlier_ones(lengths: list[int]) -> None:
     forward, backward, _ = lengths
     marks = [[0, "forward"], [forward, "backward"], [forward + backward, "optimizer"]]
     length = sum(lengths)
-    axis = step_axis({"length": length, "phases": marks})
-    places = [axis.place(event) for event in range(length + 1)]
-    assert places == sorted(places)
-    assert all(EDGES[0] <= place <= EDGES[-1] for place in places)
+    on_axis = places({"length": length, "phases": marks}, range(length + 1))
+    assert on_axis == sorted(on_axis)
+    assert all(EDGES[0] <= place <= EDGES[-1] for place in on_axis)
 
 
 def test_a_step_without_marks_is_all_forward() -> None:
-    axis = step_axis({"length": 10, "phases": []})
-    assert axis.place(5) == 0.5
-    assert axis.place(0) == 0
+    assert places({"length": 10, "phases": []}, [0, 5, 10]) == [0, 0.5, EDGES[2]]
 
 
 def test_recomputation_is_where_the_phases_say() -> None:
-    assert recomputes(timeline(SIZES, FORWARD)) == []
-    axis = step_axis(timeline(SIZES, AGAIN))
-    assert (
-        recomputes(timeline(SIZES, AGAIN))
-        == [(axis.place(6), axis.place(8))]
-        == [(1.66667, 2.33333)]
-    )
+    assert recomputations(timeline(SIZES, FORWARD)) == []
+    drawn = timeline(SIZES, AGAIN)
+    assert recomputations(drawn) == [places(drawn, [6, 8])] == [[1.66667, 2.33333]]
 
 
 def test_sums_and_peaks_are_those_of_the_categories() -> None:
@@ -50,4 +42,5 @@ def test_sums_and_peaks_are_those_of_the_categories() -> None:
     assert totals(drawn) == [(size + 3) * MIB + 12 for size in SIZES]
     assert totals(drawn, ["saved activations"]) == [3 * MIB] * 12
     most = {"forward": 6, "backward": 7, "recompute": 8, "optimizer": 5}
-    assert highest(drawn) == {phase: size * MIB + 12 for phase, size in most.items()}
+    peaks = {phase: {"run": size * MIB + 12} for phase, size in most.items()}
+    assert phase_peaks({"run": drawn}) == peaks
