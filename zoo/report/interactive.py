@@ -11,6 +11,7 @@ from typing import Any
 
 from bokeh import models
 from bokeh.embed import json_item
+from bokeh.models.annotations import Label
 from bokeh.plotting import figure
 
 from zoo.report.charts import Axis, Bars, Chart, Layer, Marks, Steps
@@ -25,11 +26,13 @@ TIPS = (
 def interactive(chart: Chart) -> Any:
     """Returns bokeh's JSON of a chart, which is as wide as its place on the page."""
     zoom = models.BoxZoomTool(dimensions="width")
+    x, y = ((axis.start, axis.stop) for axis in (chart.x, chart.y))
+    # figure takes these, which its types do not say
+    ranges: Any = {"x_range": x, "y_range": y}
     plot: Any = figure(
         height=chart.height, sizing_mode="stretch_width", toolbar_location=None, tools=[zoom],
         active_drag=zoom, x_axis_type="log" if chart.x.log else "linear", min_border_right=14,
-        x_range=(chart.x.start, chart.x.stop), y_range=(chart.y.start, chart.y.stop),
-        background_fill_color=None, border_fill_color=None, outline_line_color=None,
+        background_fill_color=None, border_fill_color=None, outline_line_color=None, **ranges,
     )  # fmt: skip
     _draw_axis(plot.xaxis[0], plot.xgrid[0], chart.x)
     _draw_axis(plot.yaxis[0], plot.ygrid[0], chart.y)
@@ -115,7 +118,7 @@ def _write_text(plot: Any, marks: Marks) -> None:
     share = (x - plot.x_range.start) / (plot.x_range.end - plot.x_range.start)
     # bokeh takes a number for each of these, which its annotations do not say
     corners: Any = {"padding": 2, "border_radius": 4}
-    text = models.Label(
+    text = Label(
         x=x, y=y, text=marks.text, background_fill_alpha=0.8, **corners,
         text_align="left" if share < 0.2 else "right" if share > 0.8 else "center",
         text_baseline="top" if marks.below else "bottom", y_offset=-7 if marks.below else 7,

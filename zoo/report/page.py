@@ -97,7 +97,7 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
         drawn["plan"] = charts.plan_chart(plan, chain)
     if frontier and frontier["optimal"]:
         drawn["frontier"] = charts.frontier_chart(frontier, measured)
-    recorded = {name for timeline in timelines.values() for name in timeline["bytes"]}
+    recorded = set().union(*(timeline["bytes"] for timeline in timelines.values()))
     return {
         "comparison": comparison,
         "timelines": timelines,
@@ -153,7 +153,7 @@ def _size(comparisons: Sequence[Comparison], path: str) -> Markup:
 def _environment(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Returns where and how the first cell that says it was measured."""
     records = (comparison[kind] for comparison in comparisons for kind in KINDS)
-    record = next((record for record in records if record.get("environment")), {})
+    record: Any = next((record for record in records if record.get("environment")), {})
     cell = {key: record.get("cell", {}).get(key) for key in ("dtype", "seed", "steps")}
     known = {**record.get("environment", {}), **cell, "measured": record.get("finished")}
     return {key: value for key, value in known.items() if value is not None}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, product
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,19 +17,20 @@ from matplotlib.axes import Axes
 from matplotlib.cbook import pts_to_poststep
 from matplotlib.figure import Figure
 from matplotlib.path import Path as Line
+from matplotlib.text import Annotation
 from matplotlib.ticker import FormatStrFormatter
 from matplotlib.transforms import Bbox
 
 from zoo.errors import ArgumentError, shortened_text
 from zoo.planner.plan import Plan
+from zoo.report import charts
 from zoo.report.chain_axis import fitting, round_numbers
-from zoo.report.charts import Axis, Bars, Chart, Marks, Steps, frontier_chart, plan_chart, scale
 from zoo.report.markdown import visible
 from zoo.report.rows import KINDS, Heading, Row, size_or_why
 from zoo.units import format_bytes
 
-# the page's colors by day
 _SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+# the page's, by day
 COLORS = dict(re.findall(r"--([\w-]+): (?:light-dark\()?(#\w+)", _SHEET))
 STYLE: Any = {
     "font.size": 10,
@@ -39,10 +41,8 @@ STYLE: Any = {
     "svg.hashsalt": "zoo",
 }
 PICTURES = (".svg", ".png", ".pdf")
-MARKERS = {
-    **{"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "inverted_triangle": "v"},
-    "plus": "P",
-}
+SHAPES = ("circle", "square", "triangle", "diamond", "inverted_triangle", "plus")
+MARKERS = dict(zip(SHAPES, "os^DvP", strict=True))
 # of the categories of a peak, in their order
 PEAK = (
     *("parameters", "buffers", "inputs", "optimizer-state", "gradients"),
@@ -71,7 +71,7 @@ def draw_plan(
     Raises:
         ArgumentError: a file of no known kind.
     """
-    chart = plan_chart(plan, chain)
+    chart = charts.plan_chart(plan, chain)
     if isinstance(target, Axes):
         _draw(target, chart)
         return
@@ -87,7 +87,7 @@ def draw_frontier(target: str | Path | Axes, frontier: Mapping[str, Any], title:
     Raises:
         ArgumentError: a file of no known kind.
     """
-    chart = frontier_chart(frontier)
+    chart = charts.frontier_chart(frontier)
     if isinstance(target, Axes):
         _draw(target, chart)
         _name_marks(target, chart)
@@ -133,7 +133,7 @@ def _picture(
         inch = 1 / size[1]
         engine: Any = figure.get_layout_engine()
         engine.set(rect=(0, 0, 1, 1 - 0.65 * inch))
-        above = {"x": 0.01, "va": "top"}
+        above: Any = {"x": 0.01, "va": "top"}
         figure.text(y=1 - 0.12 * inch, s=visible(title), fontsize=13, fontweight="bold", **above)
         figure.text(
             y=1 - 0.4 * inch, s=visible(subtitle), fontsize=9, color=COLORS["faint"], **above
@@ -144,17 +144,17 @@ def _picture(
             figure.savefig(path, dpi=160, metadata=undated)
 
 
-def _draw(axes: Axes, chart: Chart) -> None:
+def _draw(axes: Axes, chart: charts.Chart) -> None:
     for order, layer in enumerate(chart.layers):
         style: Any = {"color": COLORS[layer.color], "zorder": 2 + order / 100, "label": layer.name}
-        if isinstance(layer, Bars):
+        if isinstance(layer, charts.Bars):
             left, right, bottom, top = map(np.array, zip(*layer.boxes, strict=True))
             style |= {"zorder": 0} if layer.behind else {}
             axes.bar(left, top - bottom, right - left, bottom, align="edge", **style)
-        elif isinstance(layer, Steps):
+        elif isinstance(layer, charts.Steps):
             dashes = "--" if layer.dashed else "-"
             axes.step(layer.x, layer.y, where="post", lw=layer.width, ls=dashes, **style)
-        elif isinstance(layer, Marks):
+        elif isinstance(layer, charts.Marks):
             x, y = zip(*layer.spots, strict=True)
             # once for all of the group
             grouped = layer.group not in axes.get_legend_handles_labels()[1]
@@ -176,7 +176,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
         _label(axes, chart.x)
 
 
-def _label(axes: Axes, axis: Axis) -> None:
+def _label(axes: Axes, axis: charts.Axis) -> None:
     """Writes labels below the axis, and between it and them the numbers that fit."""
     inch = axis.stop * axes.figure.dpi / axes.get_window_extent().width
     # texts of 10 points, centered, would run into each other
@@ -199,20 +199,15 @@ def _label(axes: Axes, axis: Axis) -> None:
         axes.axvline(label.start, color=COLORS["grid"], lw=0.8, zorder=0)
 
 
-def _name_marks(axes: Axes, chart: Chart) -> None:
+def _name_marks(axes: Axes, chart: charts.Chart) -> None:
     """Writes the marks' texts beside them."""
-    marks = [layer for layer in chart.layers if isinstance(layer, Marks) and layer.text]
-    texts = [
-        axes.annotate(
-            mark.text, mark.spots[0], (0, 0), textcoords="offset points", fontsize=8,
-            linespacing=1.1, va="bottom",
-        )
-        for mark in marks
-    ]  # fmt: skip
+    marks = [layer for layer in chart.layers if isinstance(layer, charts.Marks) and layer.text]
+    style: Any = {"fontsize": 8, "linespacing": 1.1, "va": "bottom"}
+    texts = [_annotate(axes, mark.text, mark.spots[0], (0, 0), **style) for mark in marks]
     lines = [
         axes.transData.transform_path(Line(np.transpose(pts_to_poststep(layer.x, layer.y))))
         for layer in chart.layers
-        if isinstance(layer, Steps)
+        if isinstance(layer, charts.Steps)
     ]
     spots = [axes.transData.transform(mark.spots[0]) for mark in marks]
     sizes = [text.get_window_extent().size for text in texts]
@@ -234,27 +229,25 @@ def place(
     boxes: list[Bbox] = []
     for spot, (width, height) in zip(spots, sizes, strict=True):
         marks = [Bbox([other, other]).padded(5 * point) for other in spots if other is not spot]
-        candidates = []
+        taken = [*boxes, *marks]
+        best = inf
         for distance, (across, up) in product(DISTANCES, SIDES):
             left = spot[0] + across * distance * point + (across - 1) / 2 * width
             low = spot[1] + up * distance * point * 0.6 + (up - 1) / 2 * height
-            candidates.append(Bbox.from_bounds(left, low, width, height))
-        taken = [*boxes, *marks]
-        boxes.append(min(candidates, key=lambda box: _cost(box, frame, taken, lines)))
+            box = Bbox.from_bounds(left, low, width, height)
+            outside = frame.count_contains(box.get_points()) < 2
+            crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
+            cost = 1000 * (box.count_overlaps(taken) + outside) + crossed
+            if cost < best:
+                best, chosen = cost, box
+        boxes.append(chosen)
     return boxes
-
-
-def _cost(box: Bbox, frame: Bbox, taken: Sequence[Bbox], lines: Sequence[Line]) -> int:
-    covered = box.count_overlaps(taken)
-    outside = frame.count_contains(box.get_points()) < 2
-    crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
-    return 1000 * (covered + outside) + crossed
 
 
 def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -> None:
     total = sum(peak.values())
     most = max(total, *limits.values())
-    divisor, unit = scale(most)
+    divisor, unit = charts.scale(most)
     left = 0
     for (name, size), color in zip(peak.items(), PEAK, strict=True):
         # what is too thin to be seen is left to the table
@@ -264,12 +257,10 @@ def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -
         left += size
     for name, size in limits.items():
         axes.axvline(size / divisor, color=COLORS["ink"], lw=1, ls=(0, (4, 2)))
-        axes.annotate(
-            f" {name} {format_bytes(size)} ", (size / divisor, 1), (0, 3), fontsize=8,
-            xycoords=("data", "axes fraction"), textcoords="offset points",
-            # the larger of two to the right of its line, the other to the left
-            ha="left" if size == max(limits.values()) else "right",
-        )  # fmt: skip
+        # the larger of two to the right of its line, the other to the left
+        side = "left" if size == max(limits.values()) else "right"
+        above: Any = {"xycoords": ("data", "axes fraction"), "fontsize": 8, "ha": side}
+        _annotate(axes, f" {name} {format_bytes(size)} ", (size / divisor, 1), (0, 3), **above)
     axes.set_yticks([0], [f"at the peak\n({unit})"])
     axes.set_xlim(0, 1.2 * most / divisor)
     axes.legend(
@@ -281,49 +272,45 @@ def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -
 
 def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
     peaks = [getattr(row.peak, kind) or 0 for row in rows for kind in KINDS]
-    divisor, unit = scale(max(peaks, default=0))
+    divisor, unit = charts.scale(max(peaks, default=0))
     for kind, offset in zip(KINDS, (-0.18, 0.18), strict=True):
-        sizes = [getattr(row.peak, kind) for row in rows]
         places = [number + offset for number in range(len(rows))]
-        widths = [(size or 0) / divisor for size in sizes]
+        widths = [(getattr(row.peak, kind) or 0) / divisor for row in rows]
         bars = axes.barh(places, widths, 0.36, color=COLORS[kind], label=kind)
-        axes.bar_label(bars, [_beside(row, kind) for row in rows], padding=4, fontsize=9)
-    axes.set_yticks(range(len(rows)), map(_described, rows))
+        texts = [size_or_why(getattr(row.peak, kind), row.fits[kind], "failed") for row in rows]
+        if kind == "checkpointed":
+            ratios = [row.peak.ratio for row in rows]
+            texts = [
+                text if ratio is None else f"{text}  ({ratio:.1%})"
+                for text, ratio in zip(texts, ratios, strict=True)
+            ]
+        axes.bar_label(bars, texts, padding=4, fontsize=9)
+    # there is no room for more beside the bars
+    named = ((row.model, row.arguments, row.batch) for row in rows)
+    names = ["\n".join(shortened_text(line, 60) for line in lines if line) for lines in named]
+    axes.set_yticks(range(len(rows)), names)
     axes.margins(x=0.16)
     axes.set_xlabel(f"peak of the whole training step ({unit})")
     axes.invert_yaxis()
     _bare(axes, "x")
 
 
-def _beside(row: Row, kind: str) -> str:
-    """Returns what stands beside the bar of a step peak."""
-    size = size_or_why(getattr(row.peak, kind), row.fits[kind], missing="failed")
-    shown = kind == "checkpointed" and row.peak.ratio is not None
-    return f"{size}  ({row.peak.ratio:.1%})" if shown else size
-
-
-def _described(row: Row) -> str:
-    # there is no room for more beside the bars
-    lines = (row.model, row.arguments, row.batch)
-    return "\n".join(shortened_text(line, 60) for line in lines if line)
-
-
 def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
     color = COLORS["checkpointed"]
-    for number, row in enumerate(rows):
-        if row.time is None:
-            continue
-        median = row.time.median
-        axes.plot(row.quartiles or (median, median), [number, number], color=color, lw=2)
-        axes.plot(median, number, "o", color=color, ms=7)
-        axes.annotate(
-            f"×{median:.2f}", (median, number), (0, 8), textcoords="offset points", ha="center",
-            fontsize=9,
-        )  # fmt: skip
+    timed = ((place, row.time.median, row.quartiles) for place, row in enumerate(rows) if row.time)
+    for place, median, quartiles in timed:
+        axes.plot(quartiles or (median, median), [place, place], color=color, lw=2)
+        axes.plot(median, place, "o", color=color, ms=7)
+        _annotate(axes, f"×{median:.2f}", (median, place), (0, 8), fontsize=9, ha="center")
     axes.axvline(1, color=COLORS["baseline"], lw=1.5, zorder=0)
     axes.margins(x=0.15)
     axes.set_xlabel("step time, baseline = 1\n(median; quartiles from 5 pairs)")
     _bare(axes, "x")
+
+
+def _annotate(axes: Axes, text: str, spot: Any, points: Any, **style: Any) -> Annotation:
+    """Writes a text so many points beside a spot."""
+    return axes.annotate(text, spot, points, textcoords="offset points", **style)
 
 
 def _bare(axes: Axes, grid: Literal["x", "y", "both"]) -> None:

@@ -142,22 +142,19 @@ class Row:
 
 def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Heading:
     """Describes a comparison by the first of its records that says where it was measured."""
+    setting = "nothing could be measured"
     records = (record for comparison in comparisons for record in comparison.values())
     known = {"device", "threads", "torch", "python", "zoo"}
-    measured = (record for record in records if known <= (record.get("environment") or {}).keys())
-    record = next(measured, None)
-    setting = "nothing could be measured" if record is None else _setting(record)
+    for record in records:
+        cell, where = record.get("cell", {}), record.get("environment") or {}
+        if known <= where.keys():
+            count = f", {where['threads']} thread{'s' * (where['threads'] != 1)}"
+            setting = (
+                f"{where['device']}{count if cell['device'] == 'cpu' else ''}, {cell['dtype']}, "
+                f"torch {where['torch']}, Python {where['python']}, zoo {where['zoo']}"
+            )
+            break
     return Heading(visible(name), visible(setting), visible(command))
-
-
-def _setting(record: Mapping[str, Any]) -> str:
-    cell, where = record["cell"], record["environment"]
-    count = where["threads"]
-    threads = f", {count} thread{'s' * (count != 1)}" if cell["device"] == "cpu" else ""
-    return (
-        f"{where['device']}{threads}, {cell['dtype']}, torch {where['torch']}, "
-        f"Python {where['python']}, zoo {where['zoo']}"
-    )
 
 
 def rows(comparisons: Sequence[Comparison]) -> list[Row]:
@@ -171,16 +168,11 @@ def words(row: Row) -> list[str]:
     if row.time is not None:
         between = "" if row.quartiles is None else " [{:.2f}, {:.2f}]".format(*row.quartiles)
         time = f"×{row.time.median:.2f}{between} n={len(row.time_ratios)}"
-    return [
-        row.label,
-        row.batch,
-        MISSING if row.parameters is None else f"{row.parameters / 1e6:.2f} M",
-        _change(row.peak, row.fits),
-        _change(row.activation_peak, row.fits),
-        _change(row.tensor_activation_peak, row.fits),
-        time,
-        MISSING if row.exact is None else "yes" if row.exact else "NO",
-    ]
+    parameters = MISSING if row.parameters is None else f"{row.parameters / 1e6:.2f} M"
+    peaks = (row.peak, row.activation_peak, row.tensor_activation_peak)
+    exact = MISSING if row.exact is None else "yes" if row.exact else "NO"
+    changes = [_change(pair, row.fits) for pair in peaks]
+    return [row.label, row.batch, parameters, *changes, time, exact]
 
 
 def size_or_why(count: int | None, fits: bool, missing: str = MISSING) -> str:
@@ -192,7 +184,7 @@ def size_or_why(count: int | None, fits: bool, missing: str = MISSING) -> str:
 
 def spread(values: Sequence[float]) -> Spread:
     """Returns median and quartiles of at least one value."""
-    # Python 3.13's takes a single value, too
+    # before Python 3.13 it takes no single value
     several = values if len(values) > 1 else [*values, *values]
     lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
     return Spread(median, lower, upper)
@@ -215,10 +207,13 @@ def differences(
 
 
 def _row(comparison: Comparison) -> Row:
-    model, *cells = (comparison[name] for name in ("model", *KINDS))
-    differing = _differences(comparison)
+    model, cells = comparison["model"], [comparison[kind] for kind in KINDS]
+    digests = [cell.get("digests") for cell in cells]
+    differing = None if None in digests else differences(*digests)
     seconds = comparison["timing"].get("step_seconds", {})
     names = "peak", "activation_peak", "tensor_peak", "tensor_activation_peak"
+    peaks = {name: Peaks(*(cell.get("memory", {}).get(name) for cell in cells)) for name in names}
+    faults = _faults(comparison, differing, peaks["tensor_activation_peak"].ratio)
     return Row(
         model=visible(model["name"]),
         arguments=visible(_arguments(model)),
@@ -226,15 +221,17 @@ def _row(comparison: Comparison) -> Row:
         batch=_batch(model),
         largest_ratio=model["largest_ratio"],
         parameters=cells[0].get("parameters", cells[1].get("parameters")),
-        **{name: _peaks(comparison, name) for name in names},
+        **peaks,
         step_seconds={kind: seconds.get(kind, []) for kind in KINDS},
         fits={kind: comparison[kind]["status"] != UNFIT for kind in KINDS},
         exact=None if differing is None else not differing,
-        faults=tuple(map(visible, _faults(comparison))),
+        faults=tuple(map(visible, faults)),
     )
 
 
-def _faults(comparison: Comparison) -> Iterator[str]:
+def _faults(
+    comparison: Comparison, differing: Sequence[str] | None, ratio: float | None
+) -> Iterator[str]:
     name, largest = (comparison["model"][key] for key in ("name", "largest_ratio"))
     for kind in (*KINDS, "timing"):
         if comparison[kind]["status"] == "failed":
@@ -242,24 +239,14 @@ def _faults(comparison: Comparison) -> Iterator[str]:
     # a baseline that does not fit is what checkpointing is for
     if comparison["checkpointed"]["status"] == UNFIT:
         yield f"{name} checkpointed does not fit: {comparison['checkpointed']['reason']}"
-    if differing := _differences(comparison):
+    if differing:
         yield f"{name} is not exact: it differs in {', '.join(differing)}"
-    # of tensors alone: no plan decides how large kernel workspaces are
-    ratio = _peaks(comparison, "tensor_activation_peak").ratio
+    # the ratio of tensors alone: no plan decides how large kernel workspaces are
     if ratio is not None and ratio > largest:
         yield (
             f"{name} keeps {ratio:.3f} of the activation peak of the baseline's tensors; "
             f"largest_ratio is {largest:g}"
         )
-
-
-def _differences(comparison: Comparison) -> list[str] | None:
-    digests = [comparison[kind].get("digests") for kind in KINDS]
-    return None if None in digests else differences(*digests)
-
-
-def _peaks(comparison: Comparison, name: str) -> Peaks:
-    return Peaks(*(comparison[kind].get("memory", {}).get(name) for kind in KINDS))
 
 
 def _change(peaks: Peaks, fits: Mapping[str, bool]) -> str:
@@ -270,9 +257,9 @@ def _change(peaks: Peaks, fits: Mapping[str, bool]) -> str:
 
 def _batch(model: Mapping[str, Any]) -> str:
     sizes = model["size"] if isinstance(model["size"], list) else [model["size"]]
-    axes = {"photographs": 2, "digits": 2, "volume": 3}.get(model["data"], 1)
-    sizes = sizes * axes if len(sizes) == 1 else sizes
-    return "×".join(str(size) for size in (model["batch_size"], *sizes))
+    if len(sizes) == 1:
+        sizes = sizes * {"photographs": 2, "digits": 2, "volume": 3}.get(model["data"], 1)
+    return "×".join(map(str, (model["batch_size"], *sizes)))
 
 
 def _arguments(model: Mapping[str, Any]) -> str:
