@@ -82,9 +82,9 @@ def test_pictures_go_into_axes_and_leave_settings_alone() -> None:
 def test_what_is_no_picture_is_refused(
     drawn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ArgumentError, match=r"'plan\.doc' names no kind of picture"):
+    with pytest.raises(ArgumentError, match=r"'plan\.doc' is no picture; end it with"):
         drawn.plot(tmp_path / "plan.doc")
-    with pytest.raises(ArgumentError, match=r"'plan\.gif' names no kind of picture"):
+    with pytest.raises(ArgumentError, match=r"'plan\.gif' is no picture; end it with"):
         drawn.plot(tmp_path / "plan.gif")
     assert not list(tmp_path.iterdir())
     monkeypatch.delitem(sys.modules, "zoo.report.plot", raising=False)

@@ -53,14 +53,13 @@ GAP = 0.06
 
 @dataclass(frozen=True)
 class Axis:
-    """The limits of an axis; `labels` replace its numbers, `numbers` are a smaller second row."""
+    """The limits of an axis; `labels` replace its ticks, `numbers` are a smaller second row."""
 
     start: float
     stop: float
     title: str = ""
     format: str = "%g"
     log: bool = False
-    grid: bool = True
     labels: Sequence[Label] = ()
     numbers: Sequence[Label] = ()
 
@@ -111,12 +110,11 @@ class Marks(Layer):
 
 @dataclass(frozen=True)
 class Chart:
-    """Layers, the first at the back, those with a name in the legend; `height` is in pixels."""
+    """Layers, the first at the back, those with a name in the legend."""
 
     x: Axis
     y: Axis
     layers: Sequence[Layer]
-    height: int = 300
 
 
 def phase_starts(timeline: Timeline) -> tuple[int, int, int, int]:
@@ -231,7 +229,7 @@ def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
     thickness = height * min(0.05, 0.4 / max(depth, 1))
     column = "step" if len(axis.columns) == len(names) else "block"
     return Chart(
-        Axis(0, axis.edges[-1], grid=False, labels=axis.stages, numbers=axis.numbers),
+        Axis(0, axis.edges[-1], labels=axis.stages, numbers=axis.numbers),
         Axis(-(depth + 0.8) * thickness, 1.05 * height, f"saved by each {column} ({unit})"),
         [
             *_saved_bars(plan, names, saved, axis, divisor),
@@ -354,7 +352,7 @@ def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
     y = Axis(0, 1.16 * highest / divisor or 1, f"allocated ({unit})")
     box = EDGES[1], EDGES[2], y.start, y.stop
     backward = Bars(color="in-backward", name="backward", boxes=[box], behind=True)
-    return Axis(EDGES[0], EDGES[-1], grid=False, labels=PHASES), y, divisor, [backward]
+    return Axis(EDGES[0], EDGES[-1], labels=PHASES), y, divisor, [backward]
 
 
 def _points(timeline: Timeline) -> tuple[list[float], list[str]]:

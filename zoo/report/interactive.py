@@ -30,7 +30,7 @@ def interactive(chart: Chart) -> Any:
     # figure takes these, which its types do not say
     ranges: Any = {"x_range": x, "y_range": y}
     plot: Any = figure(
-        height=chart.height, sizing_mode="stretch_width", toolbar_location=None, tools=[zoom],
+        height=300, sizing_mode="stretch_width", toolbar_location=None, tools=[zoom],
         active_drag=zoom, x_axis_type="log" if chart.x.log else "linear", min_border_right=14,
         background_fill_color=None, border_fill_color=None, outline_line_color=None, **ranges,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def _draw_axis(axis: Any, grid: Any, shown: Axis) -> None:
         axis.ticker = models.LogTicker(base=2, num_minor_ticks=0)
     else:
         axis.ticker = models.AdaptiveTicker(desired_num_ticks=5, num_minor_ticks=0)
-    grid.visible = shown.grid
+    grid.visible = not shown.labels
     _paint(axis, major_label_text_color="faint", axis_label_text_color="faint")
     _paint(grid, grid_line_color="grid")
 

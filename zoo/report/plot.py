@@ -69,7 +69,7 @@ def draw_plan(
     bytes to compare with: the budget, the baseline.
 
     Raises:
-        ArgumentError: a file of no known kind.
+        ArgumentError: a file of another format than SVG, PNG and PDF.
     """
     chart = charts.plan_chart(plan, chain)
     if isinstance(target, Axes):
@@ -85,7 +85,7 @@ def draw_frontier(target: str | Path | Axes, frontier: Mapping[str, Any], title:
     """Draws the frontier that `frontier_chart` shows.
 
     Raises:
-        ArgumentError: a file of no known kind.
+        ArgumentError: a file of another format than SVG, PNG and PDF.
     """
     chart = charts.frontier_chart(frontier)
     if isinstance(target, Axes):
@@ -122,12 +122,10 @@ def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]
 def _picture(
     paths: Sequence[str | Path], size: tuple[float, float], title: str, subtitle: str
 ) -> Iterator[Figure]:
-    """Yields a figure of so many inches with a title and a line below it, and saves it."""
+    """Yields a figure, its size in inches, with a title and a line below it; then saves it."""
     for path in map(Path, paths):
         if path.suffix.lower() not in PICTURES:
-            raise ArgumentError(
-                f"{path.name!r} names no kind of picture; end it with .svg, .png or .pdf"
-            )
+            raise ArgumentError(f"{path.name!r} is no picture; end it with .svg, .png or .pdf")
     with rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         inch = 1 / size[1]
@@ -171,7 +169,7 @@ def _draw(axes: Axes, chart: charts.Chart) -> None:
     # what is drawn below zero are no sizes
     axes.set_yticks([y for y in axes.get_yticks() if max(chart.y.start, 0) <= y <= chart.y.stop])
     axes.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
-    _bare(axes, "both" if chart.x.grid else "y")
+    _bare(axes, "y" if chart.x.labels else "both")
     if chart.x.labels:
         _label(axes, chart.x)
 
