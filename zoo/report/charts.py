@@ -44,7 +44,11 @@ RUNS = {
     3: ("recomputed-twice", "recomputed twice"),
     4: ("recomputed-often", "recomputed more often"),
 }
-SHAPES = ("square", "triangle", "diamond", "inverted_triangle", "plus")
+# shapes of marks as bokeh names them: their markers in matplotlib, their characters in a legend
+SHAPES = {
+    **{"circle": ("o", "●"), "square": ("s", "■"), "triangle": ("^", "▲"), "diamond": ("D", "◆")},
+    **{"inverted_triangle": ("v", "▼"), "plus": ("P", "✚"), "ring": ("", "◯")},
+}
 # a longer range of memory is drawn on a logarithmic axis, a slower plan at the upper edge
 WIDE, SLOW = 8, 2.0
 # between bars, in steps
@@ -66,7 +70,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What is drawn in one color; `tips` are columns of text that a pointer above it shows."""
+    """What is drawn in one color; `tips` are columns of text that hovering shows."""
 
     color: str
     name: str = ""
@@ -95,9 +99,9 @@ class Steps(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class Marks(Layer):
-    """Marks; `text` stands beside the first, except where a pointer can ask for the tips.
+    """Marks; `text` is written beside the first, but not on the page where hovering shows `tips`.
 
-    `group` names them in the legend of a picture that has the texts.
+    `group` is their name in the legend of a picture with these texts.
     """
 
     spots: Sequence[Spot]
@@ -206,7 +210,7 @@ def categories_chart(timeline: Timeline, highest: int) -> Chart:
                 low=_scaled(low, divisor), alpha=1.0, width=0,
             )
         )  # fmt: skip
-        # the pointer's list is in the order of the areas, the topmost first
+        # hovering lists the areas in their order, the topmost first
         tips = {name: [*map(format_bytes, sizes)], **tips}
     (place,) = places(timeline, [timeline["peak"]["point"]])
     layers += [
@@ -285,7 +289,7 @@ def frontier_chart(
     """
     curve, whole, bound = frontier["optimal"], frontier["baseline"], frontier["lower_bound"]
     measured = measured or {}
-    schemes = zip(frontier["schemes"].items(), cycle(SHAPES), strict=False)
+    schemes = zip(frontier["schemes"].items(), cycle([*SHAPES][1:-1]), strict=False)
     marks = [
         ("best plan", curve, "kept", "circle", 5),
         ("baseline", [(whole, 1.0)], "ink", "circle", 9),

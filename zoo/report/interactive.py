@@ -1,7 +1,7 @@
 """Charts as bokeh's own JSON, with hover and zoom, for a report's page.
 
-No color is named but a role, such as "kept", under a model's `tags`; the page's script paints it
-with the style sheet's color, and paints it again when light turns dark.
+A model's `tags` name the role of each color, such as "kept"; page.js looks the color up in the
+style sheet, again whenever the color scheme changes.
 """
 
 import json

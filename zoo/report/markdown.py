@@ -1,4 +1,4 @@
-r"""Texts in a report's files: tables, and names from outside that are shown and do nothing.
+r"""Escaping (sanitizing) of untrusted text for Markdown, CSV and terminals; Markdown tables.
 
 Names of models and modules, arguments and reasons may hold anything: an escape sequence that clears
 a terminal, a `|` that ends a cell, HTML, a formula that a spreadsheet runs.
@@ -13,35 +13,35 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# Unicode's controls, half pairs and non-characters; and what turns the direction of a line around
+# Unicode's controls, lone surrogates and non-characters; and marks that change a text's direction
 _HIDDEN = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
-# an underline within a word is no markup
+# an underscore within a word is no markup
 _MARKUP = re.compile(r"[\\`*|~$\[\]]|(?<!\w)_|_(?!\w)")
 
 
 def visible(text: str) -> str:
     r"""Returns a text on one line, control characters as '\x1b'."""
-    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def in_markdown(text: str) -> str:
     """Returns a text that Markdown shows as it is, also in a cell of a table."""
-    plain = visible(text).replace("&", "&amp;").replace("<", "&lt;")
-    return _MARKUP.sub(lambda found: f"\\{found[0]}", plain)
+    without_html = visible(text).replace("&", "&amp;").replace("<", "&lt;")
+    return _MARKUP.sub(r"\\\g<0>", without_html)
 
 
 def in_code(text: str) -> str:
     """Returns a text as code in Markdown, between more backticks than it has in a row."""
     shown = visible(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
-    room = " " if shown.startswith("`") or shown.endswith("`") else ""
-    return f"{fence}{room}{shown}{room}{fence}"
+    gap = " " if "`" in (shown[:1], shown[-1:]) else ""
+    return f"{fence}{gap}{shown}{gap}{fence}"
 
 
 def in_csv(value: Any) -> Any:
-    """Returns a cell: of text that a spreadsheet would take for a formula, with a ' before it."""
+    """Returns a value for a cell; a ' stands before text that a spreadsheet would run."""
     if not isinstance(value, str):
         return value
     shown = visible(value)
@@ -49,8 +49,11 @@ def in_csv(value: Any) -> Any:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table in columns of equal width, all but the first to the right."""
-    cells = [[visible(cell).replace("|", r"\|") for cell in row] for row in rows]
+    """Returns a Markdown table in padded columns, all but the first aligned to the right.
+
+    Cells may have passed `in_markdown`; of others a `|` is escaped.
+    """
+    cells = [[re.sub(r"(?<!\\)\|", r"\|", visible(cell)) for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(columns, *cells, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = []

@@ -1,6 +1,6 @@
 "use strict";
-// Puts bokeh's pictures in their places, paints them with the style sheet's colors, and zooms them
-// from the keyboard. A model's tags say which property has which of the colors.
+// Embeds bokeh's charts, colors them by the style sheet, and zooms them from the keyboard. The tags of
+// a model name the role of each of its colors.
 
 const plots = new Map();
 const touch = matchMedia("(pointer: coarse)");
@@ -9,7 +9,7 @@ function paint({ plot, id }) {
   const place = document.getElementById(id);
   for (const model of plot.document._all_models.values()) {
     for (const [property, role] of (model.tags ?? []).flatMap(Object.entries)) {
-      // only a property with a type, such as this, is computed: --card may be light-dark(...)
+      // read from a typed property: the text of --card is light-dark(...), not a color
       place.style.color = `var(--${role})`;
       const { color } = getComputedStyle(place);
       // a glyph's color is a column or, as here, a value
@@ -69,7 +69,7 @@ addEventListener("beforeprint", () => {
   document.documentElement.dataset.printing = "";
   for (const shown of plots.values()) {
     paint(shown);
-    // what is drawn from data learns of its new color at leisure, unless it is told to look
+    // glyphs would take their new colors only later
     for (const part of shown.view.renderer_views.values()) part.update_data?.();
     document.getElementById(shown.id).append(shown.view.export("png").canvas);
   }

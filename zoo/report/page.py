@@ -30,11 +30,6 @@ from zoo.report.rows import DEFINITIONS, KINDS, Comparison, Heading, Row, rows
 from zoo.units import format_bytes
 
 HERE = Path(__file__).parent
-# characters of the legend
-SYMBOLS = {
-    "circle": "●", "ring": "◯", "square": "■", "triangle": "▲", "diamond": "◆",
-    "inverted_triangle": "▼", "plus": "✚",
-}  # fmt: skip
 
 
 def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
@@ -66,7 +61,7 @@ def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
         number=Markup('<data value="{}">{}</data>').format,
         words=format_bytes,
         legend=_legend,
-        symbols=SYMBOLS,
+        shapes=charts.SHAPES,
         kinds=KINDS,
         definitions=DEFINITIONS,
     )

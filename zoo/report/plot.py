@@ -41,14 +41,12 @@ STYLE: Any = {
     "svg.hashsalt": "zoo",
 }
 PICTURES = (".svg", ".png", ".pdf")
-SHAPES = ("circle", "square", "triangle", "diamond", "inverted_triangle", "plus")
-MARKERS = dict(zip(SHAPES, "os^DvP", strict=True))
 # of the categories of a peak, in their order
 PEAK = (
     *("parameters", "buffers", "inputs", "optimizer-state", "gradients"),
     *("kept", "recomputed-once", "temporaries", "at-work", "unseen"),
 )
-# where a name may stand, in points from its mark: to the upper right first, as one expects it
+# where a name may be written, in points from its mark: preferably to the upper right
 DISTANCES = (9, 20, 36, 60)
 SIDES = ((1, 1), (-1, 1), (1, 0), (-1, 0), (1, -1), (-1, -1), (0, 1), (0, -1))
 
@@ -123,9 +121,10 @@ def _picture(
     paths: Sequence[str | Path], size: tuple[float, float], title: str, subtitle: str
 ) -> Iterator[Figure]:
     """Yields a figure, its size in inches, with a title and a line below it; then saves it."""
-    for path in map(Path, paths):
-        if path.suffix.lower() not in PICTURES:
-            raise ArgumentError(f"{path.name!r} is no picture; end it with .svg, .png or .pdf")
+    files = [Path(path) for path in paths]
+    for file in files:
+        if file.suffix.lower() not in PICTURES:
+            raise ArgumentError(f"{file.name!r} is no picture; end it with .svg, .png or .pdf")
     with rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         inch = 1 / size[1]
@@ -137,9 +136,9 @@ def _picture(
             y=1 - 0.4 * inch, s=visible(subtitle), fontsize=9, color=COLORS["faint"], **above
         )
         yield figure
-        for path in map(Path, paths):
-            undated = {"Date": None} if path.suffix.lower() == ".svg" else {}
-            figure.savefig(path, dpi=160, metadata=undated)
+        for file in files:
+            undated = {"Date": None} if file.suffix.lower() == ".svg" else {}
+            figure.savefig(file, dpi=160, metadata=undated)
 
 
 def _draw(axes: Axes, chart: charts.Chart) -> None:
@@ -157,7 +156,7 @@ def _draw(axes: Axes, chart: charts.Chart) -> None:
             # once for all of the group
             grouped = layer.group not in axes.get_legend_handles_labels()[1]
             style |= {"label": layer.group if grouped else ""}
-            axes.plot(x, y, MARKERS[layer.shape], ms=0.8 * layer.size, **style)
+            axes.plot(x, y, charts.SHAPES[layer.shape][0], ms=0.8 * layer.size, **style)
     if chart.x.log:
         axes.set_xscale("log", base=2)
     axes.set(
@@ -312,7 +311,7 @@ def _annotate(axes: Axes, text: str, spot: Any, points: Any, **style: Any) -> An
 
 
 def _bare(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
-    """Leaves a grid and nothing else that holds no number."""
+    """Removes frame and ticks, and draws a grid."""
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_axisbelow(True)

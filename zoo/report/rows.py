@@ -16,7 +16,7 @@ Comparison = Mapping[str, Any]
 KINDS = ("baseline", "checkpointed")
 # the status of a record whose cell ran out of memory
 UNFIT = "does not fit"
-# pairs of steps from which on quartiles say something
+# of this many timed pairs of steps, and of more, quartiles are shown
 FEWEST = 5
 # SGD with momentum 0.9, where a config names no other
 DEFAULT_OPTIMIZER = "sgd"
