@@ -49,7 +49,7 @@ MODELS = Group(
 )
 GROUPS = (
     MODELS,
-    Group("Checkpointing", "", ("zoo.tracing", "zoo.engine", "zoo.planner.plan")),
+    Group("Checkpointing", "", ("zoo.tracing", "zoo.engine", "zoo.optimizer", "zoo.planner.plan")),
     Group(
         "Planning",
         "Before a step is run; inputs and models may be on the meta device.",

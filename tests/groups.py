@@ -23,7 +23,7 @@ import zoo
 from tests.tracing.models import Net
 from tests.training import Record, Residuals, assert_same, everything, images
 from zoo.chain import Chain, Steps, outline
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, OptimizerError
 from zoo.tracing.api import plan_of
 
 Wrap = Callable[[nn.Module, Any], nn.Module]
@@ -260,6 +260,42 @@ def budget_of_shards() -> None:
         model(images())
 
 
+def optimizer_in_backward(option: Any) -> None:
+    """The shards, and the state of their optimizer, after steps with and without."""
+    found: list[Record] = []
+    for way in (False, True):
+        torch.manual_seed(0)
+        model = sharded_after(Perceptrons(), option)
+        torch.manual_seed(100 + distributed.get_rank())
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        if way:
+            zoo.optimizer_in_backward(model, optimizer)
+        for _ in range(3):
+            model(images()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({key: whole(value) for key, value in model.state_dict().items()})
+        for number, state in optimizer.state_dict()["state"].items():
+            found[-1] |= {f"{number} {key}": whole(value) for key, value in state.items()}
+    assert_same(*found)
+    model(images()).square().mean().backward()
+    with pytest.raises(OptimizerError, match="uses a gradient that the optimizer has used"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(AssertionError, match=r"got .*FreedGradient"):
+        model(images()).square().mean().backward()
+
+
+def optimizer_in_backward_of_a_wrapper() -> None:
+    model = Net()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(OptimizerError, match="DistributedDataParallel combines gradients"):
+        zoo.optimizer_in_backward(wrapped, optimizer)
+    zoo.optimizer_in_backward(model, optimizer)
+    with pytest.raises(OptimizerError, match="DistributedDataParallel combines gradients"):
+        wrapped(images())
+
+
 unused = functools.partial(data_parallel, find_unused_parameters=True)
 static = functools.partial(data_parallel, static_graph=True)
 CHECKS: dict[str, Callable[[], None]] = {
@@ -289,4 +325,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "one plan": one_plan,
     "one looks ahead": one_looks_ahead,
     "budget of shards": budget_of_shards,
+    "optimizer in the backward": functools.partial(optimizer_in_backward, None),
+    "optimizer in the backward, checkpointed": functools.partial(optimizer_in_backward, True),
+    "optimizer in the backward of a wrapper": optimizer_in_backward_of_a_wrapper,
 }

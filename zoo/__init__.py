@@ -58,6 +58,7 @@ from zoo.errors import (
     FileError,
     InputError,
     ModelNameError,
+    OptimizerError,
     PlanError,
     RecomputeError,
     VerifyError,
@@ -65,6 +66,7 @@ from zoo.errors import (
     ZooError,
 )
 from zoo.layers.transformer import TransformerBlock
+from zoo.optimizer.in_backward import OptimizerInBackward, optimizer_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.report import Frontier, PlanReport
 from zoo.profiling.timeline import Timeline
@@ -86,6 +88,8 @@ __all__ = [
     "InputError",
     "Largest",
     "ModelNameError",
+    "OptimizerError",
+    "OptimizerInBackward",
     "Plan",
     "PlanError",
     "PlanReport",
@@ -118,6 +122,7 @@ __all__ = [
     "list_models",
     "lstm",
     "max_batch_size",
+    "optimizer_in_backward",
     "plan",
     "plan_of",
     "plan_rank",

@@ -52,6 +52,10 @@ class RecomputeError(ZooError, RuntimeError):
     """Says that a recomputation cannot reproduce the forward; raised before a gradient is used."""
 
 
+class OptimizerError(ZooError, RuntimeError):
+    """Says why an optimizer cannot step in the backward; raised before a wrong number is used."""
+
+
 class VerifyError(ZooError, AssertionError):
     """Says that a verified training was not that of the baseline, or that this cannot be told."""
 

@@ -1,0 +1,404 @@
+"""The optimizer in the backward: every bit of `backward(); step(); zero_grad()`, or an error."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import zoo
+from tests.training import Residuals, images
+from zoo.errors import ArgumentError, OptimizerError
+from zoo.optimizer.freed_gradient import FreedGradient
+from zoo.profiling.allocator import trace
+
+Make = Callable[[Iterable[Any]], optim.Optimizer]
+
+
+def matrices(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter for parameter in parameters if parameter.ndim == 2]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.1),
+    "SGD foreach": lambda p: optim.SGD(p, 0.05, momentum=0.9, nesterov=True, foreach=True),
+    "SGD fused": lambda p: optim.SGD(p, 0.05, momentum=0.9, fused=True),
+    "Adam": lambda p: optim.Adam(p, 0.01, amsgrad=True, foreach=True),
+    "Adam with a tensor": lambda p: optim.Adam(p, torch.tensor(0.01)),
+    "AdamW": optim.AdamW,
+    "AdamW fused": lambda p: optim.AdamW(p, fused=True),
+    "Adamax": optim.Adamax,
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "Adagrad": optim.Adagrad,
+    "Adadelta": optim.Adadelta,
+    "RMSprop": lambda p: optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
+    "Rprop": optim.Rprop,
+    "ASGD": optim.ASGD,
+    "Adafactor": optim.Adafactor,
+    "Muon": lambda p: optim.Muon(matrices(p)),
+}
+
+
+def bits(value: Any) -> Any:
+    """Returns nested states with bytes in the place of tensors, and the order of dicts."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.detach().contiguous().numpy().tobytes()
+    if isinstance(value, dict):
+        return [(key, bits(part)) for key, part in value.items()]
+    return [bits(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def trained(
+    model: nn.Module,
+    make: Make,
+    in_backward: bool,
+    steps: int = 10,
+    forward: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x),
+) -> Any:
+    """Trains a copy of a model with a schedule and returns the bits of all that is left."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(3)
+    optimizer = make(model.parameters())
+    schedule = optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    if in_backward:
+        zoo.optimizer_in_backward(model, optimizer)
+    for _ in range(steps):
+        forward(model, images()).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return bits([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_bit_is_that_of_a_step_after_the_backward(name: str) -> None:
+    model = Residuals()
+    expected = trained(model, OPTIMIZERS[name], False)
+    assert trained(model, OPTIMIZERS[name], True) == expected
+    assert trained(zoo.checkpoint(model), OPTIMIZERS[name], True) == expected
+
+
+def test_sparse_gradients() -> None:
+    def run(in_backward: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.Embedding(20, 4, sparse=True)
+        optimizer = optim.SparseAdam(model.parameters())
+        if in_backward:
+            zoo.optimizer_in_backward(model, optimizer)
+        for _ in range(3):
+            model(torch.randint(20, (5,))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return bits([model.state_dict(), optimizer.state_dict()])
+
+    assert run(True) == run(False)
+
+
+class Tied(nn.Module):
+    """A weight used twice, one that is frozen, one that nothing uses, and groups of two rates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen, self.unused = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mean((2, 3))
+        return self.second(torch.tanh(self.frozen(zoo.recompute(self.first, x))))
+
+    def groups(self, parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+        weights, others = [], []
+        for parameter in parameters:
+            (weights if parameter.ndim > 1 else others).append(parameter)
+        return [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.3}]
+
+
+def test_groups_and_weights_that_are_tied_frozen_or_unused() -> None:
+    model = Tied()
+    found = [
+        trained(model, lambda p: optim.SGD(model.groups(p), momentum=0.9), way)
+        for way in (True, False)
+    ]
+    assert found[0] == found[1]
+
+
+def test_bfloat16_autocast() -> None:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    model = zoo.checkpoint(Residuals())
+    found = [trained(model, optim.AdamW, way, forward=forward) for way in (True, False)]
+    assert found[0] == found[1]
+
+
+def test_parameters_that_train_later_and_groups_that_come_later() -> None:
+    def run(in_backward: bool) -> Any:
+        torch.manual_seed(0)
+        model = Tied()
+        optimizer = optim.AdamW(model.first.parameters())
+        optimizer.param_groups[0]["params"] += list(model.frozen.parameters())
+        if in_backward:
+            zoo.optimizer_in_backward(model, optimizer)
+        for step in range(6):
+            if step == 2:
+                model.frozen.requires_grad_()
+            if step == 4:
+                optimizer.add_param_group({"params": [model.second.bias], "lr": 0.1})
+            model(images()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
+        return bits([model.state_dict(), optimizer.state_dict()])
+
+    assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_state_dict_goes_on_in_the_other_way(begins: bool) -> None:
+    def run(ways: tuple[bool, bool]) -> Any:
+        torch.manual_seed(0)
+        states: list[Any] = []
+        for way in ways:
+            model = Tied()
+            optimizer = optim.AdamW(model.parameters())
+            if way:
+                zoo.optimizer_in_backward(model, optimizer)
+            if states:
+                model.load_state_dict(states[0])
+                optimizer.load_state_dict(states[1])
+            for _ in range(3):
+                model(images()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        return bits(states)
+
+    assert run((begins, not begins)) == run((False, False))
+
+
+def test_hooks_of_a_step_are_called_once_a_step() -> None:
+    model = Tied()
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    zoo.optimizer_in_backward(model, optimizer)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    model(images()).sum().backward()
+    assert calls == []
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
+def test_few_gradients_exist_at_once() -> None:
+    """Of 16 layers; the backward holds one, and what a product takes."""
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16)))
+    size, peaks = 128 * 128 * 4, []
+    for in_backward in (False, True):
+        optimizer = optim.SGD(model.parameters(), 0.1)
+        if in_backward:
+            zoo.optimizer_in_backward(model, optimizer)
+        loss = model(torch.rand(1, 128)).sum()
+        peaks.append(trace(loss.backward).peak)
+        optimizer.zero_grad()
+    assert peaks[0] >= 16 * size
+    assert peaks[1] <= 3 * size
+
+
+def stepping(make: Make = lambda p: optim.SGD(p, 0.1)) -> tuple[nn.Module, optim.Optimizer, Any]:
+    model = Tied()
+    optimizer = make(model.parameters())
+    return model, optimizer, zoo.optimizer_in_backward(model, optimizer)
+
+
+def backward(model: nn.Module) -> None:
+    model(images()).square().mean().backward()
+
+
+USES: dict[str, Callable[[nn.Module], Any]] = {
+    "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "norm foreach": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
+    "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "read": lambda model: model.first.bias.grad.abs().max().item(),
+    "another backward": backward,
+    "zeros": lambda model: model.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_freed_gradient_is_refused(use: str, steps: bool) -> None:
+    model, optimizer, _ = stepping()
+    backward(model)
+    if steps:
+        optimizer.step()
+    before = bits(model.state_dict())
+    with pytest.raises(OptimizerError, match="uses a gradient that the optimizer has used"):
+        USES[use](model)
+    assert bits(model.state_dict()) == before
+
+
+def test_a_gradient_scaler_is_refused() -> None:
+    model, optimizer, _ = stepping()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(images()).square().mean()).backward()
+    with pytest.raises(OptimizerError, match="a GradScaler"):
+        scaler.step(optimizer)
+    with torch.autocast("cpu", torch.float16), pytest.raises(OptimizerError, match="float16"):
+        model(images())
+
+
+def test_a_step_twice_or_left_out_is_refused() -> None:
+    model, optimizer, handle = stepping()
+    backward(model)
+    optimizer.step()
+    with pytest.raises(OptimizerError, match="called twice after one backward"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.zero_grad()
+    with pytest.raises(OptimizerError, match=r"zero_grad\(\) was called before step\(\)"):
+        backward(model)
+    with pytest.raises(OptimizerError, match=r"zero_grad\(\) was called before step\(\)"):
+        optimizer.step()
+    handle.reset()
+    backward(model)
+    optimizer.step()
+
+
+def test_other_steps_are_refused() -> None:
+    model, optimizer, _ = stepping()
+    with pytest.raises(OptimizerError, match=r"step\(closure\) runs the backward itself"):
+        optimizer.step(lambda: 1.0)
+    before = bits(model.state_dict())
+    with pytest.raises(OptimizerError, match="create_graph=True needs the parameters as they were"):
+        model(images()).square().mean().backward(create_graph=True)
+    assert bits(model.state_dict()) == before
+
+
+class ByGlobalNorm(optim.SGD):
+    """Looks at a norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        super().step()
+
+
+class Counting(optim.SGD):
+    """Counts its steps in a group."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (optim.LBFGS, "LBFGS cannot step for one parameter at a time"),
+        (lambda p: ByGlobalNorm(p, 0.1), "ByGlobalNorm looks at several parameters at once"),
+        (lambda p: Counting(p, 0.1), "Counting looks at several parameters at once"),
+        (lambda p: optim.SGD(p, 0.1, differentiable=True), "makes its step part of a graph"),
+    ],
+)
+def test_optimizers_that_look_at_several_parameters_are_refused(make: Make, message: str) -> None:
+    model = Tied()
+    optimizer = make(model.parameters())
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(OptimizerError, match=message):
+        zoo.optimizer_in_backward(model, optimizer)
+    assert bits(optimizer.state_dict()) == bits(before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_wrong_arguments_are_refused() -> None:
+    model, optimizer, handle = stepping()
+    with pytest.raises(ArgumentError, match=r"steps in the backward already; remove\(\)"):
+        zoo.optimizer_in_backward(model, optimizer)
+    with pytest.raises(ArgumentError, match="needs a module"):
+        zoo.optimizer_in_backward(optimizer, model)
+    with pytest.raises(ArgumentError, match="needs an optimizer, such as"):
+        zoo.optimizer_in_backward(model, optim.AdamW)
+    other = optim.SGD(model.parameters(), 0.1)
+    zoo.optimizer_in_backward(model, other)
+    with pytest.raises(OptimizerError, match="has been updated by an earlier backward"):
+        backward(model)
+    handle.remove()
+
+
+def test_other_ways_to_combine_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, *_ = stepping()
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", object())
+    with pytest.raises(OptimizerError, match="DistributedDataParallel combines gradients"):
+        model(images())
+
+
+def test_what_an_exception_leaves_is_named() -> None:
+    model, optimizer, handle = stepping()
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+
+    def interrupt(gradient: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.first.weight.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        backward(model)
+    hook.remove()
+    assert handle.updated == ["second.bias", "first.bias"]
+    with pytest.raises(OptimizerError, match=r"updated 2 of 7 .*second.bias, first.bias.*its end"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(OptimizerError, match="Load weights and optimizer state"):
+        backward(model)
+    model.load_state_dict(before[0])
+    optimizer.load_state_dict(before[1])
+    handle.reset()
+    assert handle.updated == []
+    torch.manual_seed(0)
+    backward(model)
+    optimizer.step()
+    found = bits(model.state_dict())
+    model.load_state_dict(before[0])
+    handle.remove()
+    torch.manual_seed(0)
+    backward(model)
+    optimizer.step()
+    assert bits(model.state_dict()) == found
+
+
+def test_removed_it_is_an_optimizer_as_before() -> None:
+    model, optimizer, handle = stepping()
+    backward(model)
+    handle.remove()
+    handle.remove()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    before = bits(model.state_dict())
+    backward(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert bits(model.state_dict()) == before
+    optimizer.step()
+    assert bits(model.state_dict()) != before
+
+
+def test_copies_do_not_step() -> None:
+    model, optimizer, _ = stepping()
+    twins = copy.deepcopy([model, optimizer])
+    backward(twins[0])
+    assert bits(twins[0].state_dict()) == bits(model.state_dict())
+    assert not isinstance(twins[0].first.weight.grad, FreedGradient)
+    twins[1].step()
+
+
+def test_a_freed_gradient_takes_no_memory() -> None:
+    parameter = nn.Parameter(torch.rand(1000, 1000))
+    made = trace(lambda: setattr(parameter, "grad", FreedGradient(parameter)))
+    assert made.peak == 0
+    assert repr(parameter.grad) == "FreedGradient((1000, 1000), torch.float32)"
+    assert parameter.grad.shape == parameter.shape

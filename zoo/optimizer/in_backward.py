@@ -1,0 +1,261 @@
+"""The optimizer step inside of the backward pass: each gradient is used and freed at once.
+
+Also called `optimizer_in_bwd` (torchtune), or fusing the optimizer step into the backward pass (a
+tutorial of torch's); LOMO (arXiv:2306.09782) does it for its own optimizer. Here it is the user's:
+for one parameter at a time `optimizer.param_groups` is a group of that parameter alone, and the
+optimizer's own step runs. The training loop stays as it is:
+
+    backward    gradient of W3 complete -> step for W3, freed; of W2 -> step for W2, freed; ...
+    step()      checks that it was so; hooks and learning rate schedulers see one step, as always
+    zero_grad() drops the marks that stand in `.grad` for what was freed
+
+What would use other numbers than `backward(); step(); zero_grad()` is refused by an error.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zoo._torch import DisableAutocast, current_backward, queue_callback
+from zoo.errors import ArgumentError, OptimizerError, shortened
+from zoo.optimizer.freed_gradient import FreedGradient
+from zoo.optimizer.independence import check_independent, step_alone
+
+# optimizers that step in the backward now
+_ATTACHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerInBackward":
+    """Has `optimizer` update each parameter of `model` in the backward and free its gradient.
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        zoo.optimizer_in_backward(model, optimizer)
+        for x, y in data:
+            loss(model(x), y).backward()  # updates the parameters
+            optimizer.step()              # checks that all is as it would be without
+            optimizer.zero_grad()
+
+    Weights, optimizer state, its `state_dict` and schedulers are bit for bit those of the same loop
+    without this call; a few gradients exist at once in place of all. `.grad` of an updated
+    parameter is a tensor of the same shape without numbers or memory, whose use raises.
+
+    Exceptions in a backward leave the parameters in `updated` of the handle with a step made and
+    all others without. The next `step()`, and the next backward, then raise until weights and
+    optimizer state are loaded and `reset()` is called.
+
+    Args:
+        model: whose parameters the optimizer updates, all or some; also sharded by FSDP2.
+        optimizer: of torch.optim or another that updates each parameter by itself. That is tried
+            on small tensors. Groups, foreach, fused and schedulers as they are.
+
+    Returns:
+        A handle: `remove()` takes it off again.
+
+    Raises:
+        ArgumentError: no module, no optimizer, or one that steps in the backward already.
+        OptimizerError: the optimizer looks at several parameters at once (LBFGS), takes a closure,
+            or gradients are combined after the backward (DistributedDataParallel, the older
+            FullyShardedDataParallel). Later: float16 autocast, whose GradScaler scales gradients;
+            a second backward before `zero_grad()`; a backward whose `step()` was left out;
+            `create_graph=True`; any use of a gradient that was freed.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"optimizer_in_backward needs a module; got {shortened(model)}")
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(
+            f"optimizer_in_backward needs an optimizer, such as "
+            f"torch.optim.AdamW(model.parameters()); got {shortened(optimizer)}"
+        )
+    if optimizer in _ATTACHED:
+        raise ArgumentError(
+            f"this {type(optimizer).__name__} steps in the backward already; remove() its handle "
+            "before another call"
+        )
+    _check_wrappers(model)
+    check_independent(optimizer)
+    return OptimizerInBackward(model, optimizer)
+
+
+class OptimizerInBackward:
+    """The handle of an optimizer that steps in the backward.
+
+    Attributes:
+        updated: names of the parameters that were updated by backwards since the last `step()`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # parameters updated since the last step, by their ids
+        self._updated: dict[int, Tensor] = {}
+        # the groups of parameters in this backward, by ids of parameters
+        self._groups: dict[int, dict[str, Any]] = {}
+        # backwards that have not come to their end
+        self._running: set[int] = set()
+        # devices have threads of their own in a backward
+        self._lock = threading.Lock()
+        # parameters with a hook of this handle, by their ids
+        self._hooked: dict[int, Tensor] = {}
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(_sort_state),
+            # a copy of the model is to hold no reference to this
+            model.register_forward_pre_hook(_check_forward),
+        ]
+        self._hook_parameters()
+        _ATTACHED.add(optimizer)
+
+    @property
+    def updated(self) -> list[str]:
+        """Names of the parameters that were updated since the last `step()`."""
+        return [self._name(parameter) for parameter in self._updated.values()]
+
+    def reset(self) -> None:
+        """Goes on after a backward that raised: drops its gradients; what it updated stays."""
+        self._running.clear()
+        self._updated.clear()
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def remove(self) -> None:
+        """Has the optimizer step by itself again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for parameter in self._parameters():
+            if isinstance(parameter.grad, FreedGradient):
+                parameter.grad = None
+        _ATTACHED.discard(self.optimizer)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (p for group in self.optimizer.param_groups for p in group["params"])
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._names.get(id(parameter), f"a parameter {tuple(parameter.shape)}")
+
+    def _hook_parameters(self) -> None:
+        """Hooks parameters that have none yet: of new groups, or frozen until now."""
+        for parameter in self._parameters():
+            if parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked[id(parameter)] = parameter
+                hook: Any = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]
+                self._hooks.append(hook(self._update))
+
+    def _update(self, parameter: Tensor) -> None:
+        """Takes the optimizer's step for one parameter, whose gradient is complete."""
+        with self._lock:
+            self._enter_backward()
+            group = self._groups.get(id(parameter))
+            if group is None:
+                return
+            self._check_gradient(parameter)
+            self._updated[id(parameter)] = parameter
+            with torch.no_grad(), DisableAutocast():
+                step_alone(self.optimizer, group, parameter)
+            parameter.grad = FreedGradient(parameter)
+
+    def _enter_backward(self) -> None:
+        backward = current_backward()
+        if backward in self._running:
+            return
+        self._check_dropped()
+        self._running.add(backward)
+        self._groups = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
+        queue_callback(lambda: self._running.discard(backward))
+
+    def _check_gradient(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if isinstance(gradient, FreedGradient):
+            raise OptimizerError(
+                f"{self._name(parameter)} has been updated by an earlier backward. Call "
+                "optimizer.step() and optimizer.zero_grad() after each backward, or remove() the "
+                "handle to accumulate gradients over several"
+            )
+        if gradient is not None and gradient.requires_grad:
+            raise OptimizerError(
+                "a backward with create_graph=True needs the parameters as they were; use "
+                "torch.autograd.grad for it, or remove() the handle"
+            )
+
+    def _check_dropped(self) -> None:
+        """Refuses to go on after a backward whose gradients were dropped before a step."""
+        for parameter in self._updated.values():
+            if not isinstance(parameter.grad, FreedGradient):
+                raise self._unfinished("zero_grad() was called before step()")
+
+    def _unfinished(self, why: str) -> OptimizerError:
+        names = self.updated
+        return OptimizerError(
+            f"the last backward has updated {len(names)} of {len(list(self._parameters()))} "
+            f"parameters ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}), but {why}. "
+            "Load weights and optimizer state from before it and call reset() of the handle"
+        )
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Has the optimizer's own step find the gradients that no backward has used."""
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise OptimizerError(
+                "step(closure) runs the backward itself; call backward() and then step(), or "
+                "remove() the handle"
+            )
+        if self._running:
+            raise self._unfinished("it did not come to its end")
+        self._check_dropped()
+        for parameter in self._parameters():
+            if isinstance(parameter.grad, FreedGradient):
+                if id(parameter) not in self._updated:
+                    raise OptimizerError(
+                        f"step() was called twice after one backward, which has updated "
+                        f"{self._name(parameter)}; call zero_grad() and backward() before it"
+                    )
+                parameter.grad = None
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter in self._updated.values():
+            parameter.grad = FreedGradient(parameter)
+        self._updated.clear()
+        self._hook_parameters()
+
+
+def _sort_state(optimizer: Optimizer) -> None:
+    """Brings the state into the order of the parameters, in which a step of all makes it."""
+    state = optimizer.state
+    order = [p for group in optimizer.param_groups for p in group["params"] if p in state]
+    others = [key for key in state if not any(key is p for p in order)]
+    sorted_state = [(key, state[key]) for key in (*order, *others)]
+    state.clear()
+    state.update(sorted_state)
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """Refuses modules that combine gradients of several processes after the backward."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) or (
+            type(module).__name__ == "FullyShardedDataParallel"
+        ):
+            raise OptimizerError(
+                f"{type(module).__name__} combines gradients after they are complete here; use "
+                "FSDP2 (fully_shard), or the optimizer's own step"
+            )
+
+
+def _check_forward(model: nn.Module, args: Any) -> None:
+    """Refuses a forward whose gradients would not be the optimizer's, before any is made."""
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise OptimizerError(
+            "DistributedDataParallel combines gradients after they are complete here; use FSDP2 "
+            "(fully_shard), or the optimizer's own step"
+        )
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16:
+        raise OptimizerError(
+            "float16 autocast needs a GradScaler, which divides all gradients after the backward; "
+            "use bfloat16, or remove() the handle"
+        )

@@ -1,0 +1,119 @@
+"""Whether an optimizer updates each parameter by itself, tried on small tensors.
+
+Most do: SGD, Adam and their kin. LBFGS does not, nor does one that looks at a norm of all gradients
+or counts its steps in a group. No list of names can tell, so it is tried: twins of the optimizer
+take the same steps with all parameters at once and with one at a time, bit for bit.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zoo.errors import OptimizerError
+
+STEPS = 3
+
+
+def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+    """Takes the optimizer's step for one parameter of a group, without the hooks of a step."""
+    groups, parameters = optimizer.param_groups, group["params"]
+    optimizer.param_groups, group["params"] = [group], [parameter]
+    try:
+        _step(optimizer)
+    finally:
+        optimizer.param_groups, group["params"] = groups, parameters
+
+
+def _step(optimizer: Optimizer) -> None:
+    """Calls the step of an optimizer's class, in which torch has wrapped its hooks around."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def check_independent(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that looks at more than one parameter at a time.
+
+    Raises:
+        OptimizerError: it does, needs a closure, or makes its steps part of a graph.
+    """
+    name = type(optimizer).__name__
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptimizerError(f"{name}(differentiable=True) makes its step part of a graph")
+    try:
+        try:
+            is_independent = _is_independent(optimizer, sparse=False)
+        except RuntimeError:
+            # SparseAdam takes no other gradients
+            is_independent = _is_independent(optimizer, sparse=True)
+    except Exception as error:
+        raise OptimizerError(
+            f"{name} cannot step for one parameter at a time ({type(error).__name__}: {error}); "
+            "call its own step"
+        ) from error
+    if not is_independent:
+        raise OptimizerError(
+            f"{name} looks at several parameters at once: a step for each by itself gives other "
+            "numbers. Call its own step"
+        )
+
+
+def _is_independent(optimizer: Optimizer, sparse: bool) -> bool:
+    whole, single = _twin(optimizer), _twin(optimizer)
+    for number in range(STEPS):
+        for twin in (whole, single):
+            _make_gradients(twin, number, sparse)
+        _step(whole)
+        for group in single.param_groups:
+            for parameter in group["params"]:
+                step_alone(single, group, parameter)
+    pairs = zip(whole.param_groups, single.param_groups, strict=True)
+    return all(_is_same(one, other) for one, other in pairs)
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Returns an optimizer like this one, without state, of small parameters."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**group, "params": _small_parameters(group["params"])} for group in optimizer.param_groups
+    ]
+    return twin
+
+
+def _small_parameters(parameters: list[Tensor]) -> list[Tensor]:
+    """Returns two small parameters for each number of axes, type and device among these."""
+    forms = dict.fromkeys((p.ndim, p.dtype, p.device) for p in parameters if not p.is_meta)
+    return [
+        nn.Parameter(_numbers(axes, number).to(device, dtype))
+        for axes, dtype, device in forms
+        for number in (1, 2)
+    ]
+
+
+def _numbers(axes: int, number: int) -> Tensor:
+    return torch.arange(1.0, 2**axes + 1).sin().reshape((2,) * axes) * number
+
+
+def _make_gradients(optimizer: Optimizer, step: int, sparse: bool) -> None:
+    """Gives parameters gradients of unequal sizes, so that a norm of them all would show."""
+    for group in optimizer.param_groups:
+        for number, parameter in enumerate(group["params"]):
+            gradient = _numbers(parameter.ndim, step + 1) * 10.0 ** (number % 3)
+            gradient = gradient.to(parameter.device, parameter.dtype)
+            parameter.grad = gradient.to_sparse(1) if sparse and gradient.ndim else gradient
+
+
+def _is_same(group: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Compares two groups bit for bit, also what optimizers note in them."""
+    parameters = zip(group["params"], other["params"], strict=True)
+    notes = (key for key in group if key != "params")
+    return all(torch.equal(one, another) for one, another in parameters) and all(
+        torch.equal(group[key], other[key])
+        if isinstance(group[key], Tensor)
+        else group[key] == other[key]
+        for key in notes
+    )
