@@ -245,9 +245,10 @@ def variants(info: Any) -> Iterator[tuple[str, Operator]]:
     if info.inplace_variant is not None:
         yield "_", info.inplace_variant
     if info.supports_out:
-        yield "(out)", _into(info.op, torch.empty_like)
+        # filled with what few operators return, so that one that is not written shows
+        yield "(out)", _into(info.op, lambda value: torch.full_like(value, 7))
         # the kernel gives them their size
-        yield "(out of no size)", _into(info.op, lambda value: value.new_empty(0))
+        yield "(out of no size)", _into(info.op, lambda value: torch.full_like(value, 7).resize_(0))
 
 
 def _into(operator: Operator, like: Callable[[Tensor], Tensor]) -> Operator:
