@@ -1,8 +1,8 @@
-"""Cells: the parts of a comparison that each run in a process of their own.
+"""Cells of a comparison: the units of work that each run in a process of their own.
 
-Each model of a config becomes three. One that ran before, with the same key, need not run again.
+Each model of a config becomes three. One whose key already has a result is not measured again.
 
-    baseline       steps with digests, the last with its memory traced, nothing checkpointed
+    baseline       steps with digests, the last with its memory traced, no recomputation
     checkpointed   the same with the plan
     timing         one model with and without its plan on the same batches, step by step in turn
 """
@@ -20,7 +20,6 @@ import torch
 from zoo.harness.config import Config, ModelConfig
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
-from zoo.units import parse_bytes
 
 Kind = Literal["baseline", "checkpointed", "timing"]
 KINDS: Sequence[Kind] = get_args(Kind)
@@ -28,7 +27,7 @@ KINDS: Sequence[Kind] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Cell:
-    """One process's work; `memory_limit` is in bytes, `plan` is set where it need not be made."""
+    """One process's work; `memory_limit` is in bytes, `plan` replaces the model's `checkpoint`."""
 
     kind: Kind
     model: ModelConfig
@@ -61,18 +60,12 @@ def expand(config: Config) -> list[dict[Kind, Cell]]:
 
 
 def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
-    # what a kind does not use is left out of its key: one baseline serves every plan, and
-    # largest_ratio is judged after measuring
-    limit = config.memory_limit
+    # what a kind does not use stays at a constant, out of its key: one baseline serves every plan,
+    # and largest_ratio is judged after measuring
+    unused = {"largest_ratio": 1.0, "cuda_batch_size": None, "repeats": 1}
     return Cell(
         kind=kind,
-        model=replace(
-            model,
-            checkpoint=kind != "baseline" and model.checkpoint,
-            largest_ratio=1.0,
-            cuda_batch_size=None,
-            repeats=1,
-        ),
+        model=replace(model, checkpoint=kind != "baseline" and model.checkpoint, **unused),
         steps=0 if kind == "timing" else config.steps,
         repeats=model.repeats if kind == "timing" else 0,
         device=config.device,
@@ -80,17 +73,16 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
         seed=config.seed,
         # kernels take workspaces for each thread: DenseNet-121's peak is 18 % larger with two
         threads=config.threads or torch.get_num_threads(),
-        memory_limit=None if limit is None else parse_bytes(limit, "memory_limit"),
+        memory_limit=config.memory_limit,
         frontier=config.frontier and kind == "baseline",
     )
 
 
 @cache
 def _source_digest() -> str:
-    """Digests what a result depends on: the package's code without the report."""
-    package = Path(__file__).parents[1]
-    total = hashlib.sha256()
+    """Digests the code that a result depends on: the package without the report."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         if "report" not in path.relative_to(package).parts:
-            total.update(path.read_bytes())
-    return total.hexdigest()[:12]
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

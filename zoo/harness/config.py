@@ -1,4 +1,4 @@
-"""Reads what to compare from a YAML file and the command line, strictly.
+"""The config of a comparison, validated by pydantic: a YAML file and a command line.
 
 A misspelt key or value is a `ConfigError` that offers the nearest right one: a comparison that
 silently ran with a default instead would still print a table.
@@ -13,14 +13,22 @@ import contextlib
 import hashlib
 import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn
 
 import yaml
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, with_config
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
+from pydantic.dataclasses import dataclass
 
 from zoo.catalog import list_models, model_arguments
 from zoo.errors import LONGEST, ConfigError, PlanError, nearest, shortened, shortened_text
@@ -59,19 +67,41 @@ def _check_plan(value: str) -> str:
 
 
 def _check_path(value: str) -> str:
-    """Raises ConfigError for a path that no system takes, be there a file or not."""
+    """Raises ConfigError for a path that no system takes, whether or not a file is there."""
     try:
-        os.stat(value)
-    except OSError:
-        pass
+        with contextlib.suppress(OSError):
+            os.stat(value)
     except ValueError as error:
         raise ConfigError(f"{shortened(value)} is no path: {error}") from None
     return value
 
 
-def _check_bytes(value: int | str) -> int | str:
-    parse_bytes(value, "memory_limit")
-    return value
+def _validate(value: Any, validate: Callable[[Any], Any]) -> Any:
+    """Validates the value of a key; text, as of a command line, may spell a value in YAML."""
+    readings = [value]
+    if isinstance(value, str):
+        with contextlib.suppress(yaml.YAMLError, ValueError):
+            spelled = _parse_yaml(value)
+            readings = [value] if isinstance(spelled, str) else [spelled, value]
+    reasons = []
+    for reading in readings:
+        try:
+            return validate(reading)
+        except ValidationError as error:
+            reasons.append(reason(error.errors(include_url=False), reading))
+    raise ValueError(reasons[0])
+
+
+def reason(faults: Sequence[Any], value: Any) -> str:
+    """Words pydantic's errors: 'should be a valid integer or be a valid list; got 0.5'."""
+    own = [fault["ctx"]["error"] for fault in faults if fault["type"] == "value_error"]
+    if own:
+        return f"is wrong: {own[0]}"
+    words = dict.fromkeys(re.sub(r"^\w+ should ", "", fault["msg"]) for fault in faults)
+    text = " or ".join(words).replace("greater than or equal to", "at least")
+    choices = re.findall(r"'([^']+)'", text) if faults[0]["type"] == "literal_error" else ()
+    near = nearest(value, choices) if isinstance(value, str) else ""
+    return f"should {text}; got {shortened(value)}{near and f'.{near}'}"
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -80,12 +110,14 @@ Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Size = Count | Annotated[list[Count], Field(min_length=1, max_length=3)]
 Checkpoint = bool | Count | Annotated[str, AfterValidator(_check_plan)]
 FilePath = Annotated[str, AfterValidator(_check_path)]
-Memory = Annotated[int | str, AfterValidator(_check_bytes)]
+Memory = Annotated[
+    int,
+    BeforeValidator(partial(parse_bytes, what="memory_limit"), json_schema_input_type=int | str),
+]
 Data = Literal["photographs", "digits", "volume", "text", "stream"]
 
 
-@with_config(use_attribute_docstrings=True)
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"strict": True, "use_attribute_docstrings": True})
 class ModelConfig:
     """One model to compare, and on what."""
 
@@ -109,9 +141,10 @@ class ModelConfig:
     largest_ratio: Share = 1.0
     """the worst activation peak of tensors to accept, in bytes relative to the baseline's"""
 
+    _validate = field_validator("*", mode="wrap")(_validate)
 
-@with_config(use_attribute_docstrings=True)
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, config={"strict": True, "use_attribute_docstrings": True})
 class Config:
     """What to compare and how."""
 
@@ -142,16 +175,15 @@ class Config:
     tolerance: Share = 0.01
     """growth of a peak that --compare accepts"""
 
+    _validate = field_validator("*", mode="wrap")(_validate)
+
 
 def _schemas(config: type) -> dict[str, dict[str, Any]]:
-    """Returns the JSON schema of each key that a file may set, its default in it."""
+    """Returns the JSON schema of each key that a file may set, with its default."""
     schemas = TypeAdapter(config).json_schema()["properties"]
     return {key: schemas[key] for key in schemas if key not in ("name", "models")}
 
 
-HINTS = get_type_hints(ModelConfig, include_extras=True) | get_type_hints(
-    Config, include_extras=True
-)
 MODEL_KEYS, RUN_KEYS = _schemas(ModelConfig), _schemas(Config)
 KEYS = MODEL_KEYS | RUN_KEYS
 
@@ -161,18 +193,18 @@ OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "de
 """Keys which, given on the command line, make a config's `largest_ratio` say nothing."""
 
 
-def load(arguments: Sequence[str] | None = None, program: str = FRONT) -> Config:
+def load(arguments: Sequence[str], program: str = FRONT) -> Config:
     """Reads the config that a command line asks for; `program` is what its help calls it.
 
     Raises:
         ConfigError: a file, key or value that does not exist or is out of range.
     """
-    options = _command_line(sys.argv[1:] if arguments is None else arguments, program)
+    options = _parse_options(arguments, program)
     names, file = options.pop("model"), options.pop("config")
     for name in names:
         _check_name(name, f"--model {shortened_text(name)}")
     given = {key: value for key, value in options.items() if value is not None}
-    return read(find_config(file), names, {key: _value(key, given[key]) for key in given})
+    return read(find_config(file), names, given)
 
 
 def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Config:
@@ -183,14 +215,16 @@ def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Confi
     if names:
         by_name = {name: [entry for entry in entries if entry["name"] == name] for name in names}
         entries = [entry for name in names for entry in by_name[name] or [{"name": name}]]
-    run = {key: _value(key, raw[key], path.name) for key in raw}
-    run |= {key: override[key] for key in override if key in RUN_KEYS}
+    with _faults_named(path.name):
+        config = Config("", (), **raw)
     changes = {key: override[key] for key in override if key in MODEL_KEYS}
     if override.keys() & OTHER_EXPERIMENT:
         changes.setdefault("largest_ratio", 1.0)
-    on_cuda = run.get("device") == "cuda"
-    models = tuple(_model(entry, changes, on_cuda, path.name) for entry in entries)
-    return Config(_run_name(path.stem, names, override), models, **run)
+    with _faults_named():
+        config = replace(config, **{key: override[key] for key in override if key in RUN_KEYS})
+        name = _run_name(path.stem, names, override)
+    models = tuple(_model(entry, changes, config.device, path.name) for entry in entries)
+    return replace(config, name=name, models=models)
 
 
 def find_config(name: str) -> Path:
@@ -234,7 +268,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(shortened_text(" ".join(message.split()), 4 * LONGEST))
 
 
-def _command_line(arguments: Sequence[str], program: str) -> dict[str, Any]:
+def _parse_options(arguments: Sequence[str], program: str) -> dict[str, Any]:
     parser = _Parser(
         prog=program,
         description="Compares training with and without checkpointing: memory, time, exactness.",
@@ -248,8 +282,8 @@ def _command_line(arguments: Sequence[str], program: str) -> dict[str, Any]:
         default = schema.get("default")
         text = schema["description"] + ("" if default is None else f" [{default}]")
         is_flag = schema.get("type") == "boolean"
-        kind: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": "VALUE"}
-        parser.add_argument(_option(key), default=None, help=text, **kind)
+        settings: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": "VALUE"}
+        parser.add_argument(_option(key), default=None, help=text, **settings)
     known = ["--help", "--model", *map(_option, KEYS)]
     for argument in arguments:
         name = argument.partition("=")[0]
@@ -263,38 +297,16 @@ def _option(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _value(key: str, value: Any, file: str | None = None) -> Any:
-    """Returns the value of a key, of its type and in its range; without a file, of its option.
-
-    Raises:
-        ConfigError: a value of another type or out of range.
-    """
-    readings = [value]
-    if isinstance(value, str):
-        # text of a command line, and in quotes in a file, may stand for a number
-        with contextlib.suppress(yaml.YAMLError, ValueError):
-            spelled = _parse_yaml(value)
-            readings = [value] if isinstance(spelled, str) else [spelled, value]
-    reasons = []
-    for reading in readings:
-        try:
-            return TypeAdapter(HINTS[key]).validate_python(reading, strict=True)
-        except ValidationError as error:
-            reasons.append(reason(error.errors(include_url=False), reading))
-    where = _option(key) if file is None else f"{file}: {key}"
-    choices = KEYS[key].get("enum", ())
-    near = f".{nearest(value, choices)}" if choices and isinstance(value, str) else ""
-    raise ConfigError(f"{where} {reasons[0]}{near}")
-
-
-def reason(faults: Sequence[Any], value: Any) -> str:
-    """Says what pydantic found: 'should be a valid integer or be a valid list; got 0.5'."""
-    own = [fault["ctx"]["error"] for fault in faults if fault["type"] == "value_error"]
-    if own:
-        return f"is wrong: {own[0]}"
-    words = dict.fromkeys(re.sub(r"^\w+ should ", "", fault["msg"]) for fault in faults)
-    text = " or ".join(words).replace("greater than or equal to", "at least")
-    return f"should {text}; got {shortened(value)}"
+@contextlib.contextmanager
+def _faults_named(file: str | None = None) -> Iterator[None]:
+    """Turns a ValidationError into a ConfigError that names the key in a file, or the option."""
+    try:
+        yield
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        key = str(fault["loc"][0])
+        where = _option(key) if file is None else f"{file}: {key}"
+        raise ConfigError(f"{where} {fault['ctx']['error']}") from None
 
 
 def _check_keys(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:
@@ -312,33 +324,33 @@ def _check_name(name: str, where: str) -> None:
 def _entries(entries: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{where} lists no models; write 'models:' and below it '- name: ...'")
-    found = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
-    for entry in found:
+    models = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
+    for entry in models:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             raise ConfigError(
                 f"{where}: a model is a name or a mapping with one; got {shortened(entry)}"
             )
-    return found
+    return models
 
 
 def _model(
-    entry: Mapping[str, Any], changes: Mapping[str, Any], on_cuda: bool, file: str
+    entry: Mapping[str, Any], changes: Mapping[str, Any], device: str, file: str
 ) -> ModelConfig:
     name = entry["name"]
     where = f"{file}, {shortened_text(name)}"
     _check_name(name, where)
     _check_keys(entry, ["name", *MODEL_KEYS], where)
-    own = {key: _value(key, entry[key], where) for key in entry if key != "name"}
-    values: dict[str, Any] = {"arguments": {}, **recipe(name), **own, **changes}
-    values["arguments"] = {**own.get("arguments", {}), **values["arguments"]}
-    if on_cuda and "batch_size" not in changes:
-        values["batch_size"] = values["cuda_batch_size"] or values["batch_size"]
-    model = ModelConfig(name, **values)
-    known = model_arguments(name)
-    _check_keys(model.arguments, list(known), f"{where}, arguments")
-    if "image_size" in known and "image_size" not in model.arguments:
-        return replace(model, arguments={"image_size": model.size, **model.arguments})
-    return model
+    with _faults_named(where):
+        of_file = ModelConfig(**{"arguments": {}, **recipe(name), **entry})
+    with _faults_named():
+        model = replace(of_file, **changes)
+    if device == "cuda" and "batch_size" not in changes:
+        model = replace(model, batch_size=model.cuda_batch_size or model.batch_size)
+    arguments, known = {**of_file.arguments, **model.arguments}, model_arguments(name)
+    _check_keys(arguments, list(known), f"{where}, arguments")
+    if "image_size" in known:
+        arguments = {"image_size": model.size, **arguments}
+    return replace(model, arguments=arguments)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -375,11 +387,11 @@ def _parse_yaml(text: str) -> Any:
     """Returns what a text in YAML holds; raises YAMLError or ValueError where it is none."""
     too_much = yaml.YAMLError(f"it nests deeper than {DEEPEST} levels or holds over {MOST} values")
     try:
-        found = yaml.load(text, _Loader)
+        content = yaml.load(text, _Loader)
     except RecursionError:
         raise too_much from None
-    # an alias may name a list of aliases, and so on: what reads all of it would never end
-    left, count = [(found, 0)], 0
+    # an alias may name a list of aliases, and so on: a walk through all of it would never end
+    left, count = [(content, 0)], 0
     while left:
         value, depth = left.pop()
         count += 1
@@ -388,4 +400,4 @@ def _parse_yaml(text: str) -> Any:
         parts = [*value, *value.values()] if isinstance(value, Mapping) else value
         if isinstance(parts, list | tuple | set):
             left += [(part, depth + 1) for part in parts]
-    return found
+    return content

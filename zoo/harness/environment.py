@@ -1,4 +1,4 @@
-"""Where a result was measured: without it a number cannot be compared with another."""
+"""The environment of a measurement, without which a number cannot be compared with another."""
 
 import os
 import platform
@@ -10,9 +10,11 @@ import torch
 
 from zoo.version import __version__
 
+CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")  # kHz
+
 
 def environment(device: str) -> dict[str, str | int | float | None]:
-    """Describes versions, code, device, threads, clock and load; None is what cannot be known."""
+    """Describes versions, code, device, threads, clock and load; None for what is unknown."""
     processor = _processor("model name") or platform.processor() or platform.machine()
     return {
         "zoo": __version__,
@@ -31,28 +33,26 @@ def environment(device: str) -> dict[str, str | int | float | None]:
 
 @cache
 def commit(folder: Path) -> str | None:
-    """Returns the commit of a folder's files, '+changes' behind it when they are not those.
+    """Returns the commit of a folder's files, with '+changes' where they differ from it.
 
-    None where git does not know them, as when the package was installed.
+    None where git does not track them, as in an installed package.
     """
     git = ("git", "-C", str(folder))
     if not _output(*git, "ls-files", "."):
         return None
     changed = _output(*git, "status", "--porcelain", ".")
-    head = _output(*git, "rev-parse", "--short=12", "HEAD")
-    return f"{head}+changes" if changed else head
+    return _output(*git, "rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
 
 
 def clock(device: str) -> float | None:
-    """Returns the clock of the GPU or of the first core now, in MHz; None where nothing tells."""
-    kilohertz = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
+    """Returns the current clock of the GPU or of the first core, in MHz; None if unknown."""
     if device == "cuda":
         # nvidia-smi counts all GPUs, torch those that CUDA_VISIBLE_DEVICES leaves
         identity = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
         query = ("--query-gpu=clocks.sm", "--format=csv,noheader,nounits")
         text = _output("nvidia-smi", *query, identity)
-    elif kilohertz.is_file():
-        return float(kilohertz.read_text()) / 1000
+    elif CLOCK.is_file():
+        return float(CLOCK.read_text()) / 1000
     else:
         text = _processor("cpu MHz")
     try:
@@ -62,13 +62,13 @@ def clock(device: str) -> float | None:
 
 
 def _processor(entry: str) -> str:
-    found = Path("/proc/cpuinfo")
-    lines = found.read_text().splitlines() if found.is_file() else []
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(entry)), "")
 
 
 def _output(*command: str) -> str:
-    """Returns what a command prints, '' where it is not there or fails."""
+    """Returns what a command prints, '' where it is missing or fails."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,21 +1,23 @@
-"""What a config may say, for editors and for readers, from the types that validate it.
+"""Writes configs/schema.json and the tables of docs/configs.md: `python docs/configs.py`.
 
-python -m zoo.harness.schema      writes configs/schema.json and the tables of docs/configs.md again
+Both come from the types that validate a config: a JSON schema for editors, tables for readers.
 """
 
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from zoo.catalog import list_models
-from zoo.harness.config import MODEL_KEYS, RUN_KEYS, config_folder
+from zoo.harness.config import MODEL_KEYS, RUN_KEYS
 from zoo.harness.recipes import RECIPES
 
 Schema = dict[str, Any]
 
-FILE = config_folder() / "schema.json"
-PAGE = config_folder().parent / "docs" / "configs.md"
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "configs" / "schema.json"
+PAGE = ROOT / "docs" / "configs.md"
 
 
 def json_schema() -> Schema:
@@ -40,7 +42,7 @@ def schema_text() -> str:
 
 
 def page() -> str:
-    """Returns the page that documents every key, its tables made anew."""
+    """Returns the page that documents every key, with its tables rewritten."""
     names = list(dict.fromkeys(key for _, keys in RECIPES for key in keys))
     recipes = [
         (f"`{pattern}`", *(str(keys.get(name, "-")) for name in names)) for pattern, keys in RECIPES
@@ -78,7 +80,7 @@ def _key_table(keys: dict[str, Schema]) -> str:
 
 
 def _type_words(schema: Schema) -> str:
-    """Says a type in words: 'integer from 1 or null'."""
+    """Words a type: 'integer from 1 or null'."""
     if "anyOf" in schema:
         return " or ".join(map(_type_words, schema["anyOf"]))
     if "enum" in schema:
