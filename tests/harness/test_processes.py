@@ -83,14 +83,14 @@ def test_what_does_not_fit_is_told_from_what_fails():
 def test_what_it_said_is_kept_and_stays_off_the_screen(capfd):
     result = outcome(prints_and_raises, "a cell", 60)
     assert result["reason"] == "ValueError: several lines"
-    assert "on standard output" in result["said"]
-    assert "Traceback" in result["said"]
+    assert "on standard output" in result["printed"]
+    assert "Traceback" in result["printed"]
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_process_that_hangs_is_ended():
     result = outcome(hangs, "a cell", 0.5)
-    assert result.pop("said") == ""
+    assert result.pop("printed") == ""
     reason = "not done after 0.5 s; --timeout allows more"
     assert result == {"status": "failed", "reason": reason}
 

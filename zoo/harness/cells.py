@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -62,7 +62,7 @@ def expand(config: Config) -> list[dict[Kind, Cell]]:
 def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
     # what a kind does not use stays at a constant, out of its key: one baseline serves every plan,
     # and largest_ratio is judged after measuring
-    unused = {"largest_ratio": 1.0, "cuda_batch_size": None, "repeats": 1}
+    unused: dict[str, Any] = {"largest_ratio": 1.0, "cuda_batch_size": None, "repeats": 1}
     return Cell(
         kind=kind,
         model=replace(model, checkpoint=kind != "baseline" and model.checkpoint, **unused),

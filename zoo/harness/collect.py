@@ -1,11 +1,12 @@
-"""What a report draws of a cell beside its numbers: a step's memory, the chain, the curve.
+"""What a report draws of a cell beside its numbers: a step's memory, the chain, the frontier.
 
-    timeline    the step's memory over time, at a few hundred of its points, and who held its peak
+    timeline    the step's memory over time, at a few hundred of its points, and the largest tensors
+                at its peak
     chain       names, blocks and saved bytes of the steps, over which a plan is drawn
     frontier    predicted peak and time of the best plans and of the classic schemes, if asked for
 
-They are read after everything is measured and change none of it. What cannot be had costs the cell
-nothing: it stands under "missing" with the reason.
+They are read after everything is measured and change none of it. What fails costs the cell nothing:
+it stands under "missing" with the reason.
 """
 
 import math
@@ -13,12 +14,11 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
-import torch
-
 from zoo.api.plan import planner_for
 from zoo.harness.cells import Cell
 from zoo.harness.data import Batch
 from zoo.harness.training import Training
+from zoo.planner.subsample import thinned
 from zoo.policy.report import Frontier
 from zoo.profiling.timeline import CATEGORIES, RESIDENT, Timeline
 
@@ -33,16 +33,16 @@ HOLDER_FIELDS = ("bytes", "category", "shape", "dtype", "place", "phase", "line"
 
 def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
     """Returns what a report draws of a model that has trained; `timeline` is that of a step."""
-    wanted: dict[str, Callable[[], Result]] = {"timeline": lambda: {"timeline": summary(timeline)}}
+    readers: dict[str, Callable[[], Result]] = {"timeline": lambda: {"timeline": summary(timeline)}}
     if cell.kind == "baseline":
-        wanted["chain"] = lambda: _chain(training, cell, batch)
-    found: Result = {"missing": {}}
-    for name, read in wanted.items():
+        readers["chain"] = lambda: _chain(training, cell, batch)
+    drawn: Result = {"missing": {}}
+    for name, read in readers.items():
         try:
-            found |= read()
+            drawn |= read()
         except Exception as error:
-            found["missing"][name] = " ".join(f"{type(error).__name__}: {error}".split())
-    return found
+            drawn["missing"][name] = " ".join(f"{type(error).__name__}: {error}".split())
+    return drawn
 
 
 def summary(timeline: Timeline, points: int = POINTS) -> Result:
@@ -72,38 +72,33 @@ def summary(timeline: Timeline, points: int = POINTS) -> Result:
     }
 
 
-def thinned(curve: list[list[float]], most: int = PLANS) -> list[list[float]]:
-    """Returns at most so many plans of a curve, evenly, its ends among them."""
-    places = torch.linspace(0, len(curve) - 1, min(most, len(curve))).round().long()
-    return [curve[place] for place in places.tolist()]
-
-
 def _chain(training: Training, cell: Cell, batch: Batch) -> Result:
     """Returns the chain of a baseline, and its frontier if that is wanted."""
     optimizer = training.optimizer
     optimizer.zero_grad(set_to_none=True)
     with training.autocast:
-        prospect = planner_for(
+        planner = planner_for(
             training.model,
             batch.arguments(cell.model.data),
             optimizer=lambda parameters: type(optimizer)(parameters, **optimizer.defaults),
             loss=training.outer_loss(batch),
-            # the rates of a device, any, where no time is wanted: nothing is run
+            # the rates of any device where no time is wanted: nothing is run
             device=None if cell.frontier else "cpu",
         )
-        steps = slice(prospect.steps)
+        steps = slice(planner.steps)
         chain = {
-            "names": prospect.names,
-            "blocks": prospect.costs.blocks[steps],
-            "saved": prospect.costs.newly_saved()[steps],
+            "names": planner.names,
+            "blocks": planner.costs.blocks[steps],
+            "saved": planner.costs.newly_saved()[steps],
         }
-        curve = {"frontier": _frontier(prospect.frontier())} if cell.frontier else {}
+        curve = {"frontier": _frontier(planner.frontier())} if cell.frontier else {}
     return {"chain": chain, **curve}
 
 
 def _frontier(curve: Frontier) -> Result:
+    optimal = [[point.peak, point.time_ratio] for point in curve.optimal]
     return {
-        "optimal": thinned([[point.peak, point.time_ratio] for point in curve.optimal]),
+        "optimal": thinned(optimal, PLANS),
         "schemes": {point.name: [point.peak, point.time_ratio] for point in curve.schemes},
         "baseline": curve.baseline.peak,
         "lower_bound": curve.lower_bound,

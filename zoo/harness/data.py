@@ -1,4 +1,4 @@
-"""Real batches without a download, from data that ships inside installed packages.
+"""Real training batches without a download, from data that ships inside installed packages.
 
     data          inputs, targets
     photographs   (N, 3, S, S), (N,)             crops of scikit-learn's two photographs; the class
@@ -11,7 +11,7 @@
     stream        (T, N), (T, N)                 the same text in N columns; each batch goes on
                                                  where the last one ended
 
-The same seed gives the same batches. They are made on the CPU; the caller moves them.
+The same seed gives the same batches. They are on the CPU; the caller moves them.
 """
 
 import itertools
@@ -31,8 +31,8 @@ from torch import Tensor
 from zoo.errors import ConfigError
 from zoo.harness.config import ModelConfig
 
-PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-QUARTERS = 4
+PIXEL_MEAN = torch.tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
+PIXEL_DEVIATION = torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,22 @@ def batches(model: ModelConfig, count: int, seed: int) -> list[Batch]:
 
 
 def _photographs(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
-    mean = torch.tensor(PIXEL_MEAN).view(3, 1, 1)
-    deviation = torch.tensor(PIXEL_DEVIATION).view(3, 1, 1)
     photographs = _need("sklearn.datasets").load_sample_images().images
     pixels = [torch.tensor(image).permute(2, 0, 1).float() / 255 for image in photographs]
-    images = [(image - mean) / deviation for image in pixels]
+    images = [(image - PIXEL_MEAN) / PIXEL_DEVIATION for image in pixels]
     (side,) = _axes(model, 1)
     while True:
         crops, labels = [], []
         for _ in range(model.batch_size):
-            which = _draw(len(images), generator)
-            crop, quarter = _crop(images[which], generator)
+            number = _draw(len(images), generator)
+            crop, quarter = _crop(images[number], generator)
             crops.append(F.interpolate(crop[None], (side, side), mode="bilinear", antialias=True))
-            labels.append(which * QUARTERS + quarter)
+            labels.append(4 * number + quarter)
         yield Batch(torch.cat(crops), torch.tensor(labels) % _classes(model, 1000))
 
 
 def _crop(image: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
+    """Draws a square from (3, H, W); also returns the quarter in which its center lies."""
     height, width = image.shape[1:]
     side = height // 4 + _draw(height // 4, generator)
     top, left = _draw(height - side, generator), _draw(width - side, generator)
@@ -89,10 +88,10 @@ def _crop(image: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
 
 
 def _digits(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
-    source = _need("sklearn.datasets").load_digits()
-    images = torch.from_numpy(source.images).float()[:, None]
+    digits = _need("sklearn.datasets").load_digits()
+    images = torch.from_numpy(digits.images).float()[:, None]
     images = (images - images.mean()) / images.std()
-    labels = torch.from_numpy(source.target).long() % _classes(model, 10)
+    labels = torch.from_numpy(digits.target).long() % _classes(model, 10)
     (side,) = _axes(model, 1)
     while True:
         chosen = torch.randint(len(images), (model.batch_size,), generator=generator)
@@ -101,17 +100,17 @@ def _digits(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
 
 
 def _volume(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
-    package = _need("nibabel")
-    path = Path(package.__file__).parent / "tests" / "data" / "example4d.nii.gz"
-    voxels = torch.from_numpy(package.load(path).get_fdata()[..., 0])
+    nibabel = _need("nibabel")
+    path = Path(nibabel.__file__).parent / "tests" / "data" / "example4d.nii.gz"
+    voxels = torch.from_numpy(nibabel.load(path).get_fdata()[..., 0])
     scan = voxels.float().permute(2, 1, 0).contiguous()
     classes = _classes(model, 2)
     # class 0 is the dark background; the rest has as many voxels in each further class
     bounds = torch.quantile(scan[scan > 0.25 * scan.std()], torch.linspace(0, 1, classes)[:-1])
-    size = tuple(_axes(model, 3))
+    sides = _axes(model, 3)
     while True:
         boxes = [_box(scan, generator) for _ in range(model.batch_size)]
-        inputs = torch.cat([F.interpolate(box, size, mode="trilinear") for box in boxes])
+        inputs = torch.cat([F.interpolate(box, sides, mode="trilinear") for box in boxes])
         targets = torch.bucketize(inputs[:, 0].contiguous(), bounds)
         yield Batch((inputs - scan.mean()) / scan.std(), targets)
 
@@ -140,8 +139,8 @@ def _stream(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
     columns = words[: rows * model.batch_size].view(model.batch_size, rows).t()
     for start in itertools.count(0, length):
         # columns are read downward; at their end they start again
-        following = columns[torch.arange(start, start + length + 1) % rows]
-        yield Batch(following[:-1].contiguous(), following[1:].contiguous())
+        window = columns[torch.arange(start, start + length + 1) % rows]
+        yield Batch(window[:-1].contiguous(), window[1:].contiguous())
 
 
 SOURCES: dict[str, Callable[[ModelConfig, torch.Generator], Iterator[Batch]]] = {
@@ -155,7 +154,7 @@ SOURCES: dict[str, Callable[[ModelConfig, torch.Generator], Iterator[Batch]]] = 
 
 def _words(model: ModelConfig, needed: int) -> Tensor:
     """Returns the text's words as numbers (words,); raises ConfigError if it has too few."""
-    numbers = _numbers()
+    numbers = _word_numbers()
     if needed > len(numbers):
         raise ConfigError(
             f"{model.name}: size {model.size} with batch size {model.batch_size} needs {needed} "
@@ -167,7 +166,7 @@ def _words(model: ModelConfig, needed: int) -> Tensor:
 
 
 @cache
-def _numbers() -> Tensor:
+def _word_numbers() -> Tensor:
     topics = import_module("pydoc_data.topics").topics
     words = re.findall(r"\w+|[^\w\s]", "\n".join(topics.values()).lower())
     ranks = {word: rank for rank, (word, _) in enumerate(Counter(words).most_common())}

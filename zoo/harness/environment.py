@@ -15,7 +15,8 @@ CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")  # kHz
 
 def environment(device: str) -> dict[str, str | int | float | None]:
     """Describes versions, code, device, threads, clock and load; None for what is unknown."""
-    processor = _processor("model name") or platform.processor() or platform.machine()
+    model = proc_entry("cpuinfo", "model name")
+    processor = model or platform.processor() or platform.machine()
     return {
         "zoo": __version__,
         "commit": commit(Path(__file__).parents[1]),
@@ -54,17 +55,19 @@ def clock(device: str) -> float | None:
     elif CLOCK.is_file():
         return float(CLOCK.read_text()) / 1000
     else:
-        text = _processor("cpu MHz")
+        text = proc_entry("cpuinfo", "cpu MHz")
     try:
         return float(text)
     except ValueError:
         return None
 
 
-def _processor(entry: str) -> str:
-    cpus = Path("/proc/cpuinfo")
-    lines = cpus.read_text().splitlines() if cpus.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(entry)), "")
+def proc_entry(file: str, name: str) -> str:
+    """Returns the first entry of a name in a file of Linux's /proc; '' where there is none."""
+    path = Path("/proc", file)
+    lines = path.read_text().splitlines() if path.is_file() else []
+    entries = (line.removeprefix(name) for line in lines if line.startswith(name))
+    return next(entries, "").strip(" \t:")
 
 
 def _output(*command: str) -> str:

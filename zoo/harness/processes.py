@@ -1,8 +1,8 @@
-"""Runs a function on a cell in a fresh process and turns whatever happens into a result.
+"""Process isolation: runs a function on a cell in a fresh process; any end of it is a result.
 
-Importing torch anew for each of twenty cells would take longer than the cells. So the processes are
-forked, where the system can, from one that has imported everything and run nothing: no threads, no
-device and no tensor of another cell are in it. Elsewhere each starts from nothing.
+Importing torch anew for each of twenty cells would take longer than the cells. So, on Linux, the
+processes are forked from a server (multiprocessing's forkserver) that has imported everything and
+run nothing: it has no threads, no device and no tensor of another cell. Elsewhere each is spawned.
 
 torch can cap the memory of CUDA and not that of the CPU. So `memory_limit` bounds
 
@@ -10,7 +10,7 @@ torch can cap the memory of CUDA and not that of the CPU. So `memory_limit` boun
     cpu    private writable memory beyond that at the start (RLIMIT_DATA, Linux only): tensors,
            Python objects, libraries' buffers, stacks of threads, blocks the C library keeps
 
-Either is more than the peak of the tensors: ResNet-18, whose step peaks at 145 MiB, ends at 200
+Either is more than the peak of the tensors: ResNet-18, whose step peaks at 145 MiB, fails with 200
 MiB and below and runs from 220 MiB on. RLIMIT_AS would count every mapped library, gigabytes with
 CUDA's; the resident set cannot be limited without rights that a test runner lacks.
 """
@@ -23,7 +23,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 
 from zoo.errors import ConfigError
+from zoo.harness.environment import proc_entry
 from zoo.units import format_bytes
 
 Result = dict[str, Any]
@@ -41,7 +42,8 @@ Work = TypeVar("Work")
 # macOS could fork too, but its own libraries do not survive it
 _FORKS = sys.platform == "linux"
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
-_IMPORTED = ["__main__", "torch._dynamo", "zoo.harness.worker", "sklearn.datasets", "nibabel"]
+# what a cell would import late
+_PRELOADED = ("__main__", "torch._dynamo", "sklearn.datasets", "nibabel")
 
 # how libraries below torch say that memory ran out; torch and Python have exceptions of their own
 WORDS = (
@@ -58,16 +60,18 @@ LIMITED_WORDS = ("resource temporarily unavailable",)
 def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> Result:
     """Returns what a function of a module returns for a cell, or else "status" and "reason".
 
-    The status is "does not fit" where memory ran out, and "failed" otherwise; "said" is then the
-    end of what the process printed.
+    The status is "does not fit" where memory ran out, and "failed" otherwise; "printed" is then the
+    end of what the process printed. `timeout` is in seconds.
     """
     if _FORKS:
-        _start_server()
+        _start_server(function.__module__)
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, receiver:
-        said = Path(folder) / "said"
-        process = _CONTEXT.Process(target=_serve, args=(function, cell, sender, said), daemon=True)
-        killed = _count_kills()
+        output = Path(folder) / "output"
+        output.touch()
+        arguments = (function, cell, sender, output)
+        process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
+        kills = _count_kills()
         process.start()
         sender.close()
         try:
@@ -77,13 +81,12 @@ def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> R
                 result = _failed(f"not done after {timeout:g} s; --timeout allows more")
         except EOFError:
             process.join()
-            result = _ended(process.exitcode, by_system=_count_kills() > killed)
+            result = _ended(process.exitcode, by_system=_count_kills() > kills)
         finally:
             process.kill()
             process.join()
         if "reason" in result:
-            text = said.read_text(errors="replace") if said.is_file() else ""
-            result["said"] = text[-4000:]
+            result["printed"] = output.read_text(errors="replace")[-4000:]
         return result
 
 
@@ -97,47 +100,40 @@ def check_limit(size: int | str | None, device: str) -> None:
 
 @contextmanager
 def limited(size: int | None, device: str) -> Iterator[None]:
-    """Bounds the memory of this process to `size` bytes within a block, as said above.
+    """Bounds the memory of this process to `size` bytes within a block, as the module describes.
 
-    Where that is too little, allocators raise; `ran_out` knows by what.
+    Where that is too little, allocators raise what `ran_out` recognizes.
     """
-    if size is None:
+    with ExitStack() as undo:
+        if size is not None and device == "cuda":
+            total = torch.cuda.get_device_properties().total_memory
+            torch.cuda.set_per_process_memory_fraction(min(size / total, 1.0))
+            undo.callback(torch.cuda.set_per_process_memory_fraction, 1.0)
+        elif size is not None:
+            resource: Any = import_module("resource")  # Windows has none
+            # threads that torch starts later would count their stacks, 8 MiB each, for the cell
+            torch.ones(1 << 17).add_(1)
+            # the private writable memory in KiB, as RLIMIT_DATA counts it
+            before = 1024 * int(proc_entry("self/status", "VmData").split()[0])
+            soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (before + size, hard))
+            undo.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
         yield
-    elif device == "cuda":
-        total = torch.cuda.get_device_properties().total_memory
-        torch.cuda.set_per_process_memory_fraction(min(size / total, 1.0))
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-    else:
-        resource: Any = import_module("resource")  # Windows has none
-
-        # threads that torch starts later would count their stacks, 8 MiB each, against the cell
-        torch.ones(1 << 17).add_(1)
-        # VmData is the private writable memory, as RLIMIT_DATA counts it
-        lines = Path("/proc/self/status").read_text().splitlines()
-        before = next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmData"))
-        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (before + size, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def ran_out(error: BaseException, limit: int | None = None) -> bool:
-    """Says whether an error, or one that led to it, is that there was no memory."""
+    """Says whether an error, or one that led to it, is that memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
     words = WORDS if limit is None else WORDS + LIMITED_WORDS
-    said = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
-    if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words):
         return True
     return error.__cause__ is not None and ran_out(error.__cause__, limit)
 
 
-def _start_server() -> None:
-    """Starts what cells are forked from; Ctrl-C is not for it, least of all while it imports."""
-    _CONTEXT.set_forkserver_preload(_IMPORTED)
+def _start_server(module: str) -> None:
+    """Starts the server that cells are forked from; Ctrl-C must not end it while it imports."""
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, module])
     if threading.current_thread() is not threading.main_thread():
         return
     earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -153,8 +149,9 @@ def _ended(code: int, *, by_system: bool) -> Result:
         return _unfit("killed by the system as memory ran out; a smaller batch_size needs less")
     if code == -signal.SIGKILL:
         return _failed("killed by SIGKILL, by hand or as memory ran out")
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return _failed(how)
+    if code < 0:
+        return _failed(f"killed by {signal.Signals(-code).name}")
+    return _failed(f"ended with exit code {code}")
 
 
 def _failed(reason: str) -> Result:
@@ -166,14 +163,12 @@ def _unfit(reason: str) -> Result:
 
 
 def _count_kills() -> int:
-    """Counts the processes that the system has ended so far because memory ran out; 0 unknown."""
-    counters = Path("/proc/vmstat")
-    lines = counters.read_text().splitlines() if counters.is_file() else []
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    """Counts the processes that Linux has ended so far because memory ran out; 0 elsewhere."""
+    return int(proc_entry("vmstat", "oom_kill ") or 0)
 
 
-def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, said: Path) -> None:
-    """Runs in the new process; what it prints goes to a file, not between the lines of progress."""
+def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, out: Path) -> None:
+    """Runs in the new process, whose output goes to a file, not between the lines of progress."""
     # Ctrl-C reaches the whole group; the process that waits decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     score = Path("/proc/self/oom_score_adj")
@@ -181,7 +176,7 @@ def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, s
         # when memory runs out, the system ends this process and not the one that waits for it
         score.write_text("1000")
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    file = os.open(said, os.O_WRONLY | os.O_CREAT)
+    file = os.open(out, os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
@@ -189,7 +184,7 @@ def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, s
     except Exception as error:
         traceback.print_exc()
         result = _raised(error, getattr(cell, "memory_limit", None))
-    # whoever gets the result reads the file and ends this process
+    # the process that gets the result reads the file and ends this one
     sys.stdout.flush()
     sender.send(result)
 

@@ -2,8 +2,9 @@
 
     python test_memory_optimized.py --compare peaks.jsonl          exit 1: a peak has grown
 
-Bytes come from the allocator and are the same from run to run, so a small tolerance does. What else
-changed (seconds, bits, versions) is said and fails nothing: another torch may round otherwise.
+Bytes come from the allocator and are the same from run to run, so a small tolerance is enough. Any
+other change (seconds, bits, versions) is printed and fails nothing: another torch may round
+differently.
 """
 
 import json
@@ -33,7 +34,7 @@ Old = Mapping[str, Record]
 
 
 class Change(NamedTuple):
-    """A difference between two runs in a sentence; `fault` where it fails the comparison."""
+    """A difference between two runs in words; `fault` where it fails the comparison."""
 
     text: str
     fault: bool = False
@@ -63,12 +64,12 @@ class Earlier:
         return None if config.compare is None else cls(config, config.compare)
 
     def compare(self, comparisons: Sequence[Comparison], console: Console) -> bool:
-        """Prints what changed and says whether a peak has grown or is not there any more."""
+        """Prints what changed; returns whether a peak has grown or is missing."""
         records = [entry[kind] for entry in comparisons for kind in KINDS]
         changes, peaks = judge(self.old, records, self.tolerance)
         worse = sum(change.fault for change in changes)
-        found = f"{worse} worse" if worse else "nothing worse"
-        end = f"compared with {self.path}: {peaks} peaks, tolerance {self.tolerance:.2%}: {found}"
+        verdict = f"{worse} worse" if worse else "nothing worse"
+        end = f"compared with {self.path}: {peaks} peaks, tolerance {self.tolerance:.2%}: {verdict}"
         for text, fault in (*changes, Change(end, worse > 0)):
             style = "red" if fault else None
             console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -81,19 +82,18 @@ def read_earlier(path: Path) -> Old:
     Raises:
         ConfigError: there is no such file, or no result in it.
     """
+    name = shortened(str(path))
     if not os.path.isfile(path):
-        raise ConfigError(f"--compare {shortened(str(path))}: there is no such file")
+        raise ConfigError(f"--compare {name}: there is no such file")
     records = Results(path).read().values()
-    found = {subject(record): record for record in records if record["status"] != "failed"}
-    if not found:
-        raise ConfigError(
-            f"--compare {shortened(str(path))} holds no result; give the .jsonl of a run"
-        )
-    return found
+    earlier = {subject(record): record for record in records if record["status"] != "failed"}
+    if not earlier:
+        raise ConfigError(f"--compare {name} holds no result; give the .jsonl of a run")
+    return earlier
 
 
 def subject(record: Record) -> str:
-    """Says what a record is about, whatever measured it: kind, model, data, device and type."""
+    """Names what a record measures: kind, model, data, device and type, not how or where."""
     cell = record["cell"]
     model = {name: cell["model"].get(name) for name in WHAT}
     # as a file would hold it: lists for tuples, arguments in order
@@ -112,10 +112,10 @@ def judge(old: Old, new: Sequence[Record], tolerance: float) -> tuple[list[Chang
         if before is None:
             missing.append(Change(f"{_name(after)} was not measured before"))
             continue
-        if place := _other_environment(before, after):
-            elsewhere[f"measured elsewhere: {place}"] = None
+        if environment := _environment_change(before, after):
+            elsewhere[f"measured elsewhere: {environment}"] = None
         changes += _changes(before, after, tolerance)
-        peaks += len(PEAKS) if "memory" in before and "memory" in after else 0
+        peaks += len(PEAKS) * ("memory" in before and "memory" in after)
     return [*map(Change, elsewhere), *missing, *changes], peaks
 
 
@@ -130,22 +130,29 @@ def _changes(before: Record, after: Record, tolerance: float) -> Iterator[Change
         for key, words in PEAKS.items():
             old, new = before["memory"][key], after["memory"][key]
             if old != new:
-                share = f" ({new / old - 1:+.2%})" if old else ""
-                worse = new > old * (1 + tolerance)
-                end = f", more than the tolerance of {tolerance:.2%}" if worse else ""
-                sizes = f"{format_bytes(old)} → {format_bytes(new)}"
-                yield Change(f"{name}: {words} {sizes}, {new - old:+,} bytes{share}{end}", worse)
+                change = _peak_change(old, new, tolerance)
+                yield change._replace(text=f"{name}: {words} {change.text}")
     same = all(before["cell"].get(key) == after["cell"].get(key) for key in SAME_BITS)
     if same and "digests" in before and "digests" in after:
-        found = differences(before["digests"], after["digests"])
-        yield from [Change(f"{name}: other bits in {', '.join(found)}")] if found else []
+        differing = differences(before["digests"], after["digests"])
+        yield from [Change(f"{name}: other bits in {', '.join(differing)}")] if differing else []
     # ratios whose quartiles meet may differ by the machine alone
     ratio, now = (record.get("spread", {}).get("ratio") for record in (before, after))
     if ratio and now and (ratio["upper"] < now["lower"] or now["upper"] < ratio["lower"]):
         yield Change(f"{name}: step time ×{ratio['median']:.2f} → ×{now['median']:.2f}")
 
 
-def _other_environment(before: Record, after: Record) -> str:
+def _peak_change(old: int, new: int, tolerance: float) -> Change:
+    """Words a peak in bytes that changed: '1000 B → 1100 B, +100 bytes (+10.00%), more than ...'."""
+    share = f" ({new / old - 1:+.2%})" if old else ""
+    worse = new > old * (1 + tolerance)
+    end = f", more than the tolerance of {tolerance:.2%}" if worse else ""
+    return Change(
+        f"{format_bytes(old)} → {format_bytes(new)}, {new - old:+,} bytes{share}{end}", worse
+    )
+
+
+def _environment_change(before: Record, after: Record) -> str:
     """Names what differs in the environments of two records: 'torch 2.13.0 → 2.14.1'."""
     old, new = ((record.get("environment") or {}) for record in (before, after))
     pairs = ((key, old.get(key), new.get(key)) for key in ENVIRONMENT)

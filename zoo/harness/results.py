@@ -1,20 +1,21 @@
-"""Results on disk: one line of JSON for each cell that ran, appended as soon as it is there.
+"""Results on disk (JSON Lines): one line for each cell that ran, appended when it ends.
 
 A crash, an interruption or a full disk costs at most the line being written. The last line of a key
-counts. A file of results is text: a hand, a merge or another version may have changed a line of it,
-so a line that is no record is passed over and costs only itself.
+counts. A hand, a merge or another version may have changed a line of the file, so a line that is
+no record is passed over and costs only itself.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
 from zoo.errors import ConfigError, shortened, shortened_text
-from zoo.harness.cells import KINDS, Kind
+from zoo.harness.cells import Kind
 from zoo.harness.config import Count, Share, Size, reason
 from zoo.planner.plan import Plan
 
@@ -30,12 +31,12 @@ MEASURED = {
     "checkpointed": ("memory", "digests"),
     "timing": ("step_seconds", "spread"),
 }
-"""What a cell that is done has measured; without it no fault would be found."""
+"""What a cell that is done has measured; without it a report would find no fault."""
 NOTHING: Record = {"status": "failed", "reason": "there is no result"}
 
 
 def _mapping(optional: Mapping[str, Any] | None = None, **required: Any) -> type[BaseModel]:
-    """Returns the type of mappings that hold these keys, and others that nobody asks for."""
+    """Returns the type of mappings with these keys; any others are ignored."""
     fields: dict[str, Any] = {key: (hint, ...) for key, hint in required.items()}
     fields |= {key: (hint, None) for key, hint in (optional or {}).items()}
     return create_model("Mapping", **fields)
@@ -69,7 +70,7 @@ HOLDER = _mapping(
 TIMELINE = _mapping(
     length=Count,
     points=list[Bytes],
-    # what an allocator and the tensors do not agree on may be less than nothing
+    # the difference between an allocator and the tensors may be negative
     bytes=dict[str, list[Difference]],
     phases=list[tuple[Bytes, str]],
     peak=_mapping(point=Bytes, bytes=Bytes, phase=str, categories=dict[str, Difference]),
@@ -82,7 +83,7 @@ OPTIONAL = {
     "parameters": Bytes,
     "plan": Annotated[str, AfterValidator(Plan.parse)] | None,
     "memory": _mapping(
-        # results of before tensors were counted lack these
+        # results of versions that did not count tensors lack these
         {"tensor_peak": Bytes, "tensor_activation_peak": Bytes},
         peak=Bytes,
         activation_peak=Bytes,
@@ -115,14 +116,9 @@ class Results:
 
     def check(self) -> None:
         """Raises ConfigError when nothing can be written there."""
-        try:
+        with self._explained("written to", "--output names another folder"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.open("ab").close()
-        except OSError as error:
-            raise ConfigError(
-                f"output {shortened(str(self.path.parent))} cannot be written to: "
-                f"{error.strerror}; --output names another folder"
-            ) from None
 
     def read(self, passed_over: Callable[[str], object] = str) -> dict[str, Record]:
         """Returns the last whole record of each key; `passed_over` is told of lines that are none.
@@ -132,11 +128,9 @@ class Results:
         """
         if not self.path.is_file():
             return {}
-        try:
+        with self._explained("read"):
             # bytes: a line that broke off inside of a letter is no text
             lines = self.path.read_bytes().split(b"\n")
-        except OSError as error:
-            raise self._error("read", error) from error
         records = {}
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -155,30 +149,31 @@ class Results:
         Raises:
             ConfigError: it cannot be written, as on a full disk.
         """
-        try:
-            with self.path.open("a+b") as file:
-                if file.tell():
-                    file.seek(-1, os.SEEK_END)
-                    # a kill leaves a line that is not whole
-                    file.write(b"" if file.read(1) == b"\n" else b"\n")
-                file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            kept = "the cells before are kept: make room, and the same command goes on from there"
-            raise self._error("written to", error, kept) from error
+        kept = "the cells before are kept: make room, and the same command goes on from there"
+        with self._explained("written to", kept), self.path.open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                # a kill leaves a line that is not whole
+                file.write(b"" if file.read(1) == b"\n" else b"\n")
+            file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def clear(self) -> None:
-        """Forgets every record; raises ConfigError where the file cannot be removed."""
-        try:
+        """Removes every record; raises ConfigError where the file cannot be removed."""
+        with self._explained("removed", "without --fresh its results are kept"):
             self.path.unlink(missing_ok=True)
-        except OSError as error:
-            kept = "without --fresh its results are kept"
-            raise self._error("removed", error, kept) from error
 
-    def _error(self, what: str, error: OSError, way_out: str = "") -> ConfigError:
-        end = f"; {way_out}" if way_out else ""
-        return ConfigError(f"{shortened(str(self.path))} cannot be {what}: {error.strerror}{end}")
+    @contextmanager
+    def _explained(self, what: str, way_out: str = "") -> Iterator[None]:
+        """Turns an OSError into a ConfigError that says what the file cannot be."""
+        try:
+            yield
+        except OSError as error:
+            end = f"; {way_out}" if way_out else ""
+            raise ConfigError(
+                f"{shortened(str(self.path))} cannot be {what}: {error.strerror}{end}"
+            ) from error
 
 
 def parse(line: bytes | str) -> Record:
@@ -221,29 +216,30 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
     The checkpointed cells are the comparisons; to each belong the baseline of the same experiment
     and the timing of its plan, of several the last.
     """
-    by_kind: dict[Kind, list[tuple[str, Record]]] = {kind: [] for kind in KINDS}
+    baselines, checkpointed, timings = {}, {}, {}
     for record in records:
-        by_kind[record["kind"]].append((_experiment(record), record))
-    baselines = dict(by_kind["baseline"])
-    timings = {}
-    for experiment, record in by_kind["timing"]:
-        cell = record["cell"]
-        timings[experiment, cell.get("plan") or cell["model"]["checkpoint"]] = record
-    found: dict[str, Comparison] = {}
-    for experiment, record in by_kind["checkpointed"]:
-        model = record["cell"]["model"]
-        of_plan = timings.get((experiment, record.get("plan")))
-        found[f"{experiment} {model['checkpoint']}"] = {
-            "model": model,
+        experiment, cell = _experiment(record), record["cell"]
+        checkpoint = str(cell["model"]["checkpoint"])
+        if record["kind"] == "baseline":
+            baselines[experiment] = record
+        elif record["kind"] == "checkpointed":
+            checkpointed[experiment, checkpoint] = record
+        else:
+            timings[experiment, str(cell.get("plan") or checkpoint)] = record
+    return [
+        {
+            "model": record["cell"]["model"],
             "baseline": baselines.get(experiment, NOTHING),
             "checkpointed": record,
-            "timing": of_plan or timings.get((experiment, model["checkpoint"]), NOTHING),
+            "timing": timings.get((experiment, str(record.get("plan"))))
+            or timings.get((experiment, checkpoint), NOTHING),
         }
-    return list(found.values())
+        for (experiment, checkpoint), record in checkpointed.items()
+    ]
 
 
 def _experiment(record: Record) -> str:
     """Names what the cells of a comparison have in common."""
     cell = {key: value for key, value in record["cell"].items() if key not in BY_KIND}
-    model = {key: value for key, value in cell["model"].items() if key not in MODEL_BY_KIND}
-    return repr(sorted({**cell, "model": sorted(model.items())}.items()))
+    cell["model"] = {key: value for key, value in cell["model"].items() if key not in MODEL_BY_KIND}
+    return json.dumps(cell, sort_keys=True)

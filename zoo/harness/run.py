@@ -1,17 +1,17 @@
-"""Runs the cells of a config, each in a fresh process, and keeps every result.
+"""The comparison: runs the cells of a config, each in a fresh process, and stores every result.
 
 A cell that fails, runs out of memory or is killed has that as its result and costs no other one.
-What ran before is not run again: after an interruption the same command goes on where it stopped.
-That a cell does not fit in memory is a result as any; what failed is tried again.
+No cell is measured twice: after an interruption the same command goes on where it stopped. Only a
+failure is tried again; that a cell does not fit in memory is a result.
 
     [4/21] resnet1001 baseline: activation peak 584 MiB (9 s)
     resnet1001 checkpointed ━━━━━╺━━━━━━━━━━━━━━━━━━  4/21 0:00:48 left: resnet1001, vnet, lstm +2
 
-A line tells of each cell that ended; a terminal has a bar below them.
+Each cell that ended has a line; a terminal shows a bar below them.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,15 +22,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from zoo.errors import ConfigError
-from zoo.harness.cells import KINDS, Cell, expand
-from zoo.harness.config import Config
+from zoo.harness.cells import Cell, Kind, expand
+from zoo.harness.config import Config, ModelConfig
 from zoo.harness.processes import check_limit, outcome
 from zoo.harness.results import Comparison, Record, Results
 from zoo.harness.worker import first_fault, locate, work
 from zoo.report.rows import FEWEST
 from zoo.units import format_bytes, format_seconds
 
-NAMED = 3
 CHECK_TIMEOUT = 600  # seconds
 
 
@@ -44,7 +43,7 @@ def run(config: Config, console: Console) -> list[Comparison]:
 
     Raises:
         ConfigError: before anything is measured, that a device, a package or the folder for results
-            is not there, or that a model cannot be built or run as the config says.
+            is missing, or that a model cannot be built or run as the config says.
         KeyboardInterrupt: passed on; the cells that finished are on disk.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -58,7 +57,8 @@ def run(config: Config, console: Console) -> list[Comparison]:
         results.clear()
     records = results.read().items()
     known = {key: record for key, record in records if record["status"] != "failed"}
-    shown = Shown(console, [model.name for model in config.models for _ in KINDS])
+    cells = expand(config)
+    shown = Shown(console, [cell.model.name for entry in cells for cell in entry.values()])
 
     def record_of(cell: Cell) -> Record:
         shown.start(cell)
@@ -70,8 +70,14 @@ def run(config: Config, console: Console) -> list[Comparison]:
         shown.finish(cell, record)
         return record
 
+    def comparison(model: ModelConfig, entry: Mapping[Kind, Cell]) -> Comparison:
+        baseline, checkpointed = record_of(entry["baseline"]), record_of(entry["checkpointed"])
+        # the plan that was measured is timed
+        timing = record_of(replace(entry["timing"], plan=checkpointed.get("plan")))
+        records = {"baseline": baseline, "checkpointed": checkpointed, "timing": timing}
+        return {"model": asdict(model), **records}
+
     with shown.bar:
-        cells = expand(config)
         check_cells(
             [
                 entry["checkpointed"]
@@ -79,13 +85,7 @@ def run(config: Config, console: Console) -> list[Comparison]:
                 if not known.keys() >= {entry["baseline"].key(), entry["checkpointed"].key()}
             ]
         )
-        comparisons = []
-        for model, entry in zip(config.models, cells, strict=True):
-            found = {kind: record_of(entry[kind]) for kind in ("baseline", "checkpointed")}
-            # just the plan that was measured is timed
-            timing = replace(entry["timing"], plan=found["checkpointed"].get("plan"))
-            comparisons.append({"model": asdict(model), **found, "timing": record_of(timing)})
-    return comparisons
+        return [comparison(*pair) for pair in zip(config.models, cells, strict=True)]
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
@@ -114,7 +114,7 @@ def run_cell(cell: Cell, timeout: float) -> Record:
 
 
 class Shown:
-    """Shows the cells of a run, whose models are given in the order in which they run."""
+    """Shows the progress of a run, of whose cells `models` are the names in order."""
 
     def __init__(self, console: Console, models: Sequence[str]) -> None:
         self.console, self.models, self.done = console, models, 0
@@ -130,44 +130,38 @@ class Shown:
         self.task = self.bar.add_task("", total=len(models), left="")
 
     def start(self, cell: Cell) -> None:
-        """Says what runs now and what is left after it."""
+        """Shows the cell that runs now and the models that are left after it."""
         left = names_left(self.models[self.done + 1 :])
         self.bar.update(self.task, description=f"{cell.model.name} {cell.kind}", left=left)
 
     def finish(self, cell: Cell, record: Record) -> None:
-        """Says what came of it."""
+        """Prints the result of a cell in a line."""
         self.done += 1
         total = len(self.models)
-        text = f"[{self.done:>{len(str(total))}}/{total}] {_line(cell, record)}"
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        text = f"[{self.done:>{len(str(total))}}/{total}] {cell.model.name} {cell.kind}: "
+        line = text + _result_words(record)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self.bar.advance(self.task)
 
 
-def names_left(models: Sequence[str]) -> str:
+def names_left(models: Sequence[str], most: int = 3) -> str:
     """Names the models whose cells are left, the first few: 'left: vnet, gpt2_small, lstm +2'."""
     names = list(dict.fromkeys(models))
-    if not names:
-        return ""
-    more = f" +{len(names) - NAMED}" if len(names) > NAMED else ""
-    return f"left: {', '.join(names[:NAMED])}{more}"
+    more = f" +{len(names) - most}" if len(names) > most else ""
+    return f"left: {', '.join(names[:most])}{more}" if names else ""
 
 
-def _line(cell: Cell, record: Record) -> str:
-    """Says in a line what came of a cell."""
-    start = f"{cell.model.name} {cell.kind}: "
-    again = ", measured before" if record.get("cached") else ""
-    took = f" ({record['seconds']:.0f} s{again})"
+def _result_words(record: Record) -> str:
     if record["status"] == "failed":
-        return f"{start}failed, {record['reason']}"
+        return f"failed, {record['reason']}"
+    took = f" ({record['seconds']:.0f} s{', measured before' if record.get('cached') else ''})"
     if record["status"] == "does not fit":
-        return f"{start}does not fit, {record['reason']}{took}"
-    if cell.kind != "timing":
-        return f"{start}activation peak {format_bytes(record['memory']['activation_peak'])}{took}"
-    spread, ratio = record["spread"], record["spread"]["ratio"]
-    baseline, checkpointed = (
-        format_seconds(spread[kind]["median"]) for kind in ("baseline", "checkpointed")
-    )
-    enough = len(record["step_seconds"]["baseline"]) >= FEWEST
-    quartiles = f" [{ratio['lower']:.2f}, {ratio['upper']:.2f}]" if enough else ""
-    times = f"a step takes {baseline}, checkpointed {checkpointed}, ×{ratio['median']:.2f}"
-    return f"{start}{times}{quartiles}{took}"
+        return f"does not fit, {record['reason']}{took}"
+    if record["kind"] != "timing":
+        return f"activation peak {format_bytes(record['memory']['activation_peak'])}{took}"
+    medians = {name: spread["median"] for name, spread in record["spread"].items()}
+    baseline, checkpointed = map(format_seconds, (medians["baseline"], medians["checkpointed"]))
+    times = f"a step takes {baseline}, checkpointed {checkpointed}, ×{medians['ratio']:.2f}"
+    ratio, repeats = record["spread"]["ratio"], len(record["step_seconds"]["baseline"])
+    quartiles = f" [{ratio['lower']:.2f}, {ratio['upper']:.2f}]" if repeats >= FEWEST else ""
+    return f"{times}{quartiles}{took}"

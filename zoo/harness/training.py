@@ -1,11 +1,11 @@
-"""A model in training as the cells run it, and digests of all that a step leaves behind.
+"""The training step of a cell, and SHA-256 digests of all that it leaves behind.
 
 Gradients are None between steps (`set_to_none=True`, the default), so that a step's peak is that of
 a training loop that leaves nothing lying around. The optimizers are torch's fused ones: the others
 allocate copies of a parameter, which in a language model would hide the activations' peak.
 
 Comparing tensors would need both models in one process, whose allocations would then no longer be
-those of a training run. A digest per kind and step also tells where two runs part:
+those of a training run. A digest per kind and step also tells where two trainings part:
 
     step      1     2     3
     loss      4f1c  9b02  c7d1        differs at step 2 in gradients first: the backward is wrong
@@ -45,10 +45,9 @@ class Training:
         chain = create(cell.model.name, checkpoint=cell.checkpoint, **cell.model.arguments)
         self.model: Any = chain.to(cell.device).train()
         self.optimizer = OPTIMIZERS[cell.model.optimizer](self.model.parameters())
-        self.device, self.data = cell.device, cell.model.data
         half = cell.dtype == "bfloat16"
         self.autocast = torch.autocast(cell.device, torch.bfloat16, enabled=half)
-        self._state: Any = None
+        self._data, self._state = cell.model.data, None
 
     def step(self, batch: Batch) -> Tensor:
         """Runs forward, backward and optimizer on a batch and returns the loss ()."""
@@ -61,13 +60,13 @@ class Training:
 
     def outer_loss(self, batch: Batch) -> Callable[[Tensor], Tensor] | None:
         """Returns the loss of the model's logits; None where the model returns its loss."""
-        if self.data in ("text", "stream"):
+        if self._data in ("text", "stream"):
             return None
         return partial(F.cross_entropy, target=batch.targets)
 
     def _loss(self, batch: Batch) -> Tensor:
-        returned = self.model(*batch.arguments(self.data, self._state))
-        if self.data == "stream":
+        returned = self.model(*batch.arguments(self._data, self._state))
+        if self._data == "stream":
             returned, state = returned
             self._state = self.model.detach(state)
         loss = self.outer_loss(batch)

@@ -1,7 +1,7 @@
 """What runs in a process of its own: the measurement of a cell, and a check of cells before.
 
-One cell's allocator, caches and crash stay away from the next. What goes wrong in Python is a
-result; what ends the process is noticed by `processes`, which started it.
+One cell's allocator, caches and crash stay away from the next. An exception in Python is a result;
+`processes`, which started the process, notices whatever ends it.
 """
 
 import gc
@@ -35,7 +35,7 @@ Also = Callable[[Training, Cell, Batch, Timeline], Result]
 
 
 def work(cell: Cell, also: Also = details) -> Result:
-    """Runs a cell in this process and returns its numbers, and what `also` reads afterwards."""
+    """Measures a cell in this process; returns its numbers and what `also` reads afterwards."""
     torch.set_num_threads(cell.threads)
     if cell.device == "cuda" and cell.kind != "timing":
         # two processes give the same bits only with algorithms that add in a fixed order
@@ -49,7 +49,7 @@ def work(cell: Cell, also: Also = details) -> Result:
 
 
 def locate(cell: Cell) -> Result:
-    """Says under "environment" where a cell is measured, also one of which nothing else came."""
+    """Returns under "environment" where a cell is measured, also one that returns nothing else."""
     torch.set_num_threads(cell.threads)
     return {"environment": environment(cell.device)}
 
@@ -57,35 +57,26 @@ def locate(cell: Cell) -> Result:
 def _measure(cell: Cell, also: Also) -> Result:
     """Takes digests after each step and traces the last, when the optimizer has its state.
 
-    One more step is tracked tensor by tensor. Its bytes are the same wherever it runs; what the
-    allocator hands out holds kernel workspaces, too, which each processor and number of threads has
-    its own of.
+    One more step is tracked tensor by tensor. Its bytes are the same wherever it runs; those of the
+    allocator include kernel workspaces, which go by the processor and the number of threads.
     """
     training = Training(cell)
+    model, optimizer = training.model, training.optimizer
     *first, last = _batches(cell, cell.steps)
-    digests = [step_digests(training.model, training.step(batch)) for batch in first]
+    digests = [step_digests(model, training.step(batch)) for batch in first]
     losses: list[Tensor] = []
     inputs = [last.inputs, last.targets]
-    memory = measure_step(
-        lambda: losses.append(training.step(last)), training.model, training.optimizer, inputs
-    )
+    memory = measure_step(lambda: losses.append(training.step(last)), model, optimizer, inputs)
     # kernel workspaces are in the timeline on the CPU
-    with track(
-        training.model,
-        optimizer=training.optimizer,
-        inputs=inputs,
-        allocator=cell.device == "cpu",
-    ) as timeline:
+    on_cpu = cell.device == "cpu"
+    with track(model, optimizer=optimizer, inputs=inputs, allocator=on_cpu) as timeline:
         training.step(last)
+    tensors = {name: getattr(timeline, name) for name in ("tensor_peak", "tensor_activation_peak")}
     result = {
-        "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
-        "plan": None if training.model.plan is None else training.model.plan.text(),
-        "digests": [*digests, step_digests(training.model, losses[0])],
-        "memory": {
-            **asdict(memory),
-            "tensor_peak": timeline.tensor_peak,
-            "tensor_activation_peak": timeline.tensor_activation_peak,
-        },
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "plan": None if model.plan is None else model.plan.text(),
+        "digests": [*digests, step_digests(model, losses[0])],
+        "memory": asdict(memory) | tensors,
     }
     # what a report draws is read when all is measured
     return result | also(training, cell, last, timeline)
@@ -122,7 +113,7 @@ def _spreads(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, floa
 
 
 def _seconds(training: Training, batch: Batch) -> float:
-    wait: Callable[[], object] = torch.cuda.synchronize if training.device == "cuda" else int
+    wait: Callable[[], object] = torch.cuda.synchronize if batch.inputs.is_cuda else int
     wait()
     start = time.perf_counter()
     training.step(batch)
@@ -137,15 +128,15 @@ def _batches(cell: Cell, count: int) -> list[Batch]:
 def first_fault(cells: Sequence[Cell]) -> dict[str, str | None]:
     """Returns under "fault" what is wrong with the first cell that cannot run.
 
-    Of a config's ten models the last would otherwise say after an hour that its text is too long.
-    Models and batches are meta tensors, which take no memory.
+    Of a config's ten models the last would otherwise fail after an hour because its text is too
+    long. Models and batches are meta tensors, which take no memory.
     """
     for cell in cells:
         try:
             _build(cell)
         except Exception as error:
-            kind = "" if isinstance(error, ZooError) else f"{type(error).__name__}: "
-            text = " ".join(f"{kind}{error}".split())
+            own = isinstance(error, ZooError)
+            text = " ".join((str(error) if own else f"{type(error).__name__}: {error}").split())
             name = cell.model.name
             return {"fault": text if text.startswith(name) else f"{name}: {text}"}
     return {"fault": None}
@@ -157,21 +148,19 @@ def _build(cell: Cell) -> None:
         chain = create(cell.model.name, **cell.model.arguments)
     # a chain refuses inputs before its first step: its forward, seconds for a thousand layers even
     # on meta tensors, would find no more
-    found, _ = capture_first_state(chain, Invocation(_meta_batch(cell).arguments(cell.model.data)))
+    inputs = Invocation(_meta_batch(cell).arguments(cell.model.data))
+    outline, _ = capture_first_state(chain, inputs)
     if isinstance(cell.checkpoint, Plan):
-        cell.checkpoint.check(len(found.steps))
+        cell.checkpoint.check(len(outline.steps))
     elif type(cell.checkpoint) is int:
-        segments(found.blocks, cell.checkpoint)
+        segments(outline.blocks, cell.checkpoint)
 
 
 def _meta_batch(cell: Cell) -> Batch:
     """Returns a batch as shapes; of images and volumes only one sample is made."""
     model = cell.model
-    is_text = model.data in ("text", "stream")
-    (batch,) = batches(model if is_text else replace(model, batch_size=1), 1, seed=0)
-
-    def grown(tensor: Tensor) -> Tensor:
-        shape = tensor.shape if is_text else (model.batch_size, *tensor.shape[1:])
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-    return Batch(grown(batch.inputs), grown(batch.targets))
+    if model.data in ("text", "stream"):
+        return batches(model, 1, seed=0)[0].to("meta")
+    sample = batches(replace(model, batch_size=1), 1, seed=0)[0].to("meta")
+    tensors = (sample.inputs, sample.targets)
+    return Batch(*(tensor.repeat_interleave(model.batch_size, 0) for tensor in tensors))
