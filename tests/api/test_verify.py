@@ -126,7 +126,7 @@ def test_a_report_says_what_was_compared(checkpoint: Any) -> None:
     ]
     assert report.compared["random state"] >= 2
     assert str(report).startswith(f"exact: Residuals with checkpoint={checkpoint!r}, ")
-    assert "of 10 steps run again, is bit for bit its baseline after each of 3" in str(report)
+    assert "of 10 steps recomputed, is bit for bit its baseline after each of 3" in str(report)
 
 
 def test_a_report_is_plain_data() -> None:
@@ -138,10 +138,10 @@ def test_a_report_is_plain_data() -> None:
     assert not any(isinstance(leaf, Tensor) for leaf in leaves)
 
 
-def test_no_plan_means_that_no_step_ran_again() -> None:
+def test_no_plan_means_that_no_step_is_recomputed() -> None:
     report = verify(Residuals(), images(), False, steps=1)
     assert report.plan is None
-    assert "no step run again" in str(report)
+    assert "no step recomputed" in str(report)
 
 
 def test_a_replay_that_differs_is_found_and_named() -> None:
@@ -195,7 +195,7 @@ def test_a_wrong_gradient_is_traced_to_its_step() -> None:
 
     report = verify(Unlike(rate=0.0), images(), ONE_SEGMENT, steps=1)
     assert report.first.kind == "parameter gradient"
-    assert report.first.place == Place(3, "convolve(1)", "whose output gets another gradient")
+    assert report.first.place == Place(3, "convolve(1)", "whose output's gradient differs")
 
 
 @pytest.mark.parametrize(("kind", "place"), [("buffer", 0), ("attribute", None)])

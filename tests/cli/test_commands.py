@@ -277,7 +277,7 @@ def test_verify_says_exact(command, numbers):
     given = ("verify", "resnet18", "--checkpoint", "sqrt", "--size", "32", "--steps", "1")
     told = command(*given)
     assert (told.code, told.err) == (0, "")
-    assert told.out.startswith("exact: ResNet with checkpoint='sqrt', 29 of 39 steps run again, is")
+    assert told.out.startswith("exact: ResNet with checkpoint='sqrt', 29 of 39 steps recomputed, ")
     found = numbers(*given)
     assert (found["exact"], found["first"], found["steps"]) == (True, None, 1)
     assert sum(runs > 1 for runs in zoo.Plan.parse(found["plan"]).runs()) == 29

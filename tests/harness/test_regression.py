@@ -10,7 +10,7 @@ from rich.console import Console
 from zoo.errors import ConfigError
 from zoo.harness.cells import KINDS, expand
 from zoo.harness.config import Config, ModelConfig
-from zoo.harness.regression import Earlier, judge, read_earlier, subject
+from zoo.harness.regression import has_grown, judge, read_earlier, subject
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {"drop_rate": 0.1, "classes": 10})
 CONFIG = Config("mine", (MODEL,), threads=1)
@@ -111,15 +111,15 @@ def write(path, found):
 @pytest.mark.parametrize(("peak", "worse"), [(1000, False), (2000, True)])
 def test_a_run_is_compared_with_the_file_that_its_config_names(tmp_path, peak, worse):
     path = write(tmp_path / "old.jsonl", [*records(peak=1), *records()])
-    earlier = Earlier.of(replace(CONFIG, compare=path))
+    config = replace(CONFIG, compare=path)
     console = Console(file=io.StringIO(), width=200)
     after = dict(zip(KINDS, records(peak=peak), strict=True))
-    assert earlier.compare([after], console) == worse
+    assert has_grown(read_earlier(config), [after], config, console) == worse
     assert "old.jsonl: 4 peaks, tolerance 1.00%: " in console.file.getvalue()
 
 
 def test_no_file_to_compare_with_compares_nothing():
-    assert Earlier.of(CONFIG) is None
+    assert read_earlier(CONFIG) == {}
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ def test_a_file_that_compares_nothing_is_refused_before_anything_runs(tmp_path, 
     if content is not None:
         write(path, content)
     with pytest.raises(ConfigError, match=message):
-        Earlier.of(replace(CONFIG, compare=str(path)))
+        read_earlier(replace(CONFIG, compare=str(path)))
 
 
 def test_a_line_that_broke_off_is_passed_over(tmp_path):
     path = tmp_path / "old.jsonl"
     write(path, records())
     path.write_text(path.read_text() + '{"key": "b", "cel')
-    assert len(read_earlier(path)) == 3
+    assert len(read_earlier(replace(CONFIG, compare=str(path)))) == 3

@@ -171,7 +171,7 @@ def test_what_reads_numbers_is_verified_too() -> None:
     report = zoo.verify(Reader(), images(), steps=2)
     assert report.exact
     assert max(report.plan.runs()) == 2
-    assert "of 27 steps run again" in str(report)
+    assert "of 27 steps recomputed" in str(report)
 
 
 def test_an_anatomy_on_paper_is_that_of_a_plan() -> None:

@@ -1,16 +1,16 @@
-"""Proves for a model at hand that checkpointing changes nothing, or says what it changes first.
+"""Verifies on a user's model that checkpointing changes no bit, or finds what it changes first.
 
 Two copies of a model train side by side from the same random state, one without and one with a
-plan, and all that each step of training leaves is compared bit for bit:
+plan, and all state that a step of training leaves is compared bit for bit:
 
     baseline against itself          differs  ->  not deterministic; checkpointing is not judged
     baseline against checkpointed    differs  ->  the first tensor, and the first step of the model
                                      equal    ->  exact
 
 A pair that differs trains once more, up to the step of training in question, whose outputs,
-gradients and replays are then recorded: these take as much memory as the baseline's activations.
-What a copy shares with its original is not protected: a function kept by a module that reaches the
-original through a closure trains the original.
+gradients and recomputations are then recorded: these take as much memory as the baseline's
+activations. Whatever a copy shares with its original is not protected: a function kept by a module
+that reaches the original through a closure trains the original.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def verify(
 ) -> Report:
     """Trains copies of a model with and without `checkpoint=` and compares every bit.
 
-    The model is left as it is: weights, gradients, buffers, attributes, flags, random state. Four
+    The model is left as it was: weights, gradients, buffers, attributes, flags, random state. Four
     short trainings of copies take place, two at a time. Under autocast it verifies autocast.
 
     Args:
@@ -176,7 +176,7 @@ class _Training:
                 f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
                 "Verify it before its first forward, or detach the tensors that it keeps"
             ) from error
-        self.streams = streams
+        self.streams, self.recorder = streams, _StepRecorder()
         self.optimizer = optimizer_of(make, self.model)
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         if not {p for group in groups for p in group["params"]} <= set(self.model.parameters()):
@@ -184,27 +184,20 @@ class _Training:
                 "optimizer= made an optimizer of other parameters than it was given, which are "
                 "those of a copy; write it as lambda parameters: torch.optim.SGD(parameters, ...)"
             )
-        self.recorder: _StepRecorder | None = None
-        # what fails without a plan is not to be blamed on one
-        self.call = Invocation.taken_by if checkpoint is None else Invocation.on
         if checkpoint is None:
             uncheckpoint(self.model)
         else:
             put_in_force(self.model, checkpoint)
+        # an error without a plan is not to be blamed on one
+        self.call = Invocation.taken_by if checkpoint is None else Invocation.on
 
     def step(self, batch: Invocation) -> Record:
-        """Trains one step and returns what it left: the tensors themselves, not copies."""
+        """Trains one step and returns the tensors and values that it left, not copies."""
         set_streams(self.streams)
         inputs = own_copy(batch)
         outputs, loss = train_step(self.model, inputs, self.loss, self.optimizer, self.call)
         self.streams = read_streams()
-        given = (inputs.args, inputs.kwargs)
-        return record(self.model, given, outputs, loss, self.streams)
-
-    def record_steps(self, first: Difference) -> None:
-        """Records from now on what each step of the chain does."""
-        if isinstance(self.model, Chain):
-            self.model.runner = self.recorder = _StepRecorder(self.model.runner, first)
+        return record(self.model, (inputs.args, inputs.kwargs), outputs, loss, self.streams)
 
 
 def _train_pair(
@@ -212,8 +205,8 @@ def _train_pair(
 ) -> tuple[Difference | None, list[Plan | None], dict[str, int]]:
     """Trains until the two differ or the batches end.
 
-    Returns the first difference, the plan of each step of training, and the number of things
-    compared after each, by kind.
+    Returns the first difference, the plan of each step of training, and the number of tensors and
+    values compared after each, by kind.
     """
     plans, first = [], None
     for number, batch in enumerate(batches, 1):
@@ -233,42 +226,47 @@ def _place(
     first: Difference,
 ) -> Place | None:
     """Trains once more by the same plans, and records the step after which the two differed."""
+    buffer = first.name if first.kind == "buffer" else None
     try:
         for number, (plan, batch) in enumerate(zip(plans, batches, strict=False), 1):
             if plan is not None:
                 put_in_force(other.model, plan)
-            if number == first.training_step:
-                baseline.record_steps(first)
-                other.record_steps(first)
-            baseline.step(batch)
-            other.step(batch)
-    except Exception:  # a diagnosis that fails must not hide what it was to explain
-        return None
-    if baseline.recorder is None or other.recorder is None:
+            for training in (baseline, other):
+                if number == first.training_step:
+                    training.recorder.attach(training.model, buffer)
+                training.step(batch)
+    except Exception:  # a diagnosis that fails must not hide the difference
         return None
     return baseline.recorder.place(other.recorder)
 
 
 class _StepRecorder:
-    """Runs a chain as another runner would and records what each of its steps returned.
+    """Runs a chain as its own runner would and records what each of its steps returned.
 
     To blame is the first step of these:
 
-        its output is another than the baseline's
-        its kernels, replayed, make another output
-        the gradient of its output is another: the last in the chain, the first in the backward
-        it moves the buffer in question
+        its output differs from the baseline's
+        its kernels, replayed, compute another output
+        the gradient of its output differs: the last in the chain, the first in the backward
+        it updates the buffer in question
     """
 
-    def __init__(self, runner: Runner | None, first: Difference) -> None:
-        self.runner = runner
-        self.plan = runner.plan if runner is not None else None
-        self.buffer = first.name if first.kind == "buffer" else None
-        self.names: list[str] = []
+    runner: Runner | None = None
+    plan: Plan | None = None
+    buffer: str | None = None
+    names: Sequence[str] = ()
+
+    def __init__(self) -> None:
         # "output" or "gradient", the number of the step, the position among its outputs
-        self.seen: dict[tuple[str, int, int], Tensor] = {}
-        self.unlike: set[int] = set()
-        self.moving: set[int] = set()
+        self.recorded: dict[tuple[str, int, int], Tensor] = {}
+        self.differing_replays: set[int] = set()
+        self.buffer_updates: set[int] = set()
+
+    def attach(self, model: nn.Module, buffer: str | None) -> None:
+        """Records from now on what each step of a chain does, and which ones update a buffer."""
+        if isinstance(model, Chain):
+            self.runner, self.buffer, model.runner = model.runner, buffer, self
+            self.plan = self.runner.plan if self.runner is not None else None
 
     def __call__(self, chain: nn.Module, outline: Outline, inputs: State) -> Any:
         self.names = step_names(chain, outline.steps)
@@ -281,45 +279,46 @@ class _StepRecorder:
         return self.runner(chain, dataclasses.replace(outline, steps=steps), inputs)  # type: ignore[arg-type]
 
     def place(self, other: "_StepRecorder") -> Place | None:
-        """Returns the step of the chain that is to blame for what `other` does otherwise."""
+        """Returns the step of the chain that is to blame for what `other` does differently."""
         if other.names != self.names:
             return None
-        mine, others = self.seen, other.seen
-        equal = {key for key in mine.keys() & others.keys() if same_bits(mine[key], others[key])}
-        differing = (mine.keys() | others.keys()) - equal
-        outputs = [number for kind, number, _ in differing if kind == "output"]
-        gradients = [number for kind, number, _ in differing if kind == "gradient"]
-        found = (
-            (min(outputs, default=None), "whose output differs"),
-            (min(other.unlike, default=None), "whose replay makes something else"),
-            (max(gradients, default=None), "whose output gets another gradient"),
-            (min(self.moving | other.moving, default=None), "which moves this buffer"),
+        differing: dict[str, list[int]] = {"output": [], "gradient": []}
+        for key in self.recorded.keys() | other.recorded.keys():
+            mine, others = self.recorded.get(key), other.recorded.get(key)
+            if mine is None or others is None or not same_bits(mine, others):
+                differing[key[0]].append(key[1])
+        updates = self.buffer_updates | other.buffer_updates
+        suspects = (
+            (min(differing["output"], default=None), "whose output differs"),
+            (min(other.differing_replays, default=None), "whose recomputed output differs"),
+            (max(differing["gradient"], default=None), "whose output's gradient differs"),
+            (min(updates, default=None), "which updates this buffer"),
         )
-        places = (Place(n, self.names[n], what) for n, what in found if n is not None)
+        places = (Place(n, self.names[n], what) for n, what in suspects if n is not None)
         return next(places, None)
 
     def _run(self, chain: nn.Module, number: int, step: Any, *state: Any) -> Any:
-        before = self._moved(chain)
+        before = self._buffer_of(chain)
         value = step(*state)
         for position, tensor in enumerate(tensors_in(value)):
-            if ("output", number, position) in self.seen:
+            if ("output", number, position) in self.recorded:
                 return value
-            self.seen["output", number, position] = tensor.detach().clone()
+            self.recorded["output", number, position] = tensor.detach().clone()
             if tensor.requires_grad and not any(tensor is given for given in state):
                 hook = functools.partial(self._record_gradient, number, position, pack(tensor))
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        if before is not None and not same_bits(before, self._moved(chain)):
-            self.moving.add(number)
+        if before is not None and not same_bits(before, self._buffer_of(chain)):
+            self.buffer_updates.add(number)
         return value
 
     def _record_gradient(self, number: int, position: int, packed: Any, gradient: Tensor) -> None:
-        """Records the gradient of an output, and whether a replay makes that output."""
-        self.seen.setdefault(("gradient", number, position), gradient.detach().clone())
-        # one that was written since cannot be made again, and need not be
+        """Records the gradient of an output, and whether a replay computes that output."""
+        self.recorded.setdefault(("gradient", number, position), gradient.detach().clone())
+        # one that was written since cannot be recomputed, and need not be
         with contextlib.suppress(RecomputeError):
-            if not same_bits(unpack(packed), self.seen["output", number, position]):
-                self.unlike.add(number)
+            if not same_bits(unpack(packed), self.recorded["output", number, position]):
+                self.differing_replays.add(number)
 
-    def _moved(self, chain: nn.Module) -> Any:
+    def _buffer_of(self, chain: nn.Module) -> Any:
         buffers = dict(chain.named_buffers()) if self.buffer is not None else {}
         return buffers[self.buffer].detach().clone() if self.buffer in buffers else None

@@ -23,7 +23,7 @@ from zoo.cli.output import plain_signs
 from zoo.cli.parser import Answer, command
 from zoo.errors import ArgumentError, shortened
 from zoo.harness.config import load
-from zoo.harness.regression import Earlier
+from zoo.harness.regression import has_grown, read_earlier
 from zoo.harness.results import Results, comparisons
 from zoo.harness.run import results_of, run
 from zoo.report.page import page
@@ -36,7 +36,7 @@ def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answe
     as_json = "--json" in arguments
     console = _console(as_json)
     config = load([argument for argument in arguments if argument != "--json"], program)
-    earlier = Earlier.of(config)
+    earlier = read_earlier(config)
     try:
         found = run(config, console)
     except KeyboardInterrupt:
@@ -46,7 +46,7 @@ def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answe
     line = shlex.join([*program.split(), *arguments])
     folder = Path(config.output) / config.name
     answer = _report(found, config.name, line, folder, console)
-    if earlier is not None and earlier.compare(found, console):
+    if earlier and has_grown(earlier, found, config, console):
         answer = replace(answer, code=1)
     if as_json:
         return answer.as_json()

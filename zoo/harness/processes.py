@@ -54,7 +54,8 @@ WORDS = (
     "alloc_failed",
 )
 # a thread whose stack does not fit; without a limit it is the number of threads that was too much
-LIMITED_WORDS = ("resource temporarily unavailable",)
+LIMITED_WORDS = (*WORDS, "resource temporarily unavailable")
+LESS = "a smaller batch_size needs less"
 
 
 def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> Result:
@@ -125,7 +126,7 @@ def ran_out(error: BaseException, limit: int | None = None) -> bool:
     """Says whether an error, or one that led to it, is that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    words = WORDS if limit is None else WORDS + LIMITED_WORDS
+    words = WORDS if limit is None else LIMITED_WORDS
     if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words):
         return True
     return error.__cause__ is not None and ran_out(error.__cause__, limit)
@@ -146,12 +147,22 @@ def _start_server(module: str) -> None:
 def _ended(code: int, *, by_system: bool) -> Result:
     """Returns the result of a process that ended without one."""
     if code == -signal.SIGKILL and by_system:
-        return _unfit("killed by the system as memory ran out; a smaller batch_size needs less")
+        return _unfit(f"killed by the system as memory ran out; {LESS}")
     if code == -signal.SIGKILL:
         return _failed("killed by SIGKILL, by hand or as memory ran out")
     if code < 0:
         return _failed(f"killed by {signal.Signals(-code).name}")
     return _failed(f"ended with exit code {code}")
+
+
+def _raised(error: Exception, limit: int | None) -> Result:
+    """Returns the result of a process whose function raised."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    if not ran_out(error, limit):
+        return _failed(words)
+    if limit is not None:
+        return _unfit(f"needs more than its memory_limit of {format_bytes(limit)}")
+    return _unfit(f"needs more memory than there is ({words[:200]}); {LESS}")
 
 
 def _failed(reason: str) -> Result:
@@ -187,16 +198,6 @@ def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, o
     # the process that gets the result reads the file and ends this one
     sys.stdout.flush()
     sender.send(result)
-
-
-def _raised(error: Exception, limit: int | None) -> Result:
-    words = " ".join(f"{type(error).__name__}: {error}".split())
-    if not ran_out(error, limit):
-        return _failed(words)
-    if limit is not None:
-        return _unfit(f"needs more than its memory_limit of {format_bytes(limit)}")
-    less = "a smaller batch_size needs less"
-    return _unfit(f"needs more memory than there is ({words[:200]}); {less}")
 
 
 def _end_with_parent() -> None:

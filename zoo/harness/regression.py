@@ -40,56 +40,47 @@ class Change(NamedTuple):
     fault: bool = False
 
 
-class Earlier:
-    """The results that a config's `compare` names.
+def read_earlier(config: Config) -> Old:
+    """Reads the results that a config's `compare` names, the last of each subject; {} for None.
+
+    Those that failed are left out.
 
     Raises:
         ConfigError: there is no such file, no result in it, or none of the config's cells.
     """
-
-    def __init__(self, config: Config, path: str) -> None:
-        self.path, self.tolerance = path, config.tolerance
-        self.old = read_earlier(Path(path))
-        cells = [asdict(cell) for entry in expand(config) for cell in entry.values()]
-        if not any(subject({"kind": cell["kind"], "cell": cell}) in self.old for cell in cells):
-            first = next(iter(self.old.values()))["cell"]["model"]["name"]
-            raise ConfigError(
-                f"--compare {shortened(path)} holds none of these cells (it begins with {first}): "
-                "models, sizes, arguments, device and dtype must be those of the earlier run"
-            )
-
-    @classmethod
-    def of(cls, config: Config) -> "Earlier | None":
-        """Reads them before anything runs; None where a config names none."""
-        return None if config.compare is None else cls(config, config.compare)
-
-    def compare(self, comparisons: Sequence[Comparison], console: Console) -> bool:
-        """Prints what changed; returns whether a peak has grown or is missing."""
-        records = [entry[kind] for entry in comparisons for kind in KINDS]
-        changes, peaks = judge(self.old, records, self.tolerance)
-        worse = sum(change.fault for change in changes)
-        verdict = f"{worse} worse" if worse else "nothing worse"
-        end = f"compared with {self.path}: {peaks} peaks, tolerance {self.tolerance:.2%}: {verdict}"
-        for text, fault in (*changes, Change(end, worse > 0)):
-            style = "red" if fault else None
-            console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-        return worse > 0
+    if config.compare is None:
+        return {}
+    what = f"--compare {shortened(config.compare)}"
+    if not os.path.isfile(config.compare):
+        raise ConfigError(f"{what}: there is no such file")
+    records = Results(Path(config.compare)).read().values()
+    old = {subject(record): record for record in records if record["status"] != "failed"}
+    if not old:
+        raise ConfigError(f"{what} holds no result; give the .jsonl of a run")
+    cells = [asdict(cell) for entry in expand(config) for cell in entry.values()]
+    if not any(subject({"kind": cell["kind"], "cell": cell}) in old for cell in cells):
+        first = next(iter(old.values()))["cell"]["model"]["name"]
+        raise ConfigError(
+            f"{what} holds none of these cells (it begins with {first}): models, sizes, arguments, "
+            "device and dtype must be those of the earlier run"
+        )
+    return old
 
 
-def read_earlier(path: Path) -> Old:
-    """Reads an earlier run's results, the last of each subject, those that failed left out.
-
-    Raises:
-        ConfigError: there is no such file, or no result in it.
-    """
-    name = shortened(str(path))
-    if not os.path.isfile(path):
-        raise ConfigError(f"--compare {name}: there is no such file")
-    records = Results(path).read().values()
-    earlier = {subject(record): record for record in records if record["status"] != "failed"}
-    if not earlier:
-        raise ConfigError(f"--compare {name} holds no result; give the .jsonl of a run")
-    return earlier
+def has_grown(
+    old: Old, comparisons: Sequence[Comparison], config: Config, console: Console
+) -> bool:
+    """Prints what changed; returns whether a peak has grown or is missing."""
+    records = [entry[kind] for entry in comparisons for kind in KINDS]
+    changes, peaks = judge(old, records, config.tolerance)
+    worse = sum(change.fault for change in changes)
+    verdict = f"{worse} worse" if worse else "nothing worse"
+    end = f"{peaks} peaks, tolerance {config.tolerance:.2%}: {verdict}"
+    changes.append(Change(f"compared with {config.compare}: {end}", worse > 0))
+    for text, fault in changes:
+        style = "red" if fault else None
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    return worse > 0
 
 
 def subject(record: Record) -> str:
@@ -130,26 +121,23 @@ def _changes(before: Record, after: Record, tolerance: float) -> Iterator[Change
         for key, words in PEAKS.items():
             old, new = before["memory"][key], after["memory"][key]
             if old != new:
-                change = _peak_change(old, new, tolerance)
-                yield change._replace(text=f"{name}: {words} {change.text}")
+                yield _peak_change(f"{name}: {words}", old, new, tolerance)
     same = all(before["cell"].get(key) == after["cell"].get(key) for key in SAME_BITS)
-    if same and "digests" in before and "digests" in after:
-        differing = differences(before["digests"], after["digests"])
-        yield from [Change(f"{name}: other bits in {', '.join(differing)}")] if differing else []
+    digests = [record["digests"] for record in (before, after) if "digests" in record]
+    if same and len(digests) == 2 and (differing := differences(*digests)):
+        yield Change(f"{name}: other bits in {', '.join(differing)}")
     # ratios whose quartiles meet may differ by the machine alone
     ratio, now = (record.get("spread", {}).get("ratio") for record in (before, after))
     if ratio and now and (ratio["upper"] < now["lower"] or now["upper"] < ratio["lower"]):
         yield Change(f"{name}: step time ×{ratio['median']:.2f} → ×{now['median']:.2f}")
 
 
-def _peak_change(old: int, new: int, tolerance: float) -> Change:
-    """Words a peak in bytes that changed: '1000 B → 1100 B, +100 bytes (+10.00%), more than ...'."""
+def _peak_change(what: str, old: int, new: int, tolerance: float) -> Change:
     share = f" ({new / old - 1:+.2%})" if old else ""
     worse = new > old * (1 + tolerance)
     end = f", more than the tolerance of {tolerance:.2%}" if worse else ""
-    return Change(
-        f"{format_bytes(old)} → {format_bytes(new)}, {new - old:+,} bytes{share}{end}", worse
-    )
+    sizes = f"{format_bytes(old)} → {format_bytes(new)}, {new - old:+,} bytes"
+    return Change(f"{what} {sizes}{share}{end}", worse)
 
 
 def _environment_change(before: Record, after: Record) -> str:

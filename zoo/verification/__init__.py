@@ -1,1 +1,1 @@
-"""What `zoo.verify` compares, and how it says what differs."""
+"""What `zoo.verify` compares, and how a difference is worded."""

@@ -1,4 +1,4 @@
-"""What a verification found, in numbers and words: no tensors, no torch."""
+"""The result of a verification, in numbers and words: no tensors, no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that differs.
+    """The first tensor or value that differs.
 
     Attributes:
         kind: output, loss, input gradient, parameter gradient, buffer, parameter, attribute or
@@ -28,7 +28,7 @@ class Difference:
         differing, elements: how many numbers differ in a bit, of how many.
         largest: the largest absolute difference; inf where one of the two is not a number.
         note: what differs when it is not numbers, else ''.
-        place: the first step of the chain whose output or gradient differs; None if not found.
+        place: the first step of the chain whose output or gradient differs; None if unknown.
     """
 
     kind: str
@@ -41,11 +41,9 @@ class Difference:
     place: Place | None = None
 
     def __str__(self) -> str:
-        what = self.note or (
-            f"{self.differing} of {self.elements} elements, by at most {self.largest:.3g}"
-        )
+        count = f"{self.differing} of {self.elements} elements, by at most {self.largest:.3g}"
         name = "" if self.name == self.kind else f" {self.name}"
-        text = f"{self.kind}{name} after training step {self.training_step} ({what})."
+        text = f"{self.kind}{name} after training step {self.training_step} ({self.note or count})."
         if (place := self.place) is None:
             return text
         return f"{text} First in the chain is step {place.number} ({place.name}), {place.what}."
@@ -53,13 +51,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found; it holds no tensors, and printing it says it in words.
+    """The result of `verify`: plain data without tensors, which prints as a sentence.
 
     Attributes:
         exact: whether checkpointed training was that of the baseline in every bit.
         deterministic: whether the baseline was equal to itself; if not, `first` is about that.
         steps: how many steps of training were asked for.
-        compared: how many things of each kind were compared after each of them.
+        compared: how many tensors and values of each kind were compared after each of them.
         plan: the plan in force at last; None where nothing was checkpointed.
         first: the first difference; None when exact.
         model, checkpoint: what was verified, in words.
@@ -80,28 +78,29 @@ class Report:
             raise VerifyError(str(self))
 
     def __str__(self) -> str:
-        subject = f"{self.model} with checkpoint={self.checkpoint}"
         if not self.deterministic:
             return (
-                f"nondeterministic baseline: two plain trainings of {self.model} from the same "
-                f"state differ, first in {self.first} Nothing is said about checkpointing; look "
-                "for a nondeterministic kernel (torch.use_deterministic_algorithms), the clock, "
-                "or state outside the model."
+                f"nondeterministic baseline: two trainings of {self.model} without recomputation "
+                f"from the same state differ, first in {self.first} Nothing is said about "
+                "checkpointing; look for a nondeterministic kernel "
+                "(torch.use_deterministic_algorithms), the clock, or state outside the model."
             )
+        subject = f"{self.model} with checkpoint={self.checkpoint}"
         if self.first is not None:
             return f"not exact: {subject} differs from its baseline, first in {self.first}"
-        counts = self.plan.runs() if self.plan is not None else ()
-        recomputed = sum(count > 1 for count in counts)
-        runs = (
-            f"{recomputed} of {len(counts)} steps run again" if recomputed else "no step run again"
-        )
-        if self.plan is None and self.checkpoint != "False":
-            runs = "each block run again as a whole"
         compared = ", ".join(_counted(kind, count) for kind, count in self.compared.items())
         return (
-            f"exact: {subject}, {runs}, is bit for bit its baseline after each of "
+            f"exact: {subject}, {self._recomputed()}, is bit for bit its baseline after each of "
             f"{_counted('training step', self.steps)}: {compared}."
         )
+
+    def _recomputed(self) -> str:
+        if self.plan is None and self.checkpoint != "False":
+            return "each block recomputed as a whole"
+        counts = self.plan.runs() if self.plan is not None else ()
+        recomputed = sum(count > 1 for count in counts)
+        count = f"{recomputed} of {len(counts)} steps" if recomputed else "no step"
+        return f"{count} recomputed"
 
 
 def _counted(kind: str, count: int) -> str:

@@ -1,7 +1,7 @@
-"""Everything that a step of training leaves, under its name, and the first bit of it that differs.
+"""The state that a step of training leaves, by name, and the first bit in which two differ.
 
-`torch.testing.assert_close` compares numbers: it takes 0.0 for -0.0 and stops at a NaN. Here it is
-bits, and also what is no tensor: counters and flags that modules keep, random streams.
+`torch.testing.assert_close` compares numbers: it takes 0.0 for -0.0 and stops at a NaN. Here bits
+are compared, also those of counters and flags that modules keep, and of random streams.
 """
 
 import contextlib
@@ -26,53 +26,56 @@ Record = dict[tuple[str, str], Any]
 def record(
     model: nn.Module, inputs: Sequence[Any], outputs: Any, loss: Tensor, streams: Mapping[str, Any]
 ) -> Record:
-    """Returns what a step of training left: the tensors themselves, not copies.
+    """Returns the state that a step of training left: the tensors themselves, not copies.
 
     `streams` are the states that `read_streams` returns.
     """
-    found: Record = {}
+    state: Record = {}
 
-    def add(kind: str, values: Iterable[tuple[str, Any]]) -> None:
-        found.update(((kind, name), value) for name, value in values)
+    def add(kind: str, named: Iterable[tuple[str, Any]], *, gradients: bool = False) -> None:
+        for name, value in named:
+            if not gradients:
+                state[kind, name] = value
+            elif isinstance(value, Tensor) and value.requires_grad:
+                state[kind, name] = value.grad
 
-    given = [pair for part in inputs for pair in _named("input", part)]
     add("output", _named("output", _as_dicts(outputs)))
     add("loss", [("loss", loss)])
-    trained = ((name, x) for name, x in given if isinstance(x, Tensor) and x.requires_grad)
-    add("input gradient", ((name, x.grad) for name, x in trained))
-    trained = ((name, x) for name, x in model.named_parameters() if x.requires_grad)
-    add("parameter gradient", ((name, x.grad) for name, x in trained))
+    for part in inputs:
+        add("input gradient", _named("input", part), gradients=True)
+    add("parameter gradient", model.named_parameters(), gradients=True)
     add("buffer", model.named_buffers())
     add("parameter", model.named_parameters())
     add("attribute", _attributes(model))
-    for name, state in streams.items():
+    for name, value in streams.items():
         # of NumPy's a tuple whose array is too long for a repr
-        plain = (state[1].tobytes(), state[2:]) if name == "numpy" else state
-        found["random state", name] = plain if isinstance(plain, Tensor) else repr(plain)
-    return found
+        plain = (value[1].tobytes(), value[2:]) if name == "numpy" else value
+        state["random state", name] = plain if isinstance(plain, Tensor) else repr(plain)
+    return state
 
 
 def first_difference(expected: Record, actual: Record, step: int) -> Difference | None:
-    """Compares what two trainings left after a step of training, in the order of `expected`."""
+    """Compares the records of two trainings after a step of training, in order of `expected`."""
     for key in dict.fromkeys((*expected, *actual)):
         if key not in actual or key not in expected:
             side = "the baseline" if key in expected else "the other training"
             return Difference(*key, step, note=f"only in {side}")
-        if found := _difference(*key, step, expected[key], actual[key]):
-            return found
+        if difference := _difference(*key, step, expected[key], actual[key]):
+            return difference
     return None
 
 
 def _difference(kind: str, name: str, step: int, expected: Any, actual: Any) -> Difference | None:
     if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
-        texts = _text(expected), _text(actual)
-        note = f"{texts[1]} instead of {texts[0]}" if max(map(len, texts)) < 40 else "another value"
-        return None if texts[0] == texts[1] else Difference(kind, name, step, note=note)
+        before, after = _text(expected), _text(actual)
+        is_short = max(len(before), len(after)) < 40
+        note = f"{after} instead of {before}" if is_short else "another value"
+        return None if before == after else Difference(kind, name, step, note=note)
     if same_bits(expected, actual):
         return None
-    form, other = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (expected, actual))
-    if form != other:
-        return Difference(kind, name, step, note=f"{other} instead of {form}")
+    before, after = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (expected, actual))
+    if before != after:
+        return Difference(kind, name, step, note=f"{after} instead of {before}")
     differing = (_bits(expected) != _bits(actual)).any(1)
     dtype = torch.complex128 if expected.is_complex() else torch.float64
     numbers = [_dense(t).reshape(-1)[differing.to(t.device)].cpu() for t in (expected, actual)]
