@@ -76,6 +76,10 @@ def test_a_command_line_of_its_own_has_results_of_its_own(line, name):
     assert load(line).name == name
 
 
+def test_two_spellings_of_a_value_share_a_name():
+    assert load(["--size=[64, 6, 4]"]).name == load(["--size=[64,6,  4]"]).name
+
+
 def test_no_two_command_lines_share_a_name():
     lines = [["--size=[64, 64]"], ["--size=[64,  6, 4]"], ["--size=[64, 6, 4]", "--steps=4"]]
     long = [["--model", *["resnet18"] * count] for count in (30, 31)]

@@ -48,10 +48,8 @@ examples:
 exit code: 0 exact, and saved what the config says; 1 not so, a cell failed, or a peak has grown
 since --compare; 2 no such config, key or value; 130 interrupted, and the same command goes on"""
 
-DEEPEST = 32
-"""The most levels of lists and mappings in a config; its keys take four."""
-MOST = 10_000
-"""The most values in a config, each counted as often as it is named."""
+# levels of lists and mappings in a config, whose keys take four; values, counted once per alias
+DEEPEST, MOST = 32, 10_000
 
 
 def _check_plan(value: str) -> str:
@@ -77,19 +75,22 @@ def _check_path(value: str) -> str:
 
 
 def _validate(value: Any, validate: Callable[[Any], Any]) -> Any:
-    """Validates the value of a key; text, as of a command line, may spell a value in YAML."""
-    readings = [value]
-    if isinstance(value, str):
-        with contextlib.suppress(yaml.YAMLError, ValueError):
-            spelled = _parse_yaml(value)
-            readings = [value] if isinstance(spelled, str) else [spelled, value]
     reasons = []
-    for reading in readings:
+    for reading in _readings(value):
         try:
             return validate(reading)
         except ValidationError as error:
             reasons.append(reason(error.errors(include_url=False), reading))
     raise ValueError(reasons[0])
+
+
+def _readings(value: Any) -> list[Any]:
+    """Returns what a value may stand for: text of a command line also for what it is in YAML."""
+    if isinstance(value, str):
+        with contextlib.suppress(yaml.YAMLError, ValueError):
+            spelled = _parse_yaml(value)
+            return [value] if isinstance(spelled, str) else [spelled, value]
+    return [value]
 
 
 def reason(faults: Sequence[Any], value: Any) -> str:
@@ -187,10 +188,10 @@ def _schemas(config: type) -> dict[str, dict[str, Any]]:
 MODEL_KEYS, RUN_KEYS = _schemas(ModelConfig), _schemas(Config)
 KEYS = MODEL_KEYS | RUN_KEYS
 
+# keys that change no number of a result
 HOW_NOT_WHAT = {"output", "timeout", "fresh", "frontier", "compare", "tolerance"}
-"""Keys that change no number of a result."""
+# keys which, given on the command line, invalidate a config's `largest_ratio`
 OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "device", "dtype"}
-"""Keys which, given on the command line, make a config's `largest_ratio` say nothing."""
 
 
 def load(arguments: Sequence[str], program: str = FRONT) -> Config:
@@ -215,24 +216,19 @@ def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Confi
     if names:
         by_name = {name: [entry for entry in entries if entry["name"] == name] for name in names}
         entries = [entry for name in names for entry in by_name[name] or [{"name": name}]]
-    with _faults_named(path.name):
-        config = Config("", (), **raw)
     changes = {key: override[key] for key in override if key in MODEL_KEYS}
     if override.keys() & OTHER_EXPERIMENT:
         changes.setdefault("largest_ratio", 1.0)
+    with _faults_named(path.name):
+        config = Config("", (), **raw)
     with _faults_named():
         config = replace(config, **{key: override[key] for key in override if key in RUN_KEYS})
-        name = _run_name(path.stem, names, override)
     models = tuple(_model(entry, changes, config.device, path.name) for entry in entries)
-    return replace(config, name=name, models=models)
+    return replace(config, name=_run_name(path.stem, names, override), models=models)
 
 
 def find_config(name: str) -> Path:
-    """Finds a config: a path, or the name of one that comes with the package.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Finds a config by its path or the name of a shipped one; raises ConfigError for neither."""
     path = Path(name)
     if os.path.isfile(name):  # a Path's own fails where the name is too long for any file
         return path
@@ -254,8 +250,8 @@ def config_folder() -> Path:
 
 def _run_name(config: str, models: Sequence[str], given: Mapping[str, Any]) -> str:
     """Names a run: --model vnet --steps 5 has results of its own in default-vnet-steps=5."""
-    keys = [f"{key}={value}" for key, value in sorted(given.items()) if key not in HOW_NOT_WHAT]
-    whole = "-".join([config, *models, *keys])
+    values = {key: _readings(given[key])[0] for key in sorted(given) if key not in HOW_NOT_WHAT}
+    whole = "-".join([config, *models, *(f"{key}={value}" for key, value in values.items())])
     readable = re.sub(r"[^\w.=-]+", "_", whole)
     if readable == whole and len(whole) <= 100:
         return whole
