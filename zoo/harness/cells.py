@@ -20,6 +20,7 @@ import torch
 from zoo.harness.config import Config, ModelConfig
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
+from zoo.report import rows
 
 Kind = Literal["baseline", "checkpointed", "timing"]
 KINDS: Sequence[Kind] = get_args(Kind)
@@ -81,8 +82,9 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
 @cache
 def _source_digest() -> str:
     """Digests the code that a result depends on: the package without the report."""
-    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    package, report = Path(__file__).parents[1], Path(rows.__file__).parent
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        if "report" not in path.relative_to(package).parts:
+        if report not in path.parents:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

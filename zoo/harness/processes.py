@@ -123,7 +123,7 @@ def limited(size: int | None, device: str) -> Iterator[None]:
 
 
 def ran_out(error: BaseException, limit: int | None = None) -> bool:
-    """Says whether an error, or one that led to it, is that memory ran out."""
+    """Returns whether an error, or one that led to it, means that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     words = WORDS if limit is None else LIMITED_WORDS

@@ -23,7 +23,7 @@ from rich.table import Column
 
 from zoo.errors import ConfigError
 from zoo.harness.cells import Cell, Kind, expand
-from zoo.harness.config import Config, ModelConfig
+from zoo.harness.config import Config
 from zoo.harness.processes import check_limit, outcome
 from zoo.harness.results import Comparison, Record, Results
 from zoo.harness.worker import first_fault, locate, work
@@ -46,15 +46,7 @@ def run(config: Config, console: Console) -> list[Comparison]:
             is missing, or that a model cannot be built or run as the config says.
         KeyboardInterrupt: passed on; the cells that finished are on disk.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device cuda: torch finds no CUDA device here; --device cpu runs anywhere"
-        )
-    check_limit(config.memory_limit, config.device)
-    results = results_of(config)
-    results.check()
-    if config.fresh:
-        results.clear()
+    results = _prepared_results(config)
     records = results.read().items()
     known = {key: record for key, record in records if record["status"] != "failed"}
     cells = expand(config)
@@ -70,22 +62,33 @@ def run(config: Config, console: Console) -> list[Comparison]:
         shown.finish(cell, record)
         return record
 
-    def comparison(model: ModelConfig, entry: Mapping[Kind, Cell]) -> Comparison:
-        baseline, checkpointed = record_of(entry["baseline"]), record_of(entry["checkpointed"])
-        # the plan that was measured is timed
-        timing = record_of(replace(entry["timing"], plan=checkpointed.get("plan")))
-        records = {"baseline": baseline, "checkpointed": checkpointed, "timing": timing}
-        return {"model": asdict(model), **records}
-
+    comparisons = []
     with shown.bar:
-        check_cells(
-            [
-                entry["checkpointed"]
-                for entry in cells
-                if not known.keys() >= {entry["baseline"].key(), entry["checkpointed"].key()}
-            ]
+        check_cells([entry["checkpointed"] for entry in cells if not _is_measured(entry, known)])
+        for model, entry in zip(config.models, cells, strict=True):
+            pair = {kind: record_of(entry[kind]) for kind in ("baseline", "checkpointed")}
+            # the plan that was measured is timed
+            timing = replace(entry["timing"], plan=pair["checkpointed"].get("plan"))
+            comparisons.append({"model": asdict(model), **pair, "timing": record_of(timing)})
+    return comparisons
+
+
+def _prepared_results(config: Config) -> Results:
+    """Returns the file of results; raises ConfigError where nothing could run or be written."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device cuda: torch finds no CUDA device here; --device cpu runs anywhere"
         )
-        return [comparison(*pair) for pair in zip(config.models, cells, strict=True)]
+    check_limit(config.memory_limit, config.device)
+    results = results_of(config)
+    results.check()
+    if config.fresh:
+        results.clear()
+    return results
+
+
+def _is_measured(entry: Mapping[Kind, Cell], known: Mapping[str, Record]) -> bool:
+    return known.keys() >= {entry["baseline"].key(), entry["checkpointed"].key()}
 
 
 def check_cells(cells: Sequence[Cell]) -> None:

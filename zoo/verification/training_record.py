@@ -47,10 +47,10 @@ def record(
     add("buffer", model.named_buffers())
     add("parameter", model.named_parameters())
     add("attribute", _attributes(model))
-    for name, value in streams.items():
-        # of NumPy's a tuple whose array is too long for a repr
-        plain = (value[1].tobytes(), value[2:]) if name == "numpy" else value
-        state["random state", name] = plain if isinstance(plain, Tensor) else repr(plain)
+    for name, stream in streams.items():
+        # NumPy's is a tuple whose array is too long for a repr
+        value = (stream[1].tobytes(), stream[2:]) if name == "numpy" else stream
+        state["random state", name] = value if isinstance(value, Tensor) else repr(value)
     return state
 
 
@@ -84,7 +84,7 @@ def _difference(kind: str, name: str, step: int, expected: Any, actual: Any) -> 
 
 
 def same_bits(expected: Tensor, actual: Tensor) -> bool:
-    """Says whether two tensors are equal in type, shape and every bit: -0.0 is not 0.0."""
+    """Compares type, shape and every bit of two tensors: -0.0 is not 0.0."""
     if expected.dtype != actual.dtype or expected.shape != actual.shape:
         return False
     return torch.equal(_bits(expected), _bits(actual).to(expected.device))
