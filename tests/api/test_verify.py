@@ -41,7 +41,7 @@ def _seed() -> None:
     torch.manual_seed(1)
 
 
-# the models whose step ran inside of a segment, where no comparison looks
+# the models whose step ran inside of a segment; no comparison sees this set
 INSIDE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -497,7 +497,7 @@ def test_what_only_one_training_left_is_a_difference() -> None:
 
 def test_the_default_loss_gives_every_element_a_gradient_of_its_own() -> None:
     x, y = torch.zeros(4, 6, requires_grad=True), torch.zeros((), requires_grad=True)
-    weighted_sum({"scores": x, "more": (y, torch.arange(3), None)}).backward()
+    weighted_sum({"logits": x, "more": (y, torch.arange(3), None)}).backward()
     assert len(x.grad.unique()) == 24
     assert bool((x.grad != 0).all())
     assert y.grad == 1

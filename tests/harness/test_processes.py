@@ -19,7 +19,7 @@ from zoo.harness.run import run_cell
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA are Linux's")
 MIB = 2**20
-# 40 MiB of scores
+# 40 MiB of logits
 TINY = {"vocabulary": 8000, "embedding": 8, "hidden": 8}
 MODEL = ModelConfig("lstm", "stream", 16, 80, TINY, repeats=1)
 (CELLS,) = expand(Config("mine", (MODEL,), steps=2, threads=1))
@@ -163,7 +163,7 @@ def raised(error, cause=None):
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
         (RuntimeError("std::bad_alloc"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
-        (raised(ValueError("no second run"), MemoryError()), True),
+        (raised(ValueError("no recomputation"), MemoryError()), True),
         (RuntimeError("Resource temporarily unavailable"), False),
         (ValueError("out of memory of earlier times"), False),
         (RuntimeError("shape mismatch"), False),
