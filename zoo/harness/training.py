@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from zoo.catalog import create
 from zoo.harness.cells import Cell
 from zoo.harness.data import Batch
+from zoo.verification.training_record import bits, read_streams
 
 Named = tuple[str, Tensor | None]
 
@@ -76,10 +77,8 @@ class Training:
 def step_digests(model: nn.Module, loss: Tensor) -> dict[str, str]:
     """Returns the digest of each kind after a step: loss, gradients, buffers, parameters, rng."""
     parameters = list(model.named_parameters())
-    streams: list[Named] = [("cpu", torch.get_rng_state())]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states = torch.cuda.get_rng_state_all()
-        streams += [(f"cuda:{device}", state) for device, state in enumerate(states)]
+    # torch's streams; those of Python and NumPy, which no cell seeds, are no tensors
+    streams = [pair for pair in read_streams().items() if isinstance(pair[1], Tensor)]
     return {
         "loss": digest([("loss", loss)]),
         "gradients": digest((name, parameter.grad) for name, parameter in parameters),
@@ -97,6 +96,5 @@ def digest(tensors: Iterable[Named]) -> str:
             total.update(f"{name} None".encode())
             continue
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        total.update(raw.numpy().data)
+        total.update(bits(tensor).cpu().reshape(-1).numpy().data)
     return total.hexdigest()

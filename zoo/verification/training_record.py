@@ -76,7 +76,7 @@ def _difference(kind: str, name: str, step: int, expected: Any, actual: Any) -> 
     before, after = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (expected, actual))
     if before != after:
         return Difference(kind, name, step, note=f"{after} instead of {before}")
-    differing = (_bits(expected) != _bits(actual)).any(1)
+    differing = (bits(expected) != bits(actual)).any(1)
     dtype = torch.complex128 if expected.is_complex() else torch.float64
     numbers = [_dense(t).reshape(-1)[differing.to(t.device)].cpu() for t in (expected, actual)]
     gap = (numbers[0].to(dtype) - numbers[1].to(dtype)).abs().nan_to_num(nan=torch.inf).max()
@@ -87,7 +87,7 @@ def same_bits(expected: Tensor, actual: Tensor) -> bool:
     """Compares type, shape and every bit of two tensors: -0.0 is not 0.0."""
     if expected.dtype != actual.dtype or expected.shape != actual.shape:
         return False
-    return torch.equal(_bits(expected), _bits(actual).to(expected.device))
+    return torch.equal(bits(expected), bits(actual).to(expected.device))
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
     """Returns a tensor's bytes (elements, bytes of one)."""
     tensor = _dense(tensor)
     return tensor.reshape(-1).view(torch.uint8).view(tensor.numel(), tensor.element_size())
