@@ -56,7 +56,7 @@ def is_understood(arguments, command, monkeypatch):
     monkeypatch.setattr(Parser, "parse", read)
     monkeypatch.setattr("zoo.cli.comparison.run", start)
     # an example names results that the reader has
-    monkeypatch.setattr("zoo.cli.comparison.Earlier.of", lambda config: None)
+    monkeypatch.setattr("zoo.cli.comparison.read_earlier", lambda config: {})
     return command(*arguments).code == 130
 
 
