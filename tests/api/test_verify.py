@@ -23,6 +23,7 @@ from zoo.chain import Chain, Steps
 from zoo.engine.recording import thread
 from zoo.errors import ArgumentError, InputError, PlanError, VerifyError
 from zoo.models.densenet import DenseNet
+from zoo.optimizer.independence import step_alone
 from zoo.policy.options import attach
 from zoo.verification.divergence import Place
 from zoo.verification.training_record import first_difference, same_bits
@@ -99,6 +100,31 @@ KINDS: dict[str, tuple[Callable[[], Chain], Callable[[], Any]]] = {
         lambda: (torch.randint(50, (13, 2)), None, torch.randint(50, (13, 2))),
     ),
 }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_optimizer_in_the_backward_is_exact(kind: str) -> None:
+    build, inputs = KINDS[kind]
+    adam = torch.optim.AdamW
+    report = verify(build(), inputs(), steps=2, optimizer=adam, optimizer_in_backward=True)
+    report.check()
+    assert report.compared["optimizer state"] == 3 * report.compared["parameter gradient"]
+    assert "with checkpoint=True and the optimizer in the backward" in str(report)
+
+
+def test_an_optimizer_that_steps_twice_in_the_backward_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def twice(*given: Any) -> None:
+        for _ in range(2):
+            step_alone(*given)
+
+    monkeypatch.setattr("zoo.optimizer.in_backward.step_alone", twice)
+    report = verify(Residuals(), images(), False, optimizer_in_backward=True)
+    assert not report.exact
+    assert report.first is not None
+    assert (report.first.kind, report.first.name) == ("parameter", "convs.0.weight")
+    assert verify(Residuals(), images(), False).exact
 
 
 @pytest.mark.parametrize("checkpoint", [True, "sqrt"])

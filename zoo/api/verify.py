@@ -30,6 +30,7 @@ from zoo.engine.fingerprint import without_fingerprints
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.errors import ArgumentError, RecomputeError
 from zoo.invocation import Invocation, Loss, check_loss, check_training
+from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, runner_for
 from zoo.policy.report import PlanReport
@@ -59,6 +60,7 @@ def verify(
     steps: int = 3,
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
+    optimizer_in_backward: bool = False,
 ) -> Report:
     """Trains copies of a model with and without `checkpoint=` and compares every bit.
 
@@ -75,9 +77,12 @@ def verify(
         loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a sum over
             every element of every floating output, each with a weight of its own.
         optimizer: is called with the list of parameters; SGD with momentum by default.
+        optimizer_in_backward: the copy with `checkpoint=` trains with
+            `zoo.optimizer_in_backward`; the state of the optimizer is compared, too.
 
     Raises:
         ArgumentError: no module, one in eval mode, or other arguments that cannot be verified.
+        OptimizerError: this optimizer cannot step in the backward.
         RecomputeError: the engine itself refuses to train this model.
     """
     check_training(model, "verify")
@@ -99,7 +104,8 @@ def verify(
         without_fingerprints(),
     ):
         batches = [_batch(inputs, step) for step in range(steps)]
-        training = functools.partial(_Training, model, loss or weighted_sum, make, streams)
+        given = model, loss or weighted_sum, make, streams
+        training = functools.partial(_Training, *given, in_backward=optimizer_in_backward)
         first, plans, compared = _train_pair(training(), training(), batches)
         deterministic = first is None
         if deterministic:
@@ -121,6 +127,7 @@ def verify(
         first=first,
         model=type(model).__name__,
         checkpoint=repr(checkpoint),
+        optimizer_in_backward=optimizer_in_backward,
     )
 
 
@@ -157,7 +164,8 @@ def _batch(inputs: Any, step: int) -> Invocation:
 class _Training:
     """Trains a copy of a model, with an optimizer and random streams of its own.
 
-    Without `checkpoint` it is the baseline: no plan, in no module of the model either.
+    Without `checkpoint` it is the baseline: no plan, in no module of the model either, and the
+    optimizer's own step, also where `in_backward` gives others the optimizer in the backward.
     """
 
     def __init__(
@@ -167,6 +175,8 @@ class _Training:
         make: MakeOptimizer,
         streams: Mapping[str, Any],
         checkpoint: Checkpoint | None = None,
+        *,
+        in_backward: bool,
     ) -> None:
         try:
             # at once: a loss that is a method of the model, or has state, stays with its model
@@ -188,6 +198,15 @@ class _Training:
             uncheckpoint(self.model)
         else:
             put_in_force(self.model, checkpoint)
+        self.in_backward = in_backward
+        # gradients of parameters, which a step in the backward frees
+        self.gradients: dict[Tensor, Tensor] = {}
+        if in_backward and checkpoint is not None and self.optimizer is not None:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    hook: Any = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]
+                    hook(self._record_gradient)
+            step_in_backward(self.model, self.optimizer)
         # an error without a plan is not to be blamed on one
         self.call = Invocation.taken_by if checkpoint is None else Invocation.on
 
@@ -197,7 +216,16 @@ class _Training:
         inputs = own_copy(batch)
         outputs, loss = train_step(self.model, inputs, self.loss, self.optimizer, self.call)
         self.streams = read_streams()
-        return record(self.model, (inputs.args, inputs.kwargs), outputs, loss, self.streams)
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
+        self.gradients.clear()
+        given = (inputs.args, inputs.kwargs)
+        compared = self.optimizer if self.in_backward else None
+        return record(self.model, given, outputs, loss, self.streams, optimizer=compared)
+
+    def _record_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None, "it has just been accumulated"
+        self.gradients[parameter] = parameter.grad.detach().clone()
 
 
 def _train_pair(

@@ -21,8 +21,8 @@ class Difference:
     """The first tensor or value that differs.
 
     Attributes:
-        kind: output, loss, input gradient, parameter gradient, buffer, parameter, attribute or
-            random state; they are compared in this order.
+        kind: output, loss, input gradient, parameter gradient, buffer, parameter, optimizer state,
+            attribute or random state; they are compared in this order.
         name: which one, as `named_parameters` and the like name it.
         training_step: the step of training after which it was seen, from 1.
         differing, elements: how many numbers differ in a bit, of how many.
@@ -61,6 +61,7 @@ class Report:
         plan: the plan in force at last; None where nothing was checkpointed.
         first: the first difference; None when exact.
         model, checkpoint: what was verified, in words.
+        optimizer_in_backward: whether the optimizer stepped in the backward.
     """
 
     exact: bool
@@ -71,6 +72,7 @@ class Report:
     first: Difference | None
     model: str
     checkpoint: str
+    optimizer_in_backward: bool = False
 
     def check(self) -> None:
         """Raises VerifyError, with the report as its message, unless training was exact."""
@@ -86,6 +88,8 @@ class Report:
                 "(torch.use_deterministic_algorithms), the clock, or state outside the model."
             )
         subject = f"{self.model} with checkpoint={self.checkpoint}"
+        if self.optimizer_in_backward:
+            subject += " and the optimizer in the backward"
         if self.first is not None:
             return f"not exact: {subject} differs from its baseline, first in {self.first}"
         compared = ", ".join(_counted(kind, count) for kind, count in self.compared.items())

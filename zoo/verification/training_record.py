@@ -24,11 +24,17 @@ Record = dict[tuple[str, str], Any]
 
 
 def record(
-    model: nn.Module, inputs: Sequence[Any], outputs: Any, loss: Tensor, streams: Mapping[str, Any]
+    model: nn.Module,
+    inputs: Sequence[Any],
+    outputs: Any,
+    loss: Tensor,
+    streams: Mapping[str, Any],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Record:
     """Returns the state that a step of training left: the tensors themselves, not copies.
 
-    `streams` are the states that `read_streams` returns.
+    `streams` are the states that `read_streams` returns; without `optimizer` its state is left out.
     """
     state: Record = {}
 
@@ -46,6 +52,8 @@ def record(
     add("parameter gradient", model.named_parameters(), gradients=True)
     add("buffer", model.named_buffers())
     add("parameter", model.named_parameters())
+    if optimizer is not None:
+        add("optimizer state", _named("state", optimizer.state_dict()["state"]))
     add("attribute", _attributes(model))
     for name, stream in streams.items():
         # NumPy's is a tuple whose array is too long for a repr
