@@ -54,7 +54,7 @@ import zoo
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
 from zoo.profiling.allocator import gradient_addresses, measure_step, tensors_in, trace
-from zoo.profiling.chain_profile import profile
+from zoo.profiling.chain_profile import Profile
 from zoo.tracing.traced_steps import Entry
 
 DRAWN = 50
@@ -424,7 +424,8 @@ def candidates(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     from zoo.planner.optimal import frontier
 
     entry = Entry.of(zoo.uncheckpoint(model), Invocation(args, kwargs))
-    points = frontier(profile(model, entry.outline, entry.state, timed=True))
+    found = Profile(model, entry.outline, entry.state)
+    points = frontier(found.costs(kernels=found.kernels()))
     return [point.plan for point in points]
 
 

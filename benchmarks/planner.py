@@ -36,7 +36,7 @@ from zoo.planner.plan import Plan
 from zoo.planner.schemes import each_block, sqrt
 from zoo.planner.simulate import simulate
 from zoo.profiling.allocator import gradient_addresses, trace
-from zoo.profiling.chain_profile import profile
+from zoo.profiling.chain_profile import Profile
 
 ROUNDS = 5
 
@@ -71,7 +71,8 @@ class Subject:
         steps = self.model.steps_for(*(value for value in self.inputs if value is not None))
         self.outline = outline(steps)
         given = tuple(value for value in self.inputs if value is not None)
-        self.costs = profile(self.model, self.outline, given, timed=True)
+        found = Profile(self.model, self.outline, given)
+        self.costs = found.costs(kernels=found.kernels())
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def plans(self) -> dict[str, Plan]:

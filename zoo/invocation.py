@@ -21,7 +21,7 @@ from zoo._torch import (
 )
 from zoo.chain import Chain, Outline, Runner, State
 from zoo.errors import ArgumentError, ZooError, shortened, shortened_text
-from zoo.profiling.constants import NumbersNeeded, as_data
+from zoo.profiling.fake_tensors import NumbersNeeded, as_data
 
 # of what a model returns, whole, as in loss(model(inputs))
 Loss = Callable[[Any], Tensor]

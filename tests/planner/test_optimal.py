@@ -14,14 +14,14 @@ from zoo.planner.costs import StepCosts
 from zoo.planner.optimal import NEAR, Point, default_cuts, frontier, least
 from zoo.planner.plan import DEEPEST, Plan
 from zoo.planner.simulate import simulate
-from zoo.profiling.chain_profile import profile
+from zoo.profiling.chain_profile import Profile
 
 
 @functools.cache
 def costs_of(build: Callable[[], Chain]) -> StepCosts:
     """Returns the costs of a model on a small batch, with seconds from operations and bytes."""
     model, batch = build(), torch.randn(2, 3, 64, 64)
-    costs = profile(model, outline(model.steps_for(batch)), (batch,))
+    costs = Profile(model, outline(model.steps_for(batch)), (batch,)).costs()
 
     def seconds(flops: tuple[int, ...], new: tuple[int, ...]) -> tuple[float, ...]:
         pairs = zip(flops, new, strict=True)

@@ -16,11 +16,11 @@ from zoo.planner.costs import StepCosts
 from zoo.planner.plan import Plan
 from zoo.planner.simulate import simulate
 from zoo.profiling.allocator import trace
-from zoo.profiling.chain_profile import Profile, profile
+from zoo.profiling.chain_profile import Profile
 
 
 def costs_of(model: Chain, *inputs: Tensor) -> StepCosts:
-    return profile(model, outline(model.steps_for(*inputs)), inputs)
+    return Profile(model, outline(model.steps_for(*inputs)), inputs).costs()
 
 
 class Wide(Residuals):
@@ -106,7 +106,8 @@ def test_a_replay_that_ends_with_dropout_is_counted_to_its_end(timed: bool) -> N
     """Its mask may still be written when it is saved."""
     x = torch.rand(1 << 16).requires_grad_()
     model = Listed(torch.sin, nn.Dropout(0.5), torch.sin)
-    costs = profile(model, outline(model.steps()), (x,), timed=timed)
+    found = Profile(model, outline(model.steps()), (x,))
+    costs = found.costs(kernels=found.kernels() if timed else ())
     assert costs.forward_until_saved[1] == costs.forward[1] >= 2 * x.nbytes
     assert costs.seconds_until_saved[1] == costs.seconds[1]
     steps = outline(model.steps()).steps

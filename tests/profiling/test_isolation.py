@@ -194,6 +194,15 @@ def test_steps_that_fail_are_named_with_the_way_out() -> None:
 
 
 @pytest.mark.usefixtures("without_fork")
+def test_without_a_fork_steps_that_share_a_weight_are_planned() -> None:
+    """What they share is a tensor of one forward's graph, which cannot be copied."""
+    model = zoo.gpt2_small(vocabulary=50, width=8, heads=2, depth=2, checkpoint=True)
+    tokens = torch.randint(0, 50, (2, 16))
+    model(tokens, tokens).backward()
+    assert model.plan is not None
+
+
+@pytest.mark.usefixtures("without_fork")
 def test_without_a_fork_a_traced_model_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.tracing.ahead.can_fork", lambda: False)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))

@@ -1,4 +1,4 @@
-"""Kernels run for real, each kind once: the bytes that no tensor of Python shows, and seconds."""
+"""Bytes and seconds of kernels: each different one runs for real once, or is estimated."""
 
 from typing import Any
 
@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from tests.training import Residuals, images
 from zoo.chain import Chain, Steps, outline
+from zoo.errors import ArgumentError
 from zoo.planner.costs import StepCosts
 from zoo.profiling import kernel_costs as kernels
-from zoo.profiling.chain_profile import Profile, profile
-from zoo.profiling.kernel_costs import KernelTable, measure_kernels
+from zoo.profiling.chain_profile import Profile
+from zoo.profiling.kernel_costs import DEVICES, KernelTable, device_named, measure_kernels
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,8 @@ class Median(Chain):
 
 
 def costs(chain: Chain, *inputs: Tensor, timed: bool = True) -> StepCosts:
-    return profile(chain, outline(chain.steps_for(*inputs)), inputs, timed=timed)
+    found = Profile(chain, outline(chain.steps_for(*inputs)), inputs)
+    return found.costs(kernels=found.kernels() if timed else ())
 
 
 def test_what_a_kernel_allocates_inside_is_seen_where_it_runs() -> None:
@@ -112,11 +114,7 @@ def test_views_of_one_storage_share_it_and_others_are_cut_out_of_theirs() -> Non
     table.number(torch.ops.aten.add.Tensor, (x[3], x[4]), {})
     table.number(torch.ops.aten.relu.default, (x[3],), {})
     assert table.number(torch.ops.aten.relu.default, (x[7],), {}) == 1
-    both, one = table.specs
-    assert both is not None
-    assert one is not None
-    assert both.sizes == (x.nbytes,)
-    assert one.sizes == (10 * x.itemsize,)
+    assert [spec and spec.sizes for spec in table.specs] == [(x.nbytes,), (10 * x.itemsize,)]
 
 
 def test_writing_kernels_write_nothing_of_the_model_s() -> None:
@@ -146,3 +144,27 @@ def test_a_full_table_forgets_nothing_that_is_asked_for(monkeypatch: pytest.Monk
     measure_kernels(table.specs, CPU)
     table.number(torch.ops.aten.tanh.default, (x,), {})
     assert all(measure_kernels(table.specs, CPU))
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_traffic(name: str) -> None:
+    device = DEVICES[name]
+    rate = device.operations[4]
+    arithmetic = device.seconds(int(rate), 8, torch.float32)
+    traffic = device.seconds(0, int(device.bandwidth), torch.float32)
+    assert arithmetic == pytest.approx(1, rel=1e-3)
+    assert traffic == pytest.approx(1, rel=1e-3)
+    both = device.seconds(int(rate), int(device.bandwidth), torch.float32)
+    assert both == pytest.approx(1 + device.start, rel=1e-6)
+    assert device.seconds(0, 0, torch.float32) == device.start
+
+
+def test_half_precision_is_as_fast_as_the_device_makes_it() -> None:
+    a100 = device_named("a100")
+    half = a100.seconds(10**15, 0, torch.bfloat16)
+    assert a100.seconds(10**15, 0, torch.float32) > 1.9 * half
+
+
+def test_an_unknown_device_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match=r"device='h200'.*Did you mean nvidia-h200"):
+        device_named("h200")

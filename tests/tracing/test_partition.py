@@ -19,7 +19,7 @@ from zoo.planner.costs import StepCosts
 from zoo.planner.plan import Plan
 from zoo.planner.simulate import simulate
 from zoo.profiling.allocator import trace
-from zoo.profiling.chain_profile import profile
+from zoo.profiling.chain_profile import Profile
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.blocks import block_paths
 from zoo.tracing.graph import tensors_held_by
@@ -127,7 +127,8 @@ def test_the_steps_can_be_measured(name: str) -> None:
     model, given = made(name)
     before = [value.clone() for value in model.state_dict().values()]
     steps = cut(model, given)
-    costs = profile(model, steps.outline, steps.fake_state(), timed=name in ("net", "deciding"))
+    found = Profile(model, steps.outline, steps.fake_state())
+    costs = found.costs(kernels=found.kernels() if name in ("net", "deciding") else ())
     assert len(costs) == len(steps.names) == len(steps.boundaries)
     after = model.state_dict().values()
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -135,7 +136,7 @@ def test_the_steps_can_be_measured(name: str) -> None:
 
 def costs_of(model: nn.Module, given: Invocation, loss: Any) -> StepCosts:
     steps = cut(model, given, loss=loss)
-    found = profile(model, with_loss(steps.outline, steps.loss), steps.fake_state())
+    found = Profile(model, with_loss(steps.outline, steps.loss), steps.fake_state()).costs()
     return replace(found, returned=found.live[len(steps.names)] | found.live[-1])
 
 

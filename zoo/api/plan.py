@@ -78,8 +78,8 @@ def plan(
             model returns that knows its targets, `lambda scores: cross_entropy(scores, targets)`;
             targets that are meta tensors count as zeros. Wherever zoo takes a loss it is called as
             in `loss(model(x))`: a tuple, dict or dataclass is its one argument.
-        device: plans for a device that may not be here ("a100"; see `zoo.profiling.devices`) by its
-            peak rates; else each kind of kernel is timed, where the model is.
+        device: plans for a device that may not be here ("a100"; see `zoo.profiling.kernel_costs`)
+            by its peak rates; else each kind of kernel is timed, where the model is.
 
     Raises:
         ArgumentError: no module, one that reads numbers which only a real step has, a loss that

@@ -36,8 +36,7 @@ from zoo.invocation import (
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
 from zoo.profiling.allocator import tensors_in
-from zoo.profiling.constants import Constants
-from zoo.profiling.fake_kernels import FakeKernels
+from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
 from zoo.profiling.optimizer import MakeOptimizer, made_by
 from zoo.profiling.timeline import Timeline, compare
@@ -257,8 +256,7 @@ class FakeStep:
             torch.inference_mode(False),
             torch.enable_grad(),
             self.mode,
-            FakeKernels(),  # type: ignore[no-untyped-call]
-            Constants(self.mode),
+            FakeTensorFixes(self.mode),
         ):
             yield
 

@@ -11,7 +11,7 @@ from zoo.cli.output import log_to_stderr, write
 from zoo.cli.parser import MODEL, OPTIMIZER, OPTIMIZERS, PLANS, PLOT, Answer, command
 from zoo.errors import ArgumentError, nearest, shortened_text
 from zoo.policy.report import PlanReport
-from zoo.profiling.devices import DEVICES
+from zoo.profiling.kernel_costs import DEVICES
 from zoo.sizing.max_size import largest
 
 # those of the table of rates that torch does not know

@@ -74,6 +74,10 @@ class SharedWeight:
         )
         self.token: Tensor | None = _Token.apply(weight, self.total) if self.shared else None
 
+    def __deepcopy__(self, memo: Any) -> "SharedWeight":
+        """Returns itself: its token belongs to the graph of one forward."""
+        return self
+
     def decoder(self, module: nn.Module | None = None) -> Callable[[Tensor], Tensor]:
         """Returns x (tokens, C) -> logits (tokens, V) by this weight.
 

@@ -32,8 +32,7 @@ from zoo.planner.subsample import thinned
 from zoo.policy.report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.allocator import resident_bytes
 from zoo.profiling.chain_profile import Profile
-from zoo.profiling.devices import device_named
-from zoo.profiling.kernel_costs import KernelCosts
+from zoo.profiling.kernel_costs import KernelCosts, device_named
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.profiling.sharded import is_spread
 from zoo.units import at_least, exact_bytes, parse_bytes

@@ -24,7 +24,7 @@ from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
 from zoo.policy.report import PlanReport
-from zoo.profiling.chain_profile import profile
+from zoo.profiling.chain_profile import Profile
 from zoo.units import format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
@@ -239,7 +239,7 @@ def _from_costs(
     planner: Callable[[StepCosts], Plan], chain: Chain, outline: Outline, inputs: State
 ) -> Plan:
     """Measures the chain on fake tensors and plans."""
-    return planner(profile(chain, outline, inputs))
+    return planner(Profile(chain, outline, inputs).costs())
 
 
 def _kind(value: Tensor | None) -> Any:

@@ -9,22 +9,22 @@ gets zeros for a gradient that is not there, also where it asked for None. A blo
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-class _Waiting:
-    """A node that will run: the gradients of its outputs so far, and who has yet to give some."""
+class _Pending:
+    """A node that will run: the gradients of its outputs so far, and how many are yet to come."""
 
     def __init__(self, node: Any) -> None:
         self.gradients: list[Tensor | None] = [None] * len(node._input_metadata)
         self.missing = 0
 
-    def takes(self, gradient: Tensor | None, number: int, node: Any) -> bool:
-        """Adds what a node before it gives to an output; says whether it was the last one."""
+    def add(self, gradient: Tensor | None, number: int, node: Any) -> bool:
+        """Adds a gradient of an output; says whether it was the last one."""
         self.missing -= 1
         if gradient is not None:
             gradient = _as_expected(gradient, node._input_metadata[number])
@@ -33,41 +33,64 @@ class _Waiting:
         return not self.missing
 
 
-def gradients_of(roots: list[Tensor], wanted: Sequence[Tensor]) -> list[Tensor | None]:
-    """Returns the gradients of leaves by a scalar, what `torch.autograd.grad` returns for it.
+def gradients_of(roots: list[Tensor], wanted: Container[int]) -> dict[int, Tensor]:
+    """Returns the gradients of leaves by a scalar, as `torch.autograd.grad` does, by their ids.
 
-    `roots` is a list of this scalar, and is empty afterwards: a node that has run is let go of, and
-    with it what it saved, as soon as nobody else holds it.
+    `wanted` are ids of leaves. `roots` is a list of this scalar, and is empty afterwards: a node
+    that has run is let go of, and with it what it saved, as soon as nobody else holds it.
     """
-    places = {id(leaf): place for place, leaf in enumerate(wanted)}
-    found: list[Tensor | None] = [None] * len(wanted)
+    found: dict[int, Tensor] = {}
     root = roots.pop()
     node = root.grad_fn
-    waiting = _waiting(node, places)
-    if node not in waiting:
+    pending = _pending(node, wanted)
+    if node not in pending:
         return found
-    waiting[node].gradients[root.output_nr] = torch.ones_like(root)
+    pending[node].gradients[root.output_nr] = torch.ones_like(root)
     del root
     order = itertools.count()
     ready: list[tuple[int, int, Any]] = [(-_number(node), next(order), node)]
     with torch.no_grad():
         while ready:
             node = heapq.heappop(ready)[-1]
-            given = waiting.pop(node).gradients
-            if (place := places.get(id(getattr(node, "variable", None)))) is not None:
-                found[place] = given[0]
+            given = pending.pop(node).gradients
+            if (leaf := id(getattr(node, "variable", None))) in wanted:
+                if given[0] is not None:
+                    found[leaf] = given[0]
                 continue
             made = _run(node, given)
             del given
             for (behind, number), gradient in zip(node.next_functions, made, strict=True):
-                if behind in waiting and waiting[behind].takes(gradient, number, behind):
+                if behind in pending and pending[behind].add(gradient, number, behind):
                     heapq.heappush(ready, (-_number(behind), next(order), behind))
             # a name would hold a node, and with it what it saved
             del made, node, gradient, behind
     return found
 
 
-def _waiting(root: Any, places: dict[int, int]) -> dict[Any, _Waiting]:
+def parameters_behind(outputs: Iterable[Any], before: int) -> tuple[set[int], set[int]]:
+    """Finds the parameters in the graph of outputs, by their ids: all, and those that are shared.
+
+    Shared ones are behind a node that was made before this sequence number, so that other steps use
+    them through the same node.
+    """
+    used: set[int] = set()
+    shared: set[int] = set()
+    visited: set[Any] = set()
+    stack = [(output.grad_fn, False) for output in outputs]
+    while stack:
+        node, is_shared = stack.pop()
+        if node is None or (node, is_shared) in visited:
+            continue
+        visited.add((node, is_shared))
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            (shared if is_shared else used).add(id(variable))
+        is_shared = is_shared or node._sequence_nr() < before
+        stack += [(behind, is_shared) for behind, _ in node.next_functions]
+    return used | shared, shared
+
+
+def _pending(root: Any, wanted: Container[int]) -> dict[Any, _Pending]:
     """Finds the nodes that lead to wanted leaves, and counts for each those that give to it."""
     leads: dict[Any, bool] = {}
     stack = [(root, False)]
@@ -75,13 +98,13 @@ def _waiting(root: Any, places: dict[int, int]) -> dict[Any, _Waiting]:
         node, is_left = stack.pop()
         behind = [following for following, _ in node.next_functions if following is not None]
         if is_left:
-            is_wanted = id(getattr(node, "variable", None)) in places
+            is_wanted = id(getattr(node, "variable", None)) in wanted
             leads[node] = is_wanted or any(leads.get(following, False) for following in behind)
         elif node not in leads:
             leads[node] = False
             stack.append((node, True))
             stack += [(following, False) for following in behind if following not in leads]
-    found = {node: _Waiting(node) for node, is_needed in leads.items() if is_needed}
+    found = {node: _Pending(node) for node, is_needed in leads.items() if is_needed}
     for node in found:
         for following, _ in node.next_functions:
             if following in found:
@@ -104,17 +127,18 @@ def _run(node: Any, given: list[Tensor | None]) -> Sequence[Tensor | None]:
     return [None if behind is None else next(wanted) for behind, _ in node.next_functions]
 
 
-def _zeros(kind: Any) -> Tensor:
-    return torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
+def _zeros(metadata: Any) -> Tensor:
+    return torch.zeros(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
 
 
-def _as_expected(gradient: Tensor, kind: Any) -> Tensor:
-    """Gives a gradient the shape and type of what it is the gradient of, as the engine does."""
-    if kind.is_nested_tensor:
+def _as_expected(gradient: Tensor, metadata: Any) -> Tensor:
+    """Gives a gradient the shape and dtype of what it is the gradient of, as the engine does."""
+    if metadata.is_nested_tensor:
         return gradient
-    if gradient.shape != tuple(kind.shape):
-        gradient = gradient.sum_to_size(tuple(kind.shape))
-    return gradient.to(kind.dtype) if gradient.dtype != kind.dtype else gradient
+    if gradient.shape != tuple(metadata.shape):
+        gradient = gradient.sum_to_size(tuple(metadata.shape))
+    # `to` is a kernel on fake tensors also where it changes nothing
+    return gradient.to(metadata.dtype) if gradient.dtype != metadata.dtype else gradient
 
 
 def _number(node: Any) -> int:

@@ -61,7 +61,7 @@ def isolated(function: Callable[[bool], Any]) -> Any:
         answer = in_fork(lambda: _answer(function, True))
         if not (isinstance(answer, Raised) and NO_FORK in answer.text):
             return answer
-    with random_state_restored(), _gates():
+    with random_state_restored(), _hooks_silenced():
         return _answer(function, False)
 
 
@@ -136,41 +136,26 @@ def _hush() -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
-_lock = threading.Lock()
-# how often each thread is silenced now
-_silent: dict[int, int] = {}
-
-
-class _Gate:
-    """A hook for all modules that does not fire on threads that are silenced."""
-
-    def __init__(self, hook: Any) -> None:
-        self.hook = hook
-
-    def __call__(self, *args: Any) -> Any:
-        return None if threading.get_ident() in _silent else self.hook(*args)
+# held by the thread on which no hook for all modules fires
+_silence = threading.RLock()
 
 
 @contextlib.contextmanager
-def _gates() -> Iterator[None]:
-    """Lets no hook for all modules fire on this thread; other threads go on."""
+def _hooks_silenced() -> Iterator[None]:
+    """Lets no hook for all modules fire on this thread; on other threads they go on."""
+    with _silence:
+        hooks = [dict(registry) for registry in GLOBAL_HOOKS[:2]]
+        for registry, originals in zip(GLOBAL_HOOKS, hooks, strict=False):
+            registry.update({key: _elsewhere(hook) for key, hook in originals.items()})
+        try:
+            yield
+        finally:
+            for registry, originals in zip(GLOBAL_HOOKS, hooks, strict=False):
+                # another thread may have removed some
+                registry.update({key: originals[key] for key in originals if key in registry})
+
+
+def _elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a hook that fires on all threads but this one."""
     thread = threading.get_ident()
-    _change_silence(thread, 1)
-    try:
-        yield
-    finally:
-        _change_silence(thread, -1)
-
-
-def _change_silence(thread: int, change: int) -> None:
-    """Puts up gates for the first thread that comes, and takes them down after the last."""
-    with _lock:
-        _silent[thread] = _silent.get(thread, 0) + change
-        if not _silent[thread]:
-            del _silent[thread]
-        for registry in GLOBAL_HOOKS[:2]:
-            for number, hook in list(registry.items()):
-                if not _silent:
-                    registry[number] = hook.hook if isinstance(hook, _Gate) else hook
-                elif not isinstance(hook, _Gate):
-                    registry[number] = _Gate(hook)
+    return lambda *args: None if threading.get_ident() == thread else hook(*args)

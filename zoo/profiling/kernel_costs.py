@@ -1,25 +1,31 @@
-"""What single kernels take for real: seconds, and the bytes that they allocate inside and free.
+"""Bytes and seconds of kernels: estimated from a device's peak rates (a roofline), or measured.
 
-A fake tensor shows what a kernel returns; a convolution's reordered weights or the copy that a sort
-works on it does not show, and no seconds. Here a kernel runs alone, on tensors of the same kinds,
-once for each kind of call: no code of a user's runs, and no more memory is needed than one kernel
-takes. What was measured is known for as long as the process lives.
+A fake tensor shows what a kernel returns. Its workspace (a convolution's reordered weights, the
+copy that a sort works on) it does not show, nor seconds. So each different call of a kernel can run
+for real, alone, on tensors of the same specs: no code of a user's runs, and no more memory is
+needed than one kernel takes. What was measured is known for as long as the process lives.
+
+An estimate is for a device that may not be here. A kernel takes as long as its arithmetic or its
+traffic, whichever is longer, and a while to start; a plan needs only how steps compare. Sources:
+NVIDIA's data sheets of the H200, H100 (SXM), A100 (80 GB, SXM), L4, T4 and V100 (SXM2) and the Ada
+architecture's white paper; dense numbers, with float32 products in TF32 where there is one for
+`torch.set_float32_matmul_precision("high")` and for cuDNN's convolutions.
 """
 
-import math
+import itertools
 import statistics
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from zoo._torch import DisableAutocast, disable_current_modes, pytree
-from zoo.engine.operators import CONSTANTS, KERNELS, Settings, read_settings, resolved
+from zoo._torch import DisableAutocast, disable_current_modes
+from zoo.engine.operators import Settings, read_settings
+from zoo.errors import ArgumentError, nearest, shortened
 from zoo.profiling.allocator import AllocatorEvents
-from zoo.profiling.tensor_spec import NumberedSpec, Storages, make_tensors, numbered_spec
+from zoo.profiling.tensor_spec import KernelSpec
 from zoo.verification.training_record import random_state_restored
 
 # a quick kernel is timed so often; a slow one only until so many seconds went by
@@ -29,20 +35,111 @@ SECONDS = 0.01
 MOST_KNOWN = 1 << 14
 
 
-class KernelSpec(NamedTuple):
-    """A call of a kernel without numbers: a `NumberedSpec` in the place of each tensor."""
+@dataclass(frozen=True)
+class Device:
+    """A device by its peaks: operations a second for each size of number, bytes a second.
 
-    operator: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    sizes: tuple[int, ...]
+    `operations` maps the bytes of a number (8, 4, 2) to operations a second; `start` is the seconds
+    between one kernel and the next that an eager program needs.
+    """
+
+    operations: Mapping[int, float]
+    bandwidth: float
+    start: float = 5e-6
+
+    def seconds(self, flops: int, moved: int, dtype: torch.dtype) -> float:
+        """Returns the seconds of a kernel of so many operations and bytes."""
+        size = min(self.operations, key=lambda known: abs(known - dtype.itemsize))
+        return max(flops / self.operations[size], moved / self.bandwidth) + self.start
+
+
+DEVICES: dict[str, Device] = {
+    "nvidia-h200": Device({8: 67e12, 4: 494e12, 2: 989e12}, 4.8e12),
+    "nvidia-h100": Device({8: 67e12, 4: 494e12, 2: 989e12}, 3.35e12),
+    "a100": Device({8: 19.5e12, 4: 156e12, 2: 312e12}, 2.039e12),
+    "rtx-4090": Device({8: 1.29e12, 4: 82.6e12, 2: 165.2e12}, 1.008e12),
+    "l4": Device({8: 0.47e12, 4: 60e12, 2: 121e12}, 0.3e12),
+    "t4": Device({8: 0.25e12, 4: 8.1e12, 2: 65e12}, 0.32e12),
+    "v100": Device({8: 7.8e12, 4: 15.7e12, 2: 125e12}, 0.9e12),
+    # two cores with AVX2 and one channel of memory: a small machine, not any one
+    "cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10),
+}
+
+_MOVE = " For the device that is here, move model and inputs to it and leave device= out"
+
+
+def device_named(name: str) -> Device:
+    """Returns a device of the table.
+
+    Raises:
+        ArgumentError: it is not in the table.
+    """
+    if name not in DEVICES:
+        is_here = str(name).partition(":")[0] in ("cuda", "mps", "xpu")
+        hint = _MOVE if is_here else nearest(str(name), DEVICES)
+        raise ArgumentError(
+            f"device={shortened(name)} is not in the table: {', '.join(DEVICES)}.{hint}"
+        )
+    return DEVICES[name]
 
 
 class KernelCosts(NamedTuple):
-    """Seconds of a kernel (median), and the most bytes that it allocates beside its results."""
+    """Seconds of a kernel (median), and its workspace: the most bytes beside its results."""
 
     seconds: float
     workspace: int
+
+
+class Kernel(NamedTuple):
+    """A kernel that ran.
+
+    Attributes:
+        number: that of its call in a `KernelTable`.
+        flops: its floating point operations.
+        moved: the bytes that it read and wrote.
+        change: how many changes of memory there were when it had returned.
+    """
+
+    number: int
+    flops: int
+    moved: int
+    change: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Allocated and freed bytes in the order of time, and the kernels that ran between them.
+
+    `given`: bytes of incoming gradients, which its peak is without.
+    """
+
+    changes: tuple[int, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    given: int = 0
+
+    def peak(self, costs: Sequence[KernelCosts | None] = ()) -> int:
+        """Returns the most bytes at once; a kernel takes its workspace beside its results."""
+        totals = list(itertools.accumulate(self.changes, initial=0))
+        most = max(totals)
+        for kernel in self.kernels if costs else ():
+            known = costs[kernel.number]
+            most = max(most, totals[kernel.change] + (known.workspace if known else 0))
+        return max(most - self.given, 0)
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations of its kernels."""
+        return sum(kernel.flops for kernel in self.kernels)
+
+    def seconds(
+        self, device: Device, dtype: torch.dtype, costs: Sequence[KernelCosts | None] = ()
+    ) -> float:
+        """Returns the seconds of its kernels: measured ones, else estimated ones."""
+        known = [costs[kernel.number] if costs else None for kernel in self.kernels]
+        return sum(
+            device.seconds(kernel.flops, kernel.moved, dtype) if cost is None else cost.seconds
+            for kernel, cost in zip(self.kernels, known, strict=True)
+        )
 
 
 class KernelTable:
@@ -52,14 +149,18 @@ class KernelTable:
         self.numbers: dict[str, int] = {}
         self.specs: list[KernelSpec | None] = []
 
-    def number(self, func: Any, args: Any, kwargs: Any) -> int:
+    def number(self, operator: Any, args: Any, kwargs: Any) -> int:
         """Returns the number of a call."""
-        spec = _spec_of(func, args, kwargs)
+        spec = KernelSpec.of(operator, args, kwargs)
         key = repr(spec) if spec is not None else ""
         if key not in self.numbers:
             self.numbers[key] = len(self.specs)
             self.specs.append(spec)
         return self.numbers[key]
+
+
+# by what a kernel is called with and the settings that choose it
+_known: dict[tuple[str, Settings], KernelCosts | None] = {}
 
 
 def measure_kernels(
@@ -80,80 +181,16 @@ def measure_kernels(
         if spec is not None and key not in _known
     }
     if missing:
-        with (
-            random_state_restored(),
-            disable_current_modes(),
-            torch.no_grad(),
-            DisableAutocast(),
-        ):
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    found = [_run_on_cuda(spec) for spec in missing.values()]
-            else:
-                found = _on_cpu(list(missing.values()))
-        _known.update(zip(missing, found, strict=True))
+        measure = _on_cuda if device.type == "cuda" else _on_cpu
+        with random_state_restored(), disable_current_modes(), torch.no_grad(), DisableAutocast():
+            costs = measure(list(missing.values()), device)
+        _known.update(zip(missing, costs, strict=True))
     return [_known.get(key) for key in keys]
 
 
-# what a kernel is called with, and the settings that choose it
-_Key = tuple[str, Settings]
-_known: dict[_Key, KernelCosts | None] = {}
-
-
-def _spec_of(func: Any, args: Any, kwargs: Any) -> KernelSpec | None:
-    """Describes a call; None for a kernel that cannot be called alone."""
-    if getattr(func, "namespace", "") not in KERNELS:
-        return None
-    leaves = pytree.tree_leaves((args, kwargs))
-    if not all(isinstance(leaf, Tensor | torch.Generator | CONSTANTS) for leaf in leaves):
-        return None
-    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    if any(tensor.layout is not torch.strided for tensor in tensors.values()):
-        return None
-    storages = Storages(())
-    kinds = {
-        name: numbered_spec(tensor, number, storages.number(tensor))._replace(requires_grad=False)
-        for number, (name, tensor) in enumerate(tensors.items())
-    }
-    looks = Counter(kind.storage for kind in kinds.values())
-    for name, kind in kinds.items():
-        if looks[kind.storage] == 1:
-            # where it lies in a larger storage is nothing to a kernel
-            kinds[name] = kind._replace(offset=0)
-            storages.sizes[kind.storage] = kind.reach * kind.dtype.itemsize
-
-    def without_numbers(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return kinds[id(leaf)]
-        return None if isinstance(leaf, torch.Generator) else leaf
-
-    args, kwargs = pytree.tree_map(without_numbers, (args, kwargs))
-    return KernelSpec(str(func), args, kwargs, tuple(storages.sizes))
-
-
-def _prepared(spec: KernelSpec) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Makes what a call takes."""
-    given = spec.args, spec.kwargs
-    leaves = pytree.tree_leaves(given, is_leaf=_is_spec)
-    kinds = [leaf for leaf in leaves if _is_spec(leaf)]
-    made = dict(zip(kinds, make_tensors(kinds, spec.sizes), strict=True))
-
-    def real(leaf: Any) -> Any:
-        return made[leaf] if _is_spec(leaf) else leaf
-
-    args, kwargs = pytree.tree_map(real, given, is_leaf=_is_spec)
-    return resolved(spec.operator), args, kwargs
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, NumberedSpec)
-
-
-def _on_cpu(specs: Sequence[KernelSpec]) -> list[KernelCosts | None]:
-    spans: list[tuple[int, int] | None] = []
+def _on_cpu(specs: Sequence[KernelSpec], _: torch.device) -> list[KernelCosts | None]:
     with AllocatorEvents() as record:
-        for spec in specs:
-            spans.append(_span(spec))
+        spans = [_span(spec) for spec in specs]
     workspaces = _workspaces(record.events, spans)
     return [
         None if span is None else KernelCosts(_seconds(spec), workspace)
@@ -164,9 +201,9 @@ def _on_cpu(specs: Sequence[KernelSpec]) -> list[KernelCosts | None]:
 def _span(spec: KernelSpec) -> tuple[int, int] | None:
     """Runs a kernel; returns the nanoseconds when it began and ended, None where it fails."""
     try:
-        func, args, kwargs = _prepared(spec)
+        operator, args, kwargs = spec.prepared()
         start = time.time_ns()
-        result = func(*args, **kwargs)
+        result = operator(*args, **kwargs)
         end = time.time_ns()
     except Exception:
         # numbers that it does not take, such as those of a matrix without an inverse
@@ -179,36 +216,41 @@ def _workspaces(
     events: Sequence[tuple[int, int, int]], spans: Sequence[tuple[int, int] | None]
 ) -> list[int]:
     """Returns for each span the most bytes above those that are left at its end."""
-    found, place = [], 0
+    peaks, index = [], 0
     for span in spans:
         total = peak = 0
         start, end = span or (0, 0)
-        while place < len(events) and events[place][0] < end:
-            if events[place][0] >= start:
-                total += events[place][2]
+        while index < len(events) and events[index][0] < end:
+            if events[index][0] >= start:
+                total += events[index][2]
                 peak = max(peak, total)
-            place += 1
-        found.append(peak - max(total, 0))
-    return found
+            index += 1
+        peaks.append(peak - max(total, 0))
+    return peaks
 
 
 def _seconds(spec: KernelSpec) -> float:
-    func, args, kwargs = _prepared(spec)
+    operator, args, kwargs = spec.prepared()
     times: list[float] = []
     while len(times) < RUNS and sum(times) < SECONDS:
         start = time.perf_counter()
-        func(*args, **kwargs)
+        operator(*args, **kwargs)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
+def _on_cuda(specs: Sequence[KernelSpec], device: torch.device) -> list[KernelCosts | None]:
+    with torch.cuda.device(device):
+        return [_run_on_cuda(spec) for spec in specs]
+
+
 def _run_on_cuda(spec: KernelSpec) -> KernelCosts | None:
     try:
-        func, args, kwargs = _prepared(spec)
-        func(*args, **kwargs)
+        operator, args, kwargs = spec.prepared()
+        operator(*args, **kwargs)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        result = func(*args, **kwargs)
+        result = operator(*args, **kwargs)
         torch.cuda.synchronize()
         workspace = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         del result
@@ -218,7 +260,7 @@ def _run_on_cuda(spec: KernelSpec) -> KernelCosts | None:
     end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(RUNS):
-        func(*args, **kwargs)
+        operator(*args, **kwargs)
     end.record()
     end.synchronize()
-    return KernelCosts(float(start.elapsed_time(end)) / 1e3 / RUNS, math.ceil(workspace))
+    return KernelCosts(float(start.elapsed_time(end)) / 1e3 / RUNS, workspace)

@@ -63,7 +63,7 @@ from zoo.engine.recompute import is_replaying, observed, origin
 from zoo.errors import ArgumentError, shortened
 from zoo.profiling.allocator import AllocatorEvents, storages_of, tensors_in
 from zoo.profiling.optimizer import is_optimizer
-from zoo.profiling.sharded import sharded_parts
+from zoo.profiling.sharded import sharded_modules
 from zoo.profiling.source_location import NOWHERE, Place, Places, is_differentiated
 from zoo.profiling.timeline import Allocation, Mark, Timeline
 
@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def _resizing(self) -> Iterator[None]:
         """Notes the whole parameters of FSDP2, which resizes their storages by no operation."""
-        if not sharded_parts(self.model):
+        if not sharded_modules(self.model):
             yield
             return
         resize = torch.UntypedStorage.resize_

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo._torch import DataDependentOutputException, FakeTensorMode
 from zoo.errors import ArgumentError
 from zoo.profiling.allocator import tensors_in
-from zoo.profiling.constants import Constants
+from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.step_profile import AllocationMode
 
 # steps after which no optimizer does anything for the first time: RAdam rectifies from its sixth on
@@ -80,7 +80,7 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
     if make is None:
         return OptimizerBytes()
     check_maker(make)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, Constants(mode):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
         # made anew: a fake of a parameter shares its version, which a graph may have noted
         fakes = [nn.Parameter(torch.empty_like(p)) for p in parameters if p.requires_grad]
         if not fakes:
@@ -91,7 +91,7 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
         try:
             optimizer.step()
             _advance(optimizer)
-            with AllocationMode(frozenset()) as watch:
+            with AllocationMode() as allocations:
                 optimizer.step()
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
             raise ArgumentError(
@@ -99,7 +99,7 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
                 "optimizer= one of like state, or None and take its bytes off the budget."
             ) from error
         state = {id(t): t.untyped_storage().nbytes() for t in tensors_in(optimizer.state)}
-    return OptimizerBytes(sum(state.values()), watch.peak)
+    return OptimizerBytes(sum(state.values()), allocations.curve_without().peak())
 
 
 def _advance(optimizer: torch.optim.Optimizer) -> None:

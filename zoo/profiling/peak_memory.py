@@ -1,4 +1,4 @@
-"""Measures the most that a block of code has allocated at once, on the CPU and on CUDA devices.
+"""Measures the peak memory of a block of code, on the CPU and on CUDA devices.
 
     device   peak                                                       from
     cpu      the most bytes that the block itself had allocated at      the allocator's events
@@ -45,27 +45,28 @@ def spending(device: str | None = None) -> Iterator[Spending]:
     Raises:
         ArgumentError: another kind of device, or a CPU's block inside of another or of a profiler.
     """
-    asked = None if device is None else torch.device(device)
-    kind = "cpu" if asked is None else asked.type
-    if kind not in ("cpu", "cuda"):
+    chosen = torch.device(device or "cpu")
+    if chosen.type not in ("cpu", "cuda"):
         raise ArgumentError(f"memory is measured on cpu and cuda devices; got {device!r}")
     spent = Spending()
     before: dict[int, int] = {}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
-            torch.cuda.reset_peak_memory_stats(index)
-            before[index] = torch.cuda.memory_allocated(index)
-    if kind == "cuda":
+    for index in range(torch.cuda.device_count()) if _is_cuda_used() else ():
+        torch.cuda.synchronize(index)
+        torch.cuda.reset_peak_memory_stats(index)
+        before[index] = torch.cuda.memory_allocated(index)
+    if chosen.type == "cuda":
         yield spent
     else:
         with AllocatorEvents() as record:
             yield spent
-        taken = record.trace
-        spent.peaks["cpu"], spent.largest["cpu"] = taken.peak, taken.blocks_at_peak()
-    # the block may be the first to use CUDA: nothing was allocated before
-    if kind == "cuda" or (device is None and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        named = None if asked is None else asked.index
-        for index in range(torch.cuda.device_count()) if named is None else [named]:
+        spent.peaks["cpu"] = record.trace.peak
+        spent.largest["cpu"] = record.trace.blocks_at_peak()
+    if chosen.type == "cuda" or (device is None and _is_cuda_used()):
+        for index in range(torch.cuda.device_count()) if chosen.index is None else [chosen.index]:
+            # the block may be the first to use CUDA: nothing was allocated before
             peak = torch.cuda.max_memory_allocated(index) - before.get(index, 0)
             spent.peaks[f"cuda:{index}"] = peak
+
+
+def _is_cuda_used() -> bool:
+    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]

@@ -1,12 +1,11 @@
 """One step on fake tensors: what its forward and its backward allocate, save and compute.
 
-A dispatch mode sees every storage that an operation makes, and a weak reference sees it go.
+A dispatch mode sees every storage that an operation makes, and a weak reference sees it freed.
 torch's profilers see only real memory; the formulas for operations are those of
 `torch.utils.flop_counter`.
 """
 
 import functools
-import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
@@ -21,55 +20,16 @@ from zoo._torch import TorchDispatchMode, sequence_number
 from zoo.chain import Step
 from zoo.engine.references import detached
 from zoo.profiling.allocator import tensors_in
-from zoo.profiling.constants import as_data
-from zoo.profiling.graph_walk import gradients_of
-from zoo.profiling.kernel_costs import KernelTable
+from zoo.profiling.fake_tensors import as_data
+from zoo.profiling.graph_walk import gradients_of, parameters_behind
+from zoo.profiling.kernel_costs import Curve, Kernel, KernelTable
 from zoo.profiling.tensor_spec import StateSpec, Storages
-
-
-class Kernel(NamedTuple):
-    """A kernel that ran.
-
-    Attributes:
-        number: that of its call in a `KernelTable`.
-        flops: its floating point operations.
-        moved: the bytes that it read and wrote.
-        change: how many changes of memory there were when it had returned.
-    """
-
-    number: int
-    flops: int
-    moved: int
-    change: int
-
-
-@dataclass(frozen=True)
-class Curve:
-    """How bytes came and went, and the kernels that ran meanwhile; `given` are not counted."""
-
-    changes: tuple[int, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
-    given: int = 0
-
-    def peak(self, workspaces: Sequence[int] = ()) -> int:
-        """Returns the most bytes at once; a kernel takes its workspace beside its results."""
-        totals = list(itertools.accumulate(self.changes, initial=0))
-        most = max(totals)
-        if workspaces:
-            inside = (totals[kernel.change] + workspaces[kernel.number] for kernel in self.kernels)
-            most = max(most, max(inside, default=0))
-        return max(most - self.given, 0)
-
-    @property
-    def flops(self) -> int:
-        """Floating point operations of its kernels."""
-        return sum(kernel.flops for kernel in self.kernels)
 
 
 class GradientSpec(NamedTuple):
     """The gradient of a tensor: a name for its storage, which others may share, and its bytes.
 
-    `stride` is how it lies there, None where it is contiguous: steps that need it so copy it.
+    `stride` is None where it is contiguous: steps that need it so copy it.
     """
 
     storage: Hashable
@@ -77,16 +37,26 @@ class GradientSpec(NamedTuple):
     stride: tuple[int, ...] | None = None
 
 
+# places in a state and the gradients of the tensors there, those that are not contiguous
+Strided = tuple[tuple[int, GradientSpec], ...]
+# outputs that have a graph, and their gradients where these are not contiguous
+Ends = dict[Tensor, GradientSpec | None]
+
+
 @dataclass(frozen=True)
 class StepRun:
-    """What a step did. Storages below `len(sizes given)` are those of its inputs, others are new.
+    """What a step did. Storages are numbered: those of its inputs first, then new ones.
 
     Attributes:
         outputs: the state that it returned.
+        dtype: that of the first floating tensor which it returned.
         new_sizes: bytes of the new storages among outputs and saved tensors.
         saved: storages that autograd saved, parameters left out.
-        forward, until_saved, backward: the bytes of its forward, of that until the last tensor is
-            saved, and of its backward.
+        forward, until_saved: the bytes of its forward, and of that until the last tensor is saved.
+        backward: the bytes of its backward above the saved tensors and the incoming gradients. Both
+            are freed on the way, as autograd frees them: a gradient when it was used, a saved
+            tensor when its node is done. Gradients of tensors that the step only hands on are
+            already there; so are those of parameters that other steps share.
         gives: for the tensors of the state that it took part in, the gradient that they get.
         parameter_gradients: bytes of the gradients of parameters that no other step shares.
         shared_gradients: for parameters that other steps share, by id, bytes of their gradients.
@@ -95,6 +65,7 @@ class StepRun:
     """
 
     outputs: StateSpec
+    dtype: torch.dtype
     new_sizes: tuple[int, ...]
     saved: frozenset[int]
     forward: Curve
@@ -106,217 +77,132 @@ class StepRun:
     made: int
     draws: int
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the numbers that it returns."""
-        kinds = [kind.dtype for kind in self.outputs if kind is not None]
-        return next((dtype for dtype in kinds if dtype.is_floating_point), torch.float32)
-
-
-# places in a state and the gradients of the tensors there, those that are not contiguous
-Strided = tuple[tuple[int, GradientSpec], ...]
-
 
 def run_step(
     step: Step,
-    kinds: StateSpec,
-    sizes: Sequence[int],
+    state: StateSpec,
     fixed: Container[int],
     *,
     strided: Strided = (),
     table: KernelTable | None = None,
 ) -> StepRun:
-    """Runs a step, forward and backward, on tensors of these kinds in storages of these sizes.
+    """Runs a step, forward and backward, on a state of these specs.
 
     Call it under a `FakeTensorMode`. Storages and tensors are numbered from 0 in order. `fixed`
     holds the addresses of storages that are there anyway, those of parameters and buffers.
     `strided` says how the gradients of outputs lie that are not contiguous. With a `table` kernels
     are numbered by it.
     """
-    storages = Storages(sizes)
-    leaves = storages.tensors(kinds)
-    inputs = frozenset(storages.number(leaf) for leaf in leaves if leaf is not None)
-    released = _Released(storages, inputs)
-    saved: set[int] = set()
-    until_saved: tuple[int | None, int | None] = (0, 0)
-    stop = _Stop(leaves)
+    storages = Storages()
+    leaves = storages.empty(state)
+    known = len(storages.sizes)
+    forward, backward = AllocationMode(fixed, table), AllocationMode(fixed, table)
+    saved = _SavedTensors(storages, leaves, forward)
     start = sequence_number()
-
-    def pack(tensor: Tensor) -> "_Saved":
-        nonlocal until_saved
-        stop.note(tensor)
-        if isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata in fixed:
-            return _Saved(tensor)
-        saved.add(storages.number(tensor))
-        until_saved = (len(watch.events), len(watch.kernels))
-        return released.saved(tensor)
-
-    with AllocationMode(fixed, table) as watch, saved_tensors_hooks(pack, _Saved.get):
+    with forward, saved_tensors_hooks(saved.pack, _Saved.get):
         value = step(*leaves)
-    if not stop.is_settled:
-        until_saved = (None, None)
     outputs = list(value) if isinstance(value, tuple) else [value]
-    returned = storages.kinds(outputs, leaves)
+    returned = storages.specs(outputs, leaves)
     ends = ends_of(outputs, strided)
     # only their graph holds the outputs from here on
     del value, outputs
-    behind = _run_backward(ends, leaves, released, AllocationMode(fixed, table), start)
+    inputs = {id(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad}
+    used, shared = parameters_behind(ends, start)
+    given = sum(map(_bytes_of, ends, ends.values()))
+    saved.backward = backward
+    gradients = _gradients(ends, inputs | used, backward)
+    of_parameters = [gradients[name] for name in gradients.keys() - inputs]
+    own = [gradients[name] for name in gradients.keys() - inputs - shared]
+    sums = {name: gradients[name] for name in (gradients.keys() & shared) - inputs}
     return StepRun(
         outputs=returned,
-        saved=frozenset(saved),
-        forward=watch.curve_without(behind.gradients),
-        until_saved=watch.curve_without(behind.gradients, *until_saved),
-        made=watch.made(behind.gradients),
-        draws=watch.draws,
-        backward=behind.curve,
-        gives={
-            kind.tensor: behind.gives[id(leaf)]
-            for kind, leaf in zip(kinds, leaves, strict=True)
-            if kind is not None and id(leaf) in behind.gives
-        },
-        parameter_gradients=behind.parameter_gradients,
-        shared_gradients=behind.shared_gradients,
-        new_sizes=tuple(storages.sizes[len(sizes) :]),
+        dtype=_dtype_of(returned),
+        new_sizes=tuple(storages.sizes[known:]),
+        saved=frozenset(saved.numbers),
+        forward=forward.curve_without(of_parameters),
+        until_saved=forward.curve_without(of_parameters, *saved.until_last()),
+        backward=replace(backward.curve_without(sums.values()), given=given),
+        gives=_gives(state, leaves, gradients),
+        parameter_gradients=_storage_bytes(own),
+        shared_gradients={name: _storage_bytes([gradient]) for name, gradient in sums.items()},
+        made=forward.made(of_parameters),
+        draws=forward.draws,
     )
 
 
-class _Behind(NamedTuple):
-    """A step's backward: its bytes, what it gives to which leaf (by id).
-
-    `gradients` are those of the parameters.
-    """
-
-    curve: Curve = Curve()
-    gives: Mapping[int, GradientSpec] = {}
-    parameter_gradients: int = 0
-    shared_gradients: Mapping[int, int] = {}
-    gradients: Sequence[Tensor] = ()
+def _dtype_of(state: StateSpec) -> torch.dtype:
+    dtypes = [entry.spec.dtype for entry in state if entry is not None]
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
-class End(NamedTuple):
-    """An output that has a graph, and how its gradient lies, if not contiguous."""
-
-    output: Tensor
-    given: GradientSpec | None
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the storage of its gradient."""
-        return self.given.bytes if self.given else self.output.numel() * self.output.element_size()
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def ends_of(outputs: Sequence[Tensor | None], strided: Strided) -> list[End]:
+def _gives(
+    state: StateSpec, leaves: Sequence[Tensor | None], gradients: Mapping[int, Tensor]
+) -> dict[int, GradientSpec]:
+    found = {}
+    for entry, leaf in zip(state, leaves, strict=True):
+        if entry is not None and (gradient := gradients.get(id(leaf))) is not None:
+            storage = gradient.untyped_storage()
+            stride = None if gradient.is_contiguous() else gradient.stride()
+            found[entry.tensor] = GradientSpec(storage._cdata, storage.nbytes(), stride)
+    return found
+
+
+def ends_of(outputs: Sequence[Tensor | None], strided: Strided = ()) -> Ends:
     """Lists the outputs that have a graph, each once."""
-    given = dict(strided)
-    found = {
-        id(output): End(output, given.get(place))
+    gradients = dict(strided)
+    return {
+        output: gradients.get(place)
         for place, output in enumerate(outputs)
         if output is not None and output.grad_fn is not None
     }
-    return list(found.values())
 
 
-def _run_backward(
-    ends: list[End],
-    leaves: Sequence[Tensor | None],
-    released: "_Released",
-    watch: "AllocationMode",
-    start: int,
-) -> _Behind:
-    """Runs a step's backward, and empties `ends`.
+def _bytes_of(output: Tensor, gradient: GradientSpec | None) -> int:
+    return gradient.bytes if gradient else output.numel() * output.element_size()
 
-    The most that it adds to the saved tensors and the gradients that it is given. Both are freed on
-    the way, as autograd frees them: a gradient when it was used, a saved tensor when its node is
-    done. The gradients of tensors that the step only hands on are already there. So is, but for
-    one of the steps, that of a parameter which the steps share: it is not counted.
-    """
-    outputs = [end.output for end in ends]
-    inputs = {id(leaf): leaf for leaf in leaves if leaf is not None and leaf.requires_grad}
-    starts = inputs | parameters_behind(outputs)
-    shared = parameters_behind(outputs, before=start).keys() - inputs.keys()
-    if not starts or not ends:
-        return _Behind()
-    given = sum(end.bytes for end in ends)
+
+def _gradients(ends: Ends, wanted: Container[int], mode: "AllocationMode") -> dict[int, Tensor]:
+    """Runs a step's backward in a mode and empties `ends`; returns gradients by the leaves' ids."""
+    if not ends:
+        return {}
     roots = [root_of(ends)]
-    outputs.clear()
     ends.clear()
-    with watch:
-        released.watch = watch
-        found = gradients_of(roots, list(starts.values()))
-    released.watch = None
-    gradients = {
-        name: gradient for name, gradient in zip(starts, found, strict=True) if gradient is not None
-    }
-    sums = {name: gradient for name, gradient in gradients.items() if name in shared}
-    own = {
-        gradient.untyped_storage()._cdata: gradient.untyped_storage().nbytes()
-        for name, gradient in gradients.items()
-        if name not in inputs and name not in shared
-    }
-    return _Behind(
-        replace(watch.curve_without(sums.values()), given=given),
-        {name: _given(gradient) for name, gradient in gradients.items() if name in inputs},
-        sum(own.values()),
-        {name: gradient.untyped_storage().nbytes() for name, gradient in sums.items()},
-        [gradient for name, gradient in gradients.items() if name not in inputs],
-    )
+    with mode:
+        return gradients_of(roots, wanted)
 
 
-def _given(gradient: Tensor) -> GradientSpec:
-    storage = gradient.untyped_storage()
-    stride = None if gradient.is_contiguous() else gradient.stride()
-    return GradientSpec(storage._cdata, storage.nbytes(), stride)
-
-
-def root_of(ends: Sequence[End]) -> Tensor:
+def root_of(ends: Ends) -> Tensor:
     """Returns a scalar whose backward gives each output a gradient that only autograd holds."""
-    root: Tensor = _Root.apply([end.given for end in ends], *(end.output for end in ends))
+    root: Tensor = _Root.apply(list(ends.values()), *ends)
     return root
 
 
 class _Root(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: Sequence[GradientSpec | None], *outputs: Tensor) -> Tensor:
-        kinds = [(output.shape, output.dtype, output.device) for output in outputs]
-        ctx.kinds = [(*kind, entry) for kind, entry in zip(kinds, given, strict=True)]
+    def forward(ctx: Any, gradients: Sequence[GradientSpec | None], *outputs: Tensor) -> Tensor:
+        ctx.gradients = [
+            (output.shape, output.dtype, output.device, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+        ]
         return outputs[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return (None, *(_ones(*kind) for kind in ctx.kinds))
+        return (None, *(_ones(*gradient) for gradient in ctx.gradients))
 
 
 def _ones(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, given: GradientSpec | None
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, gradient: GradientSpec | None
 ) -> Tensor:
-    if given is None or given.stride is None:
+    if gradient is None or gradient.stride is None:
         return as_data(torch.ones(shape, dtype=dtype, device=device))
-    storage = as_data(torch.ones(given.bytes // dtype.itemsize, dtype=dtype, device=device))
-    return storage.as_strided(shape, given.stride)
-
-
-class _Stop:
-    """Knows whether a recomputation may stop at a step's last saved tensor.
-
-    It may not where the operation may be about to write what it saved, as dropout does its mask.
-    """
-
-    def __init__(self, inputs: Iterable[Tensor | None]) -> None:
-        self.inputs = frozenset(map(id, inputs))
-        self.unsettled: int | None = None
-
-    @property
-    def is_settled(self) -> bool:
-        """Says whether nothing is about to be written."""
-        return self.unsettled is None
-
-    def note(self, tensor: Tensor) -> None:
-        """Looks at a saved tensor."""
-        if tensor.grad_fn is not None:
-            if self.unsettled is not None and tensor.grad_fn._sequence_nr() >= self.unsettled:
-                self.unsettled = None
-        elif not tensor.requires_grad and id(tensor) not in self.inputs:
-            self.unsettled = sequence_number() - 1
+    numbers = as_data(torch.ones(gradient.bytes // dtype.itemsize, dtype=dtype, device=device))
+    return numbers.as_strided(shape, gradient.stride)
 
 
 class _Saved:
@@ -332,27 +218,60 @@ class _Saved:
         return self.tensor
 
 
-class _Released:
-    """Tells a watch when a storage that only this step saved is no longer saved by anyone."""
+class _SavedTensors:
+    """What autograd saves in a step's forward; `numbers` are the storages, parameters left out.
 
-    def __init__(self, storages: Storages, others: frozenset[int]) -> None:
-        self.storages = storages
-        self.others = others
-        self.count: Counter[int] = Counter()
-        self.watch: AllocationMode | None = None
+    `backward` is told when a storage that only this step saved is no longer saved by anyone.
+    """
 
-    def saved(self, tensor: Tensor) -> _Saved:
+    def __init__(
+        self, storages: Storages, leaves: Sequence[Tensor | None], forward: "AllocationMode"
+    ) -> None:
+        self.storages, self.forward = storages, forward
+        self.backward: AllocationMode | None = None
+        self.numbers: set[int] = set()
+        self._inputs = frozenset(map(id, leaves))
+        self._others = frozenset(storages.number(leaf) for leaf in leaves if leaf is not None)
+        self._references: Counter[int] = Counter()
+        self._last = (0, 0)
+        self._unsettled: int | None = None
+
+    def until_last(self) -> tuple[int | None, int | None]:
+        """Returns how many changes and kernels a recomputation needs; None for all.
+
+        It may not stop at the last saved tensor where the operation may be about to write what it
+        saved, as dropout does its mask.
+        """
+        return (None, None) if self._unsettled is not None else self._last
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        """Notes a saved tensor."""
+        self._note_writer(tensor)
         saved = _Saved(tensor)
+        if (
+            isinstance(tensor, nn.Parameter)
+            or tensor.untyped_storage()._cdata in self.forward.fixed
+        ):
+            return saved
         number = self.storages.number(tensor)
-        if number not in self.others:
-            self.count[number] += 1
-            weakref.finalize(saved, self._one_less, number).atexit = False
+        self.numbers.add(number)
+        self._last = (len(self.forward.events), len(self.forward.kernels))
+        if number not in self._others:
+            self._references[number] += 1
+            weakref.finalize(saved, self._release, number).atexit = False
         return saved
 
-    def _one_less(self, number: int) -> None:
-        self.count[number] -= 1
-        if self.watch is not None and not self.count[number]:
-            self.watch.add(-1, -self.storages.sizes[number])
+    def _note_writer(self, tensor: Tensor) -> None:
+        if tensor.grad_fn is not None:
+            if self._unsettled is not None and tensor.grad_fn._sequence_nr() >= self._unsettled:
+                self._unsettled = None
+        elif not tensor.requires_grad and id(tensor) not in self._inputs:
+            self._unsettled = sequence_number() - 1
+
+    def _release(self, number: int) -> None:
+        self._references[number] -= 1
+        if self.backward is not None and not self._references[number]:
+            self.backward.events.append((-1, -self.storages.sizes[number]))
 
 
 # these start no kernel
@@ -362,19 +281,18 @@ _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_fo
 class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the bytes of the storages that operations make, and notes the kernels.
 
-    Those in `fixed` were there before: views of real parameters lie in them.
+    Those in `fixed` were there before: views of real parameters lie in them. `events` are pairs of
+    the event that made a storage (-1 for none of them) and of the bytes that came or went.
     """
 
-    def __init__(self, fixed: Container[int], table: KernelTable | None = None) -> None:
+    def __init__(self, fixed: Container[int] = (), table: KernelTable | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fixed = fixed
         self.table = table
-        self.bytes = 0
-        self.peak = 0
         self.draws = 0
         self.kernels: list[Kernel] = []
-        self.known: dict[int, int] = {}
         self.events: list[tuple[int, int]] = []
+        self._births: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -387,7 +305,7 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
         for tensor in outputs:
-            self._notice(tensor, given)
+            self._note(tensor.untyped_storage(), given)
         if starts_kernel:
             count = flop_formulas().get(func._overloadpacket)
             flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
@@ -395,27 +313,19 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.kernels.append(Kernel(number, flops, moved, len(self.events)))
         return result
 
-    def _notice(self, tensor: Tensor, given: set[int]) -> None:
-        storage = tensor.untyped_storage()
+    def _note(self, storage: Any, given: set[int]) -> None:
         key = storage._cdata
-        if key in self.known or key in given or key in self.fixed:
-            return
-        self.known[key] = len(self.events)
-        weakref.finalize(storage, self._gone, key, storage.nbytes()).atexit = False
-        self.add(self.known[key], storage.nbytes())
+        if key not in self._births and key not in given and key not in self.fixed:
+            birth = self._births[key] = len(self.events)
+            self.events.append((birth, storage.nbytes()))
+            weakref.finalize(storage, self._free, key, storage.nbytes()).atexit = False
 
-    def _gone(self, key: int, size: int) -> None:
-        self.add(self.known.pop(key), -size)
-
-    def add(self, name: int, size: int) -> None:
-        """Notes that bytes came or went; the name is that of their storage, -1 for none."""
-        self.events.append((name, size))
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
+    def _free(self, key: int, size: int) -> None:
+        self.events.append((self._births.pop(key), -size))
 
     def curve_without(
         self,
-        tensors: Iterable[Tensor | None],
+        tensors: Iterable[Tensor] = (),
         changes: int | None = None,
         kernels: int | None = None,
     ) -> Curve:
@@ -423,17 +333,17 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Of so many changes and kernels, or of all.
         """
-        left_out = self._names(tensors)
-        sizes = (0 if name in left_out else size for name, size in self.events[:changes])
+        left_out = self._births_of(tensors)
+        sizes = (0 if birth in left_out else size for birth, size in self.events[:changes])
         return Curve(tuple(sizes), tuple(self.kernels[:kernels]))
 
-    def made(self, tensors: Iterable[Tensor | None]) -> int:
+    def made(self, tensors: Iterable[Tensor]) -> int:
         """Returns the bytes of those of these tensors' storages that operations made."""
-        return sum(self.events[name][1] for name in self._names(tensors))
+        return sum(self.events[birth][1] for birth in self._births_of(tensors))
 
-    def _names(self, tensors: Iterable[Tensor | None]) -> set[int]:
-        storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
-        return {self.known[storage] for storage in storages if storage in self.known}
+    def _births_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return {self._births[storage] for storage in storages if storage in self._births}
 
 
 @functools.cache
@@ -443,25 +353,3 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
     from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
 
     return flop_registry
-
-
-def parameters_behind(outputs: Iterable[Any], before: int | None = None) -> dict[int, Tensor]:
-    """Finds the parameters that a step used, through the graph of its outputs.
-
-    With `before`, those behind a node that was made before this number: parameters that other steps
-    use too, through the same node.
-    """
-    seen: set[Any] = set()
-    waiting = [(output.grad_fn, before is None) for output in outputs]
-    found: dict[int, Tensor] = {}
-    while waiting:
-        node, counts = waiting.pop()
-        if node is None or (node, counts) in seen:
-            continue
-        seen.add((node, counts))
-        variable = getattr(node, "variable", None)
-        if counts and isinstance(variable, nn.Parameter):
-            found[id(variable)] = variable
-        counts = counts or (before is not None and node._sequence_nr() < before)
-        waiting += [(following, counts) for following, _ in node.next_functions]
-    return found

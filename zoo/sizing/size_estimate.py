@@ -23,8 +23,9 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import PlannedRunner, runner_for
 from zoo.policy.report import Point
-from zoo.profiling.kernel_costs import KernelCosts, KernelSpec
+from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
+from zoo.profiling.tensor_spec import KernelSpec
 from zoo.sizing.input_sizes import InputSizes
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.traced_steps import runner_of

@@ -43,4 +43,4 @@ def _backward(outputs: tuple[Any, ...]) -> None:
         torch.autograd.backward(ends[0])
     else:
         # as in a loss, only autograd holds the gradients: a caller's list would to the end
-        torch.autograd.backward(root_of(ends_of(ends, ())))
+        torch.autograd.backward(root_of(ends_of(ends)))

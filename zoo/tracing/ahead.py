@@ -34,7 +34,7 @@ from zoo.engine.references import detached
 from zoo.errors import ArgumentError, ZooError, shortened
 from zoo.invocation import Invocation, Loss, UnknownTargets, own_loss, place_of, with_loss_errors
 from zoo.profiling.allocator import tensors_in
-from zoo.profiling.constants import SMALL, Constants, NumbersNeeded, copied
+from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, NumbersNeeded, copied
 from zoo.profiling.isolation import NO_FORK, Died, Raised, can_fork, in_fork
 from zoo.profiling.sharded import is_spread
 from zoo.profiling.source_location import line_of_traceback
@@ -124,7 +124,7 @@ class _Look:
     def on_fakes(self, apart: bool) -> Graph | None:
         """Traces on fake tensors; None where the forward needs numbers that these do not have."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        constants = Constants(mode, strict=True)
+        constants = FakeTensorFixes(mode, strict=True)
         fakes = self._fakes(mode, constants)
         model = _replaced(self.model, fakes) if apart else copy.deepcopy(self.model, dict(fakes))
         fake = functools.partial(self._fake, fakes, mode, constants)
@@ -172,7 +172,7 @@ class _Look:
                 tracer.note_loss(found)
         return tracer.graph
 
-    def _fakes(self, mode: FakeTensorMode, constants: Constants) -> dict[int, Tensor]:
+    def _fakes(self, mode: FakeTensorMode, constants: FakeTensorFixes) -> dict[int, Tensor]:
         """Makes fake tensors for the model's own; returns them by the ids of these."""
         found: dict[int, Tensor] = {}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -180,7 +180,11 @@ class _Look:
         return found
 
     def _fake(
-        self, known: dict[int, Tensor], mode: FakeTensorMode, constants: Constants, tensor: Tensor
+        self,
+        known: dict[int, Tensor],
+        mode: FakeTensorMode,
+        constants: FakeTensorFixes,
+        tensor: Tensor,
     ) -> Tensor:
         if id(tensor) not in known:
             known[id(tensor)] = made = _faked(mode, tensor, self.place)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zoo.engine.operators import resolved
+from zoo.profiling.tensor_spec import TensorSpec
 
 # a storage of a parameter or buffer, as the origin of a value that looks at it
 OWNED = -1
@@ -34,47 +35,6 @@ class Attribute(NamedTuple):
 
     owner: str
     name: str
-
-
-class TensorSpec(NamedTuple):
-    """A tensor without its numbers; `bytes` are those of its storage."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    bytes: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
-        """Describes a strided tensor."""
-        return cls(
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.device,
-            tensor.requires_grad,
-            tensor.untyped_storage().nbytes(),
-        )
-
-    def empty(self) -> Tensor:
-        """Makes such a tensor, in a storage of this size and with any numbers."""
-        if self.offset == 0:
-            plain = torch.empty_strided(
-                self.shape, self.stride, dtype=self.dtype, device=self.device
-            )
-            if plain.untyped_storage().nbytes() == self.bytes:
-                return plain.requires_grad_(self.requires_grad)
-        base = torch.empty(self.bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
-        # detached: no view that autograd would have to know
-        return (
-            base.as_strided(self.shape, self.stride, self.offset)
-            .detach()
-            .requires_grad_(self.requires_grad)
-        )
 
 
 class StandIn(NamedTuple):

@@ -27,6 +27,7 @@ from zoo.engine.recording import KernelMode, has_own_storage, is_plain, storage_
 from zoo.errors import ArgumentError
 from zoo.profiling.allocator import tensors_in
 from zoo.profiling.source_location import modules_around
+from zoo.profiling.tensor_spec import TensorSpec
 from zoo.tracing.graph import (
     DETACH,
     OWNED,
@@ -35,7 +36,6 @@ from zoo.tracing.graph import (
     Call,
     Graph,
     StandIn,
-    TensorSpec,
     Value,
     mapped,
     tensors_held_by,

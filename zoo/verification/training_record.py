@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import pytree
-from zoo.profiling.step_key import BOOKKEEPING
 from zoo.verification.divergence import Difference
 
+# what torch's modules have of their own, but for the mode
+BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 # by kind and name: tensors as they are, everything else as its repr
 Record = dict[tuple[str, str], Any]
 

@@ -14,14 +14,14 @@ import zoo
 from tests.training import images, needs_numpy
 from zoo.chain import outline
 from zoo.errors import ArgumentError
-from zoo.profiling.chain_profile import profile
-from zoo.profiling.constants import MOST, Constants, as_data
+from zoo.profiling.chain_profile import Profile
+from zoo.profiling.fake_tensors import MOST, FakeTensorFixes, as_data
 from zoo.profiling.optimizer import optimizer_bytes
 
 
 def read(make: Callable[[Tensor], Any], data: Tensor | None = None) -> Any:
     """Calls a function of data under fake tensors, as planning calls a loss."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, Constants(mode):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
         return make(torch.empty(2, 3) if data is None else data)
 
 
@@ -178,11 +178,11 @@ class Gate(torch.autograd.Function):
 def test_gradients_that_stand_in_for_others_are_no_constants() -> None:
     found = outline([nn.Tanh(), Gate.apply, nn.Tanh()])
     with pytest.raises(zoo.PlanError, match="_local_scalar_dense"):
-        profile(nn.Tanh(), found, (images().requires_grad_(),))
+        Profile(nn.Tanh(), found, (images().requires_grad_(),))
 
 
 class Repeated(nn.Module):
-    """Reads a constant in its forward, also in the second run of a segment."""
+    """Reads a constant in its forward, also in the recomputation of a segment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Repeated(nn.Module):
 
 
 @needs_numpy
-def test_a_model_that_reads_a_constant_is_planned_and_told_apart_with_its_second_runs() -> None:
+def test_a_model_that_reads_a_constant_is_planned_and_taken_apart_with_its_recomputation() -> None:
     model = nn.Sequential(Repeated(), Repeated())
     x = torch.rand(64, 4)
     assert zoo.plan(model, x, memory_budget=1.0).predicted_peak > 0

@@ -1,0 +1,242 @@
+"""What fake tensors lack and planning needs: the numbers of constants, the bytes of some kernels.
+
+A fake tensor has no numbers, and code that reads one (`torch.arange(2, 5).tolist()` in a loss)
+raises DataDependentOutputException. But what code makes of its own numbers and of shapes alone is
+the same whatever the data: a counter, whether a given mask masks anything. So beside each fake
+tensor whose numbers are known a real one is kept, and every kernel that gets only such tensors runs
+on these, too (constant propagation). Of any other tensor no number is made up.
+
+Of two kinds of kernels torch gets the memory wrong when tensors are fake:
+
+- Those of fused optimizers write in place and allocate nothing. torch does not know what they do to
+  fake tensors and runs them, on real tensors of the same sizes.
+- The CPU's LSTM hands its backward a workspace that as a fake tensor is empty, and for real is most
+  of what an LSTM saves. How large it is only the kernel knows: each different call runs once, for
+  real.
+"""
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zoo._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    dispatch_modes,
+    pytree,
+    unset_fake_temporarily,
+)
+from zoo.engine.operators import effects_of
+from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
+from zoo.profiling.allocator import tensors_in
+from zoo.profiling.tensor_spec import KernelSpec
+
+# numbers of a constant, at most; who reads more reads data
+MOST = 1 << 12
+# in a process of its own, which need not save memory
+SMALL = 1 << 16
+CPU = torch.device("cpu")
+LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+# of the arguments of these only the shape and the dtype count
+OF_SHAPES = frozenset(
+    f"aten::{name}"
+    for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+)
+
+
+class NumbersNeeded(BaseException):
+    """A forward reads numbers that nobody knows; no `except Exception` of its own catches it."""
+
+
+class FakeTensorFixes(KernelMode):
+    """Corrects what a `FakeTensorMode` makes of kernels; enter it inside of one.
+
+    `strict` raises NumbersNeeded where torch raises exceptions of its own.
+    """
+
+    def __init__(self, mode: FakeTensorMode, strict: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+        self.strict = strict
+        self.most = SMALL if strict else MOST
+        # whether unknown numbers were asked for, also where the forward went on all the same
+        self.asked = False
+        # fake tensors -> real ones; storages of real ones that unknown numbers were written to
+        self._constants: Any = WeakTensorKeyDictionary()
+        self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def know(self, fake: Tensor, real: Tensor) -> None:
+        """Notes the numbers of a fake tensor."""
+        self._constants[fake] = real
+
+    def forget(self, tensor: Tensor) -> None:
+        """Takes the numbers of a tensor, and of all that share its storage, for unknown."""
+        if (real := self._constants.get(tensor)) is not None:
+            self._stale.add(real.untyped_storage())
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Has `tolist` and `numpy`, which are no kernels, return constants, too.
+
+        transformers masks otherwise when it sees fake tensors; now only where it cannot know.
+        """
+        patches: list[Any] = [
+            mock.patch.object(FakeTensor, "tolist", lambda fake: self._read(fake).tolist()),
+            mock.patch.object(FakeTensor, "numpy", lambda fake, **_: self._read(fake).numpy()),
+        ]
+        if (utils := sys.modules.get("transformers.utils.import_utils")) is not None:
+            patches.append(mock.patch.object(utils, "is_fake_tensor", self._is_unknown))
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            yield
+
+    def _is_unknown(self, value: Any) -> bool:
+        return isinstance(value, FakeTensor) and self._real_of(value) is None
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        real = self._real_of(tensor)
+        if real is None:
+            self.asked = True
+            raise NumbersNeeded
+        return real
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a kernel on fake tensors, and on the real ones beside them."""
+        if types and not all(map(has_own_storage, types)):
+            return NotImplemented
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        is_known = _repeats(func) and self._knows(func, given)
+        if is_known and given and torch.Tag.data_dependent_output in func.tags:
+            return self._on_reals(func, args, kwargs)
+        try:
+            result = _on_fakes(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if is_known:
+                return self._faked(self._on_reals(func, args, kwargs))
+            self.asked = True
+            if not self.strict:
+                raise
+            raise NumbersNeeded from error
+        numbers = sum(tensor.numel() for tensor in tensors_in(result))
+        is_followed = is_known and (func.is_view or numbers <= self.most)
+        if not (is_followed and self._follow(func, args, kwargs, result)):
+            for tensor in written_by(effects_of(func), args, kwargs):
+                self.forget(tensor)
+        return result
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """Runs a kernel on the real tensors, too; says whether they could."""
+        try:
+            reals = self._on_reals(func, args, kwargs)
+        except Exception:
+            # a kernel of another device alone
+            return False
+        for fake, real in zip(tensors_in(result), tensors_in(reals), strict=True):
+            self.know(fake, real)
+        return True
+
+    def _knows(self, func: Any, tensors: Sequence[Tensor]) -> bool:
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            return False
+        is_of_shapes = func._schema.name in OF_SHAPES
+        return is_of_shapes or all(self._real_of(tensor) is not None for tensor in tensors)
+
+    def _real_of(self, tensor: Tensor) -> Tensor | None:
+        real: Tensor | None = self._constants.get(tensor)
+        if real is not None:
+            return None if real.untyped_storage() in self._stale else real
+        if isinstance(tensor, FakeTensor) or not is_plain(tensor) or tensor.numel() > self.most:
+            return None
+        # a tensor that the code itself has, such as that of `torch.tensor([1, 2])`
+        if tensor.is_meta or tensor.requires_grad:
+            return None
+        self.know(tensor, copied(tensor))
+        return self._real_of(tensor)
+
+    def _on_reals(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                known = self._real_of(leaf)
+                return _shaped(leaf) if known is None else known
+            return CPU if isinstance(leaf, torch.device) else leaf
+
+        args, kwargs = pytree.tree_map(real, (args, kwargs))
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def _faked(self, result: Any) -> Any:
+        def fake(real: Tensor) -> Tensor:
+            made: Tensor = self.mode.from_tensor(real, static_shapes=True)
+            self.know(made, real)
+            return made
+
+        return pytree.tree_map_only(Tensor, fake, result)
+
+
+def as_data(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose numbers only stand in for others: nobody takes them for constants."""
+    for mode in dispatch_modes():
+        if isinstance(mode, FakeTensorFixes):
+            mode.forget(tensor)
+    return tensor
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Copies the numbers of a tensor to where they can be read."""
+    with unset_fake_temporarily(), torch.no_grad():
+        return tensor.detach().to(CPU, copy=True)
+
+
+def _shaped(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the same shape and dtype, with any numbers."""
+    with unset_fake_temporarily():
+        return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _repeats(operator: Any) -> bool:
+    """Says whether an operator makes the same of the same numbers."""
+    effects = effects_of(operator)
+    is_empty = effects.blank and "empty" in operator._schema.name
+    return not (effects.opaque or effects.seeded or effects.reshapes or is_empty)
+
+
+def _on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a kernel on fake tensors, those that torch gets wrong as they are for real."""
+    if (schema := getattr(func, "_schema", None)) is not None:
+        is_fused_optimizer = schema.name.startswith("aten::_fused_") and schema.is_mutable
+        if is_fused_optimizer and not schema.returns:
+            return None
+    result = func(*args, **kwargs)
+    if func is not LSTM:
+        return result
+    *outputs, workspace = result
+    size = _workspace(func, args, kwargs)
+    return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
+
+
+# bytes, by the call
+_workspaces: dict[str, int] = {}
+
+
+def _workspace(func: Any, args: Any, kwargs: Any) -> int:
+    """Returns the bytes of the workspace that the CPU's LSTM hands its backward."""
+    spec = KernelSpec.of(func, args, kwargs)
+    if repr(spec) not in _workspaces:
+        assert spec is not None
+        # gradients are on, since else the kernel makes none
+        with unset_fake_temporarily(), torch.enable_grad():
+            operator, args, kwargs = spec.prepared()
+            workspace = operator(*args, **kwargs)[-1]
+        _workspaces[repr(spec)] = 0 if workspace is None else int(workspace.nbytes)
+    return _workspaces[repr(spec)]
