@@ -9,106 +9,88 @@ gets zeros for a gradient that is not there, also where it asked for None. A blo
 
 import heapq
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class _Pending:
-    """A node that will run: the gradients of its outputs so far, and how many are yet to come."""
+    """A node that will run: the gradients of its outputs so far, and how many are yet to come.
+
+    `is_behind`: a path to it leads through a node that the caller asked about.
+    """
 
     def __init__(self, node: Any) -> None:
         self.gradients: list[Tensor | None] = [None] * len(node._input_metadata)
         self.missing = 0
+        self.is_behind = False
 
-    def add(self, gradient: Tensor | None, number: int, node: Any) -> bool:
-        """Adds a gradient of an output; says whether it was the last one."""
+    def add(self, gradient: Tensor | None, number: int, node: Any) -> None:
+        """Adds a gradient of an output."""
         self.missing -= 1
         if gradient is not None:
             gradient = _as_expected(gradient, node._input_metadata[number])
             before = self.gradients[number]
             self.gradients[number] = gradient if before is None else before + gradient
-        return not self.missing
 
 
-def gradients_of(roots: list[Tensor], wanted: Container[int]) -> dict[int, Tensor]:
-    """Returns the gradients of leaves by a scalar, as `torch.autograd.grad` does, by their ids.
+def gradients_of(roots: list[Tensor], before: int = 0) -> tuple[dict[int, Tensor], set[int]]:
+    """Returns the gradients of all leaves by a scalar, by the ids of the leaves.
 
-    `wanted` are ids of leaves. `roots` is a list of this scalar, and is empty afterwards: a node
-    that has run is let go of, and with it what it saved, as soon as nobody else holds it.
+    And the ids of leaves that are behind a node which was made before that sequence number.
+
+    `roots` is a list of the scalar, and is empty afterwards: a node that has run is let go of, and
+    with it what it saved, as soon as nobody else holds it.
     """
-    found: dict[int, Tensor] = {}
+    gradients: dict[int, Tensor] = {}
+    leaves_behind: set[int] = set()
     root = roots.pop()
     node = root.grad_fn
-    pending = _pending(node, wanted)
-    if node not in pending:
-        return found
+    pending = _pending(node)
     pending[node].gradients[root.output_nr] = torch.ones_like(root)
     del root
     order = itertools.count()
-    ready: list[tuple[int, int, Any]] = [(-_number(node), next(order), node)]
+    ready: list[tuple[int, int, Any]] = [(0, next(order), node)]
     with torch.no_grad():
         while ready:
             node = heapq.heappop(ready)[-1]
-            given = pending.pop(node).gradients
-            if (leaf := id(getattr(node, "variable", None))) in wanted:
-                if given[0] is not None:
-                    found[leaf] = given[0]
+            given = pending.pop(node)
+            # a function of Python's may have an attribute of that name
+            leaf = None if hasattr(node, "apply") else getattr(node, "variable", None)
+            if leaf is not None:
+                if given.gradients[0] is not None:
+                    gradients[id(leaf)] = given.gradients[0]
+                if given.is_behind:
+                    leaves_behind.add(id(leaf))
                 continue
-            made = _run(node, given)
+            made = _run(node, given.gradients)
+            is_behind = given.is_behind or _number(node) < before
             del given
             for (behind, number), gradient in zip(node.next_functions, made, strict=True):
-                if behind in pending and pending[behind].add(gradient, number, behind):
-                    heapq.heappush(ready, (-_number(behind), next(order), behind))
+                if behind is not None:
+                    pending[behind].add(gradient, number, behind)
+                    pending[behind].is_behind |= is_behind
+                    if not pending[behind].missing:
+                        heapq.heappush(ready, (-_number(behind), next(order), behind))
             # a name would hold a node, and with it what it saved
             del made, node, gradient, behind
-    return found
+    return gradients, leaves_behind
 
 
-def parameters_behind(outputs: Iterable[Any], before: int) -> tuple[set[int], set[int]]:
-    """Finds the parameters in the graph of outputs, by their ids: all, and those that are shared.
-
-    Shared ones are behind a node that was made before this sequence number, so that other steps use
-    them through the same node.
-    """
-    used: set[int] = set()
-    shared: set[int] = set()
-    visited: set[Any] = set()
-    stack = [(output.grad_fn, False) for output in outputs]
+def _pending(root: Any) -> dict[Any, _Pending]:
+    """Finds all nodes, and counts for each the edges that lead to it."""
+    found = {root: _Pending(root)}
+    stack = [root]
     while stack:
-        node, is_shared = stack.pop()
-        if node is None or (node, is_shared) in visited:
-            continue
-        visited.add((node, is_shared))
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            (shared if is_shared else used).add(id(variable))
-        is_shared = is_shared or node._sequence_nr() < before
-        stack += [(behind, is_shared) for behind, _ in node.next_functions]
-    return used | shared, shared
-
-
-def _pending(root: Any, wanted: Container[int]) -> dict[Any, _Pending]:
-    """Finds the nodes that lead to wanted leaves, and counts for each those that give to it."""
-    leads: dict[Any, bool] = {}
-    stack = [(root, False)]
-    while stack:
-        node, is_left = stack.pop()
-        behind = [following for following, _ in node.next_functions if following is not None]
-        if is_left:
-            is_wanted = id(getattr(node, "variable", None)) in wanted
-            leads[node] = is_wanted or any(leads.get(following, False) for following in behind)
-        elif node not in leads:
-            leads[node] = False
-            stack.append((node, True))
-            stack += [(following, False) for following in behind if following not in leads]
-    found = {node: _Pending(node) for node, is_needed in leads.items() if is_needed}
-    for node in found:
-        for following, _ in node.next_functions:
-            if following in found:
-                found[following].missing += 1
+        for node, _ in stack.pop().next_functions:
+            if node is None:
+                continue
+            if node not in found:
+                found[node] = _Pending(node)
+                stack.append(node)
+            found[node].missing += 1
     return found
 
 

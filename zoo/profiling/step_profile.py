@@ -21,7 +21,7 @@ from zoo.chain import Step
 from zoo.engine.references import detached
 from zoo.profiling.allocator import tensors_in
 from zoo.profiling.fake_tensors import as_data
-from zoo.profiling.graph_walk import gradients_of, parameters_behind
+from zoo.profiling.graph_walk import gradients_of
 from zoo.profiling.kernel_costs import Curve, Kernel, KernelTable
 from zoo.profiling.tensor_spec import StateSpec, Storages
 
@@ -107,25 +107,24 @@ def run_step(
     # only their graph holds the outputs from here on
     del value, outputs
     inputs = {id(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad}
-    used, shared = parameters_behind(ends, start)
     given = sum(map(_bytes_of, ends, ends.values()))
     saved.backward = backward
-    gradients = _gradients(ends, inputs | used, backward)
-    of_parameters = [gradients[name] for name in gradients.keys() - inputs]
-    own = [gradients[name] for name in gradients.keys() - inputs - shared]
-    sums = {name: gradients[name] for name in (gradients.keys() & shared) - inputs}
+    gradients, shared = _gradients(ends, backward, start)
+    of_parameters = {name: gradients[name] for name in gradients.keys() - inputs}
+    own = [gradient for name, gradient in of_parameters.items() if name not in shared]
+    sums = {name: gradient for name, gradient in of_parameters.items() if name in shared}
     return StepRun(
         outputs=returned,
         dtype=_dtype_of(returned),
         new_sizes=tuple(storages.sizes[known:]),
         saved=frozenset(saved.numbers),
-        forward=forward.curve_without(of_parameters),
-        until_saved=forward.curve_without(of_parameters, *saved.until_last()),
+        forward=forward.curve_without(of_parameters.values()),
+        until_saved=forward.curve_without(of_parameters.values(), *saved.until_last()),
         backward=replace(backward.curve_without(sums.values()), given=given),
         gives=_gives(state, leaves, gradients),
         parameter_gradients=_storage_bytes(own),
         shared_gradients={name: _storage_bytes([gradient]) for name, gradient in sums.items()},
-        made=forward.made(of_parameters),
+        made=forward.made(of_parameters.values()),
         draws=forward.draws,
     )
 
@@ -166,14 +165,20 @@ def _bytes_of(output: Tensor, gradient: GradientSpec | None) -> int:
     return gradient.bytes if gradient else output.numel() * output.element_size()
 
 
-def _gradients(ends: Ends, wanted: Container[int], mode: "AllocationMode") -> dict[int, Tensor]:
-    """Runs a step's backward in a mode and empties `ends`; returns gradients by the leaves' ids."""
+def _gradients(
+    ends: Ends, mode: "AllocationMode", start: int
+) -> tuple[dict[int, Tensor], set[int]]:
+    """Runs a step's backward in a mode and empties `ends`.
+
+    Returns the gradients of leaves by their ids, and the ids of those that other steps use, too:
+    behind a node that was made before this step started.
+    """
     if not ends:
-        return {}
+        return {}, set()
     roots = [root_of(ends)]
     ends.clear()
     with mode:
-        return gradients_of(roots, wanted)
+        return gradients_of(roots, start)
 
 
 def root_of(ends: Ends) -> Tensor:
