@@ -12,9 +12,11 @@ from zoo.errors import ArgumentError
 from zoo.planner.costs import StepCosts
 from zoo.profiling import kernel_costs as kernels
 from zoo.profiling.chain_profile import Profile
-from zoo.profiling.kernel_costs import DEVICES, KernelTable, device_named, measure_kernels
+from zoo.profiling.kernel_costs import DEVICES, device_named, measure_kernels
+from zoo.profiling.tensor_spec import KernelSpec
 
 CPU = torch.device("cpu")
+RELU = torch.ops.aten.relu.default
 
 
 class Median(Chain):
@@ -98,11 +100,16 @@ def test_each_kind_of_kernel_runs_once_in_a_process(monkeypatch: pytest.MonkeyPa
     assert names.count("aten.addmm.default") == 1
 
 
+def spec(operator: Any, *args: Tensor) -> KernelSpec:
+    found = KernelSpec.of(operator, args, {})
+    assert found is not None
+    return found
+
+
 def test_a_kernel_that_takes_no_such_numbers_is_left_to_an_estimate() -> None:
-    table, x = KernelTable(), torch.zeros(3, 3)
-    table.number(torch.ops.aten.linalg_cholesky.default, (x,), {})
-    table.number(torch.ops.aten.relu.default, (x,), {})
-    unknown, known = measure_kernels(table.specs, CPU)
+    x = torch.zeros(3, 3)
+    specs = [spec(torch.ops.aten.linalg_cholesky.default, x), spec(RELU, x)]
+    unknown, known = measure_kernels(specs, CPU)
     assert unknown is None
     assert known is not None
     assert known.seconds > 0
@@ -110,11 +117,9 @@ def test_a_kernel_that_takes_no_such_numbers_is_left_to_an_estimate() -> None:
 
 def test_views_of_one_storage_share_it_and_others_are_cut_out_of_theirs() -> None:
     x = torch.rand(100, 10)
-    table = KernelTable()
-    table.number(torch.ops.aten.add.Tensor, (x[3], x[4]), {})
-    table.number(torch.ops.aten.relu.default, (x[3],), {})
-    assert table.number(torch.ops.aten.relu.default, (x[7],), {}) == 1
-    assert [spec and spec.sizes for spec in table.specs] == [(x.nbytes,), (10 * x.itemsize,)]
+    assert spec(torch.ops.aten.add.Tensor, x[3], x[4]).sizes == (x.nbytes,)
+    assert spec(RELU, x[3]).sizes == (10 * x.itemsize,)
+    assert spec(RELU, x[3]) == spec(RELU, x[7])
 
 
 def test_writing_kernels_write_nothing_of_the_model_s() -> None:
@@ -139,11 +144,9 @@ def test_writing_kernels_write_nothing_of_the_model_s() -> None:
 def test_a_full_table_forgets_nothing_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_known", {})
     monkeypatch.setattr(kernels, "MOST_KNOWN", 1)
-    table, x = KernelTable(), torch.rand(4)
-    table.number(torch.ops.aten.relu.default, (x,), {})
-    measure_kernels(table.specs, CPU)
-    table.number(torch.ops.aten.tanh.default, (x,), {})
-    assert all(measure_kernels(table.specs, CPU))
+    specs = [spec(RELU, torch.rand(4)), spec(torch.ops.aten.tanh.default, torch.rand(4))]
+    measure_kernels(specs[:1], CPU)
+    assert all(measure_kernels(specs, CPU))
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -31,12 +31,12 @@ from zoo.profiling.kernel_costs import (
     Curve,
     Device,
     KernelCosts,
-    KernelTable,
     device_named,
+    flop_formulas,
     measure_kernels,
 )
 from zoo.profiling.sharded import whole_parameters
-from zoo.profiling.step_profile import GradientSpec, StepRun, Strided, flop_formulas, run_step
+from zoo.profiling.step_profile import GradientSpec, Kernels, StepRun, Strided, run_step
 from zoo.profiling.tensor_spec import KernelSpec, NumberedSpec, StateSpec, Storages
 from zoo.verification.training_record import BOOKKEEPING
 
@@ -173,10 +173,13 @@ def _run_steps(chain: nn.Module, outline: Outline, inputs: State, is_apart: bool
     """Runs the steps on fake tensors: `is_apart` themselves, else copies of them."""
     follower = _Follower(inputs)
     with (
-        _without_autocast_cache(),
+        contextlib.ExitStack() as restored,
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         FakeTensorFixes(mode),
     ):
+        restored.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        # it would keep fake casts of real weights
+        torch.set_autocast_cache_enabled(False)
         made = {id(buffer): _fake_buffer(mode, buffer) for buffer in chain.buffers()}
         made |= whole_parameters(chain, mode)
         steps = outline.steps
@@ -226,22 +229,11 @@ def _fake_buffer(mode: FakeTensorMode, buffer: Tensor) -> Tensor:
     return mode.from_tensor(buffer)
 
 
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Keeps fake casts of real weights out of autocast's cache."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
 class _Follower:
     """Follows the specs of the state through the chain and numbers storages for all steps."""
 
     def __init__(self, inputs: State) -> None:
-        self.table = KernelTable()
+        self.kernels: Kernels = {}
         self.fixed: set[int] = set()
         storages = Storages()
         self.state = storages.specs(inputs)
@@ -272,7 +264,7 @@ class _Follower:
             tuple(map(self._live, self.states)),
             tuple(self.saved),
             gradients,
-            tuple(self.table.specs),
+            tuple(spec for _, spec in self.kernels.values()),
         )
 
     def _advance(self, step: Step, key: Hashable) -> None:
@@ -291,7 +283,7 @@ class _Follower:
     def _run(self, key: Hashable, sample: tuple[Step, StateSpec], strided: Strided = ()) -> StepRun:
         if key not in self.known:
             self.samples[key] = sample
-            self.known[key] = run_step(*sample, self.fixed, strided=strided, table=self.table)
+            self.known[key] = run_step(*sample, strided, self.fixed, self.kernels)
         return self.known[key]
 
     def _gradients(self) -> tuple[int, ...]:

@@ -12,10 +12,11 @@ architecture's white paper; dense numbers, with float32 products in TF32 where t
 `torch.set_float32_matmul_precision("high")` and for cuDNN's convolutions.
 """
 
+import functools
 import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,13 +92,9 @@ class KernelCosts(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel that ran.
+    """A kernel that ran: the number of its call, floating point operations, bytes read and written.
 
-    Attributes:
-        number: that of its call in a `KernelTable`.
-        flops: its floating point operations.
-        moved: the bytes that it read and wrote.
-        change: how many changes of memory there were when it had returned.
+    `change`: how many changes of memory there were when it had returned.
     """
 
     number: int
@@ -108,14 +105,10 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """Allocated and freed bytes in the order of time, and the kernels that ran between them.
+    """Allocated and freed bytes in the order of time, and the kernels that ran between them."""
 
-    `given`: bytes of incoming gradients, which its peak is without.
-    """
-
-    changes: tuple[int, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
-    given: int = 0
+    changes: tuple[int, ...]
+    kernels: tuple[Kernel, ...]
 
     def peak(self, costs: Sequence[KernelCosts | None] = ()) -> int:
         """Returns the most bytes at once; a kernel takes its workspace beside its results."""
@@ -124,7 +117,7 @@ class Curve:
         for kernel in self.kernels if costs else ():
             known = costs[kernel.number]
             most = max(most, totals[kernel.change] + (known.workspace if known else 0))
-        return max(most - self.given, 0)
+        return most
 
     @property
     def flops(self) -> int:
@@ -142,21 +135,13 @@ class Curve:
         )
 
 
-class KernelTable:
-    """Numbers different calls of kernels, in the order in which they come."""
+@functools.cache
+def flop_formulas() -> Mapping[Any, Callable[..., int]]:
+    """Returns torch's formulas for floating point operations, by operator."""
+    # imported late because it imports triton: 0.2 s that `import zoo` does not need
+    from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
 
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-        self.specs: list[KernelSpec | None] = []
-
-    def number(self, operator: Any, args: Any, kwargs: Any) -> int:
-        """Returns the number of a call."""
-        spec = KernelSpec.of(operator, args, kwargs)
-        key = repr(spec) if spec is not None else ""
-        if key not in self.numbers:
-            self.numbers[key] = len(self.specs)
-            self.specs.append(spec)
-        return self.numbers[key]
+    return flop_registry
 
 
 # by what a kernel is called with and the settings that choose it

@@ -5,11 +5,10 @@ torch's profilers see only real memory; the formulas for operations are those of
 `torch.utils.flop_counter`.
 """
 
-import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,8 @@ from zoo.engine.references import detached
 from zoo.profiling.allocator import tensors_in
 from zoo.profiling.fake_tensors import as_data
 from zoo.profiling.graph_walk import gradients_of
-from zoo.profiling.kernel_costs import Curve, Kernel, KernelTable
-from zoo.profiling.tensor_spec import StateSpec, Storages
+from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas
+from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages
 
 
 class GradientSpec(NamedTuple):
@@ -39,6 +38,8 @@ class GradientSpec(NamedTuple):
 
 # places in a state and the gradients of the tensors there, those that are not contiguous
 Strided = tuple[tuple[int, GradientSpec], ...]
+# different calls of kernels by their texts: the number of each, and its spec
+Kernels = dict[str, tuple[int, KernelSpec | None]]
 # outputs that have a graph, and their gradients where these are not contiguous
 Ends = dict[Tensor, GradientSpec | None]
 
@@ -81,22 +82,19 @@ class StepRun:
 def run_step(
     step: Step,
     state: StateSpec,
+    strided: Strided,
     fixed: Container[int],
-    *,
-    strided: Strided = (),
-    table: KernelTable | None = None,
+    kernels: Kernels,
 ) -> StepRun:
-    """Runs a step, forward and backward, on a state of these specs.
+    """Runs a step, forward and backward, on a state of these specs, under a `FakeTensorMode`.
 
-    Call it under a `FakeTensorMode`. Storages and tensors are numbered from 0 in order. `fixed`
-    holds the addresses of storages that are there anyway, those of parameters and buffers.
-    `strided` says how the gradients of outputs lie that are not contiguous. With a `table` kernels
-    are numbered by it.
+    Storages and tensors are numbered from 0 in order. `fixed` are the addresses of storages that
+    are there anyway, those of parameters and buffers. Different kernels are added to `kernels`.
     """
     storages = Storages()
     leaves = storages.empty(state)
-    known = len(storages.sizes)
-    forward, backward = AllocationMode(fixed, table), AllocationMode(fixed, table)
+    given = len(storages.sizes)
+    forward, backward = AllocationMode(fixed, kernels), AllocationMode(fixed, kernels)
     saved = _SavedTensors(storages, leaves, forward)
     start = sequence_number()
     with forward, saved_tensors_hooks(saved.pack, _Saved.get):
@@ -107,7 +105,7 @@ def run_step(
     # only their graph holds the outputs from here on
     del value, outputs
     inputs = {id(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad}
-    given = sum(map(_bytes_of, ends, ends.values()))
+    backward.events.append((-1, -_incoming_bytes(ends)))
     saved.backward = backward
     gradients, shared = _gradients(ends, backward, start)
     of_parameters = {name: gradients[name] for name in gradients.keys() - inputs}
@@ -116,11 +114,11 @@ def run_step(
     return StepRun(
         outputs=returned,
         dtype=_dtype_of(returned),
-        new_sizes=tuple(storages.sizes[known:]),
+        new_sizes=tuple(storages.sizes[given:]),
         saved=frozenset(saved.numbers),
         forward=forward.curve_without(of_parameters.values()),
         until_saved=forward.curve_without(of_parameters.values(), *saved.until_last()),
-        backward=replace(backward.curve_without(sums.values()), given=given),
+        backward=backward.curve_without(sums.values()),
         gives=_gives(state, leaves, gradients),
         parameter_gradients=_storage_bytes(own),
         shared_gradients={name: _storage_bytes([gradient]) for name, gradient in sums.items()},
@@ -161,8 +159,11 @@ def ends_of(outputs: Sequence[Tensor | None], strided: Strided = ()) -> Ends:
     }
 
 
-def _bytes_of(output: Tensor, gradient: GradientSpec | None) -> int:
-    return gradient.bytes if gradient else output.numel() * output.element_size()
+def _incoming_bytes(ends: Ends) -> int:
+    return sum(
+        output.numel() * output.element_size() if gradient is None else gradient.bytes
+        for output, gradient in ends.items()
+    )
 
 
 def _gradients(
@@ -290,10 +291,10 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     the event that made a storage (-1 for none of them) and of the bytes that came or went.
     """
 
-    def __init__(self, fixed: Container[int] = (), table: KernelTable | None = None) -> None:
+    def __init__(self, fixed: Container[int] = (), known: Kernels | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fixed = fixed
-        self.table = table
+        self.known = known
         self.draws = 0
         self.kernels: list[Kernel] = []
         self.events: list[tuple[int, int]] = []
@@ -306,7 +307,7 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {tensor.untyped_storage()._cdata for tensor in inputs}
         starts_kernel = not (func.is_view or func in _FREE)
         # before it runs, since one that writes in place may change what it was given
-        number = self.table.number(func, args, kwargs) if self.table and starts_kernel else 0
+        number = self._number(func, args, kwargs) if starts_kernel else 0
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
         for tensor in outputs:
@@ -317,6 +318,12 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
             self.kernels.append(Kernel(number, flops, moved, len(self.events)))
         return result
+
+    def _number(self, func: Any, args: Any, kwargs: Any) -> int:
+        if self.known is None:
+            return 0
+        spec = KernelSpec.of(func, args, kwargs)
+        return self.known.setdefault(repr(spec), (len(self.known), spec))[0]
 
     def _note(self, storage: Any, given: set[int]) -> None:
         key = storage._cdata
@@ -349,12 +356,3 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _births_of(self, tensors: Iterable[Tensor]) -> set[int]:
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         return {self._births[storage] for storage in storages if storage in self._births}
-
-
-@functools.cache
-def flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """Returns torch's formulas for floating point operations, by operator."""
-    # imported late because it imports triton: 0.2 s that `import zoo` does not need
-    from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
-
-    return flop_registry
