@@ -39,13 +39,14 @@ class _Pending:
 def gradients_of(roots: list[Tensor], before: int = 0) -> tuple[dict[int, Tensor], set[int]]:
     """Returns the gradients of all leaves by a scalar, by the ids of the leaves.
 
-    And the ids of leaves that are behind a node which was made before that sequence number.
-
-    `roots` is a list of the scalar, and is empty afterwards: a node that has run is let go of, and
-    with it what it saved, as soon as nobody else holds it.
+    And the ids of leaves that are behind a node which was made before that sequence number. `roots`
+    holds the scalar, if any, and is empty afterwards: a node that has run is let go of, and with it
+    what it saved, as soon as nobody else holds it.
     """
     gradients: dict[int, Tensor] = {}
     leaves_behind: set[int] = set()
+    if not roots:
+        return gradients, leaves_behind
     root = roots.pop()
     node = root.grad_fn
     pending = _pending(node)

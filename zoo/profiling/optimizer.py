@@ -99,7 +99,7 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
                 "optimizer= one of like state, or None and take its bytes off the budget."
             ) from error
         state = {id(t): t.untyped_storage().nbytes() for t in tensors_in(optimizer.state)}
-    return OptimizerBytes(sum(state.values()), allocations.curve_without().peak())
+    return OptimizerBytes(sum(state.values()), allocations.curve().peak())
 
 
 def _advance(optimizer: torch.optim.Optimizer) -> None:

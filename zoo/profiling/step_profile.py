@@ -6,7 +6,6 @@ torch's profilers see only real memory; the formulas for operations are those of
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -94,36 +93,40 @@ def run_step(
     storages = Storages()
     leaves = storages.empty(state)
     given = len(storages.sizes)
-    forward, backward = AllocationMode(fixed, kernels), AllocationMode(fixed, kernels)
-    saved = _SavedTensors(storages, leaves, forward)
+    mode = AllocationMode(fixed, kernels)
+    saved = _SavedTensors(storages, leaves, mode)
     start = sequence_number()
-    with forward, saved_tensors_hooks(saved.pack, _Saved.get):
+    with mode, saved_tensors_hooks(saved.pack, _unpack):
         value = step(*leaves)
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
     ends = ends_of(outputs, strided)
     # only their graph holds the outputs from here on
     del value, outputs
+    draws = mode.draws
+    roots, incoming = _roots(ends)
+    backward = mode.now
+    mode.changes.append((-1, -incoming))
+    with mode:
+        gradients, shared = gradients_of(roots, start)
     inputs = {id(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad}
-    backward.events.append((-1, -_incoming_bytes(ends)))
-    saved.backward = backward
-    gradients, shared = _gradients(ends, backward, start)
     of_parameters = {name: gradients[name] for name in gradients.keys() - inputs}
-    own = [gradient for name, gradient in of_parameters.items() if name not in shared]
+    births = mode.births_of(of_parameters.values())
     sums = {name: gradient for name, gradient in of_parameters.items() if name in shared}
+    own = [gradient for name, gradient in of_parameters.items() if name not in shared]
     return StepRun(
         outputs=returned,
         dtype=_dtype_of(returned),
         new_sizes=tuple(storages.sizes[given:]),
         saved=frozenset(saved.numbers),
-        forward=forward.curve_without(of_parameters.values()),
-        until_saved=forward.curve_without(of_parameters.values(), *saved.until_last()),
-        backward=backward.curve_without(sums.values()),
+        forward=mode.curve(births, end=backward),
+        until_saved=mode.curve(births, end=saved.last() or backward),
+        backward=mode.curve(mode.births_of(sums.values()), start=backward),
         gives=_gives(state, leaves, gradients),
         parameter_gradients=_storage_bytes(own),
         shared_gradients={name: _storage_bytes([gradient]) for name, gradient in sums.items()},
-        made=forward.made(of_parameters.values()),
-        draws=forward.draws,
+        made=sum(mode.changes[birth][1] for birth in births if birth < backward.changes),
+        draws=draws,
     )
 
 
@@ -159,27 +162,15 @@ def ends_of(outputs: Sequence[Tensor | None], strided: Strided = ()) -> Ends:
     }
 
 
-def _incoming_bytes(ends: Ends) -> int:
-    return sum(
+def _roots(ends: Ends) -> tuple[list[Tensor], int]:
+    """Empties `ends`; returns what a backward from them starts with, and their gradients' bytes."""
+    incoming = sum(
         output.numel() * output.element_size() if gradient is None else gradient.bytes
         for output, gradient in ends.items()
     )
-
-
-def _gradients(
-    ends: Ends, mode: "AllocationMode", start: int
-) -> tuple[dict[int, Tensor], set[int]]:
-    """Runs a step's backward in a mode and empties `ends`.
-
-    Returns the gradients of leaves by their ids, and the ids of those that other steps use, too:
-    behind a node that was made before this step started.
-    """
-    if not ends:
-        return {}, set()
-    roots = [root_of(ends)]
+    roots = [root_of(ends)] if ends else []
     ends.clear()
-    with mode:
-        return gradients_of(roots, start)
+    return roots, incoming
 
 
 def root_of(ends: Ends) -> Tensor:
@@ -211,61 +202,34 @@ def _ones(
     return numbers.as_strided(shape, gradient.stride)
 
 
-class _Saved:
-    """A saved tensor in autograd's hands: it dies when its node lets go."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # not a cycle with its own history
-        self.tensor = tensor if tensor.is_leaf else detached(tensor)
-
-    def get(self) -> Tensor:
-        return self.tensor
-
-
 class _SavedTensors:
-    """What autograd saves in a step's forward; `numbers` are the storages, parameters left out.
-
-    `backward` is told when a storage that only this step saved is no longer saved by anyone.
-    """
+    """Notes the storages that autograd saves in a step's forward, parameters left out, and when."""
 
     def __init__(
-        self, storages: Storages, leaves: Sequence[Tensor | None], forward: "AllocationMode"
+        self, storages: Storages, leaves: Sequence[Tensor | None], mode: "AllocationMode"
     ) -> None:
-        self.storages, self.forward = storages, forward
-        self.backward: AllocationMode | None = None
+        self.storages, self.mode = storages, mode
         self.numbers: set[int] = set()
         self._inputs = frozenset(map(id, leaves))
-        self._others = frozenset(storages.number(leaf) for leaf in leaves if leaf is not None)
-        self._references: Counter[int] = Counter()
-        self._last = (0, 0)
+        self._last = _START
         self._unsettled: int | None = None
 
-    def until_last(self) -> tuple[int | None, int | None]:
-        """Returns how many changes and kernels a recomputation needs; None for all.
+    def last(self) -> "Moment | None":
+        """Returns when the last tensor was saved, where a recomputation may stop; None if not.
 
-        It may not stop at the last saved tensor where the operation may be about to write what it
-        saved, as dropout does its mask.
+        It may not where the operation may be about to write what it saved, as dropout does its
+        mask.
         """
-        return (None, None) if self._unsettled is not None else self._last
+        return self._last if self._unsettled is None else None
 
-    def pack(self, tensor: Tensor) -> _Saved:
-        """Notes a saved tensor."""
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Notes a saved tensor; returns what autograd holds: no cycle with its own history."""
         self._note_writer(tensor)
-        saved = _Saved(tensor)
-        if (
-            isinstance(tensor, nn.Parameter)
-            or tensor.untyped_storage()._cdata in self.forward.fixed
-        ):
-            return saved
-        number = self.storages.number(tensor)
-        self.numbers.add(number)
-        self._last = (len(self.forward.events), len(self.forward.kernels))
-        if number not in self._others:
-            self._references[number] += 1
-            weakref.finalize(saved, self._release, number).atexit = False
-        return saved
+        is_fixed = tensor.untyped_storage()._cdata in self.mode.fixed
+        if not (is_fixed or isinstance(tensor, nn.Parameter)):
+            self.numbers.add(self.storages.number(tensor))
+            self._last = self.mode.now
+        return tensor if tensor.is_leaf else detached(tensor)
 
     def _note_writer(self, tensor: Tensor) -> None:
         if tensor.grad_fn is not None:
@@ -274,11 +238,19 @@ class _SavedTensors:
         elif not tensor.requires_grad and id(tensor) not in self._inputs:
             self._unsettled = sequence_number() - 1
 
-    def _release(self, number: int) -> None:
-        self._references[number] -= 1
-        if self.backward is not None and not self._references[number]:
-            self.backward.events.append((-1, -self.storages.sizes[number]))
 
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Moment(NamedTuple):
+    """How many changes of memory and how many kernels there were."""
+
+    changes: int = 0
+    kernels: int = 0
+
+
+_START = Moment()
 
 # these start no kernel
 _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
@@ -287,8 +259,9 @@ _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_fo
 class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the bytes of the storages that operations make, and notes the kernels.
 
-    Those in `fixed` were there before: views of real parameters lie in them. `events` are pairs of
-    the event that made a storage (-1 for none of them) and of the bytes that came or went.
+    Those in `fixed` were there before: views of real parameters lie in them. `changes` are pairs:
+    a storage by the place of the change that made it (-1 for none), and the bytes that came or
+    went.
     """
 
     def __init__(self, fixed: Container[int] = (), known: Kernels | None = None) -> None:
@@ -297,7 +270,7 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.known = known
         self.draws = 0
         self.kernels: list[Kernel] = []
-        self.events: list[tuple[int, int]] = []
+        self.changes: list[tuple[int, int]] = []
         self._births: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -316,7 +289,7 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             count = flop_formulas().get(func._overloadpacket)
             flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
             moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
-            self.kernels.append(Kernel(number, flops, moved, len(self.events)))
+            self.kernels.append(Kernel(number, flops, moved, len(self.changes)))
         return result
 
     def _number(self, func: Any, args: Any, kwargs: Any) -> int:
@@ -328,31 +301,31 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, storage: Any, given: set[int]) -> None:
         key = storage._cdata
         if key not in self._births and key not in given and key not in self.fixed:
-            birth = self._births[key] = len(self.events)
-            self.events.append((birth, storage.nbytes()))
+            birth = self._births[key] = len(self.changes)
+            self.changes.append((birth, storage.nbytes()))
             weakref.finalize(storage, self._free, key, storage.nbytes()).atexit = False
 
     def _free(self, key: int, size: int) -> None:
-        self.events.append((self._births.pop(key), -size))
+        self.changes.append((self._births.pop(key), -size))
 
-    def curve_without(
-        self,
-        tensors: Iterable[Tensor] = (),
-        changes: int | None = None,
-        kernels: int | None = None,
+    @property
+    def now(self) -> Moment:
+        """How much there was by now."""
+        return Moment(len(self.changes), len(self.kernels))
+
+    def curve(
+        self, left_out: Container[int] = (), start: Moment = _START, end: Moment | None = None
     ) -> Curve:
-        """Returns what happened as if the storages of these tensors had taken nothing.
+        """Returns what happened between two moments, as if some storages had taken nothing."""
+        end = end or self.now
+        changes = self.changes[start.changes : end.changes]
+        kernels = self.kernels[start.kernels : end.kernels]
+        return Curve(
+            tuple(0 if birth in left_out else size for birth, size in changes),
+            tuple(kernel._replace(change=kernel.change - start.changes) for kernel in kernels),
+        )
 
-        Of so many changes and kernels, or of all.
-        """
-        left_out = self._births_of(tensors)
-        sizes = (0 if birth in left_out else size for birth, size in self.events[:changes])
-        return Curve(tuple(sizes), tuple(self.kernels[:kernels]))
-
-    def made(self, tensors: Iterable[Tensor]) -> int:
-        """Returns the bytes of those of these tensors' storages that operations made."""
-        return sum(self.events[birth][1] for birth in self._births_of(tensors))
-
-    def _births_of(self, tensors: Iterable[Tensor]) -> set[int]:
+    def births_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Returns the storages of tensors, by the places of the changes that made them."""
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         return {self._births[storage] for storage in storages if storage in self._births}

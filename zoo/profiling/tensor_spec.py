@@ -4,6 +4,7 @@ From such metadata tensors are made again, fake or real: those that alias share 
 """
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -88,17 +89,15 @@ class Storages:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []  # a storage's address is its name only as long as it lives
+        self._numbers: Any = weakref.WeakKeyDictionary()
 
     def number(self, tensor: Tensor) -> int:
         """Returns the number of a tensor's storage."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = len(self.sizes)
+        if storage not in self._numbers:
+            self._numbers[storage] = len(self.sizes)
             self.sizes.append(storage.nbytes())
-            self._alive.append(storage)
-        return self._numbers[storage._cdata]
+        return int(self._numbers[storage])
 
     def specs(self, tensors: Iterable[Tensor | None], before: Iterable[Any] = ()) -> StateSpec:
         """Describes tensors; those among `before` have the first numbers."""
