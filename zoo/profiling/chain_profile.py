@@ -46,14 +46,8 @@ VALUES = int | float | str | bool | None | torch.dtype
 class ChainRun(NamedTuple):
     """What the steps of a chain do, as data.
 
-    Attributes:
-        runs: what each different step did.
-        numbers: for each step of the chain, its place in `runs`.
-        sizes: bytes of each storage.
-        live: the storages of each state, those of the chain's inputs left out.
-        saved: the storages that each step saves, likewise.
-        gradients: the bytes of each state's gradients.
-        kernels: the different kernels.
+    `runs` are those of different steps, `numbers` their places in it for all steps of the chain.
+    The others are as in `StepCosts`; `kernels` are the different ones.
     """
 
     runs: tuple[StepRun, ...]
@@ -345,10 +339,9 @@ def _bytes(held: Mapping[int, GradientSpec]) -> int:
 
 
 def step_key(step: Any, described: Callable[[nn.Module], Hashable]) -> Hashable:
-    """Says what a step does by functions, values and what `described` says of its modules.
+    """Says what a step does: its functions, bound values, and what `described` says of modules.
 
-    Equal keys, equal work on equal inputs: by descriptions of modules; by their ids, with the same
-    parameters.
+    With descriptions, equal keys mean equal work on equal inputs; with ids, also equal parameters.
     """
     if isinstance(step, functools.partial):
         bound = (*step.args, *step.keywords.values())

@@ -1,6 +1,6 @@
-"""What an optimizer needs beside the parameters: its state, and what a step of it allocates.
+"""Bytes of an optimizer: its state, and what a step of it allocates.
 
-Run on fake parameters, so that Adam's two copies of a large model are counted and not made.
+It steps on fake parameters, so that Adam's two copies of a large model are counted and not made.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -90,7 +90,9 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
             fake.grad = torch.empty_like(fake)
         try:
             optimizer.step()
-            _advance(optimizer)
+            for kept in optimizer.state.values():
+                if isinstance(kept, dict) and "step" in kept:
+                    kept["step"] += LATE
             with AllocationMode() as allocations:
                 optimizer.step()
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
@@ -100,10 +102,3 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
             ) from error
         state = {id(t): t.untyped_storage().nbytes() for t in tensors_in(optimizer.state)}
     return OptimizerBytes(sum(state.values()), allocations.curve().peak())
-
-
-def _advance(optimizer: torch.optim.Optimizer) -> None:
-    """Sets the counters of an optimizer forward, where it keeps them as torch's do."""
-    for state in optimizer.state.values():
-        if isinstance(state, dict) and "step" in state:
-            state["step"] += LATE
