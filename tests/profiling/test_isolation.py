@@ -5,6 +5,7 @@ gradient.
 """
 
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import zoo
 from tests.training import assert_same, everything
 from zoo.chain import Chain, Steps
 from zoo.errors import PlanError
+from zoo.profiling.isolation import isolated
 
 # its stream is one of those that planning moves
 np = pytest.importorskip("numpy", reason="planning for a budget needs NumPy")
@@ -191,6 +193,28 @@ def test_steps_that_fail_are_named_with_the_way_out() -> None:
     model.item = lambda x: x * x.mean().item()  # type: ignore[assignment]
     with pytest.raises(PlanError, match=r"steps of Moving could not be measured.*pass checkpoint="):
         zoo.plan(model, torch.rand(3, 4), max_overhead=0.5)
+
+
+@pytest.mark.usefixtures("without_fork")
+def test_without_a_fork_hooks_for_all_modules_fire_on_other_threads_only() -> None:
+    fired: list[int] = []
+    module, x = nn.Identity(), torch.ones(1)
+
+    def planned(is_apart: bool) -> None:
+        module(x)
+        other = threading.Thread(target=module, args=(x,))
+        other.start()
+        other.join()
+
+    handle = register_module_forward_hook(lambda *_: fired.append(threading.get_ident()))
+    try:
+        isolated(planned)
+        assert len(fired) == 1
+        assert threading.get_ident() not in fired
+        module(x)
+    finally:
+        handle.remove()
+    assert fired[1:] == [threading.get_ident()]
 
 
 @pytest.mark.usefixtures("without_fork")

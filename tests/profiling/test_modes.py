@@ -1,3 +1,5 @@
+"""Dispatch modes and anomaly detection of the program stay out of planning, and stay in force."""
+
 from collections.abc import Callable
 
 import pytest
@@ -51,7 +53,7 @@ def test_a_plan_is_decided_while_anomalies_are_looked_for(build: Callable[[], nn
     torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
-def test_what_watches_is_back_when_planning_fails() -> None:
+def test_modes_and_anomaly_detection_are_restored_when_planning_fails() -> None:
     model = zoo.checkpoint(zoo.resnet18(), checkpoint=True)
     model.fc.forward = lambda x: x * x.mean().item()  # type: ignore[method-assign, assignment]
     with FlopCounterMode(display=False), torch.autograd.set_detect_anomaly(True):

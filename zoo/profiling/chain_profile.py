@@ -164,7 +164,7 @@ def _told(answer: Raised | Died) -> str:
 
 
 def _run_steps(chain: nn.Module, outline: Outline, inputs: State, is_apart: bool) -> ChainRun:
-    """Runs the steps on fake tensors: `is_apart` themselves, else copies of them."""
+    """Runs the steps on fake tensors: in a child (`is_apart`) themselves, else copies of them."""
     follower = _Follower(inputs)
     with (
         contextlib.ExitStack() as restored,
@@ -285,7 +285,7 @@ class _Follower:
 
         A step gives its inputs their gradients; an addition gives both the same tensor. Tensors
         that a step handed on keep theirs; where the step used them too, the sum is a tensor of its
-        own. A step that gets gradients which are not contiguous runs again with such.
+        own. A step that gets gradients which are not contiguous is measured anew with such.
         """
         held = {entry.tensor: _own(entry) for entry in self._trained(len(self.keys))}
         found = [_bytes(held)]

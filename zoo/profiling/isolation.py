@@ -1,11 +1,11 @@
-"""Runs a user's code where it can leave nothing behind: in a forked process.
+"""Isolates a run of a user's code: a forked process, whose side effects end with it.
 
-    this process     fork ------------------------- what the function returned, or raised
-    the other one       the function, end
+    parent    fork ------------------------- what the function returned, or raised
+    child        the function, end
 
-What the code counts, caches, draws, prints or takes from an iterator, it does there. Where a
-process cannot be forked, since a device is in use, it runs here, on what the caller copied; then
-what it reaches beside these copies is as it left it, but for the streams of random numbers.
+What the code counts, caches, draws, prints or takes from an iterator, it does in the child. Where a
+process cannot be forked, since a device is in use, the code runs in the parent on what the caller
+copied. Then only the random streams are restored: what it changes beside these copies stays so.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ NO_FORK = "fork-based multiprocessing"
 
 
 class Raised(NamedTuple):
-    """What a function raised in another process: its kind, its text; itself where it is ours."""
+    """What a function raised: the name of its class and its text; an error of zoo's also itself."""
 
     kind: str
     text: str
@@ -41,7 +41,7 @@ class Raised(NamedTuple):
 
 
 class Died(NamedTuple):
-    """The other process ended without an answer; `status` as `os.waitstatus_to_exitcode` has it."""
+    """The child ended without an answer; `status` as `os.waitstatus_to_exitcode` has it."""
 
     status: int | None
 
@@ -52,10 +52,10 @@ def can_fork() -> bool:
 
 
 def isolated(function: Callable[[bool], Any]) -> Any:
-    """Calls a function where nobody sees it, and returns what it returns, `Raised` or `Died`.
+    """Calls a function in isolation; returns what it returns, `Raised` or `Died`.
 
-    It is told whether nothing that it changes is seen afterwards. In another process it must
-    return what pickles. Hooks for all modules, dispatch modes and anomaly detection do not see it.
+    It is given whether it runs in a child, where it must return what pickles. Hooks for all
+    modules, dispatch modes and anomaly detection do not see it.
     """
     if can_fork():
         answer = in_fork(lambda: _answer(function, True))
@@ -81,10 +81,10 @@ def _answer(function: Callable[[bool], Any], is_apart: bool) -> Any:
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
-    """Calls a function in a forked process; returns what it returns, or `Died`."""
+    """Calls a function in a child; returns what it returns, `Raised` or `Died`."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python warns of threads, which the other process does not have and does not wait for
+        # Python warns of threads, which the child does not have and does not wait for
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
@@ -111,7 +111,7 @@ def _end(child: int) -> int | None:
 
 
 def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
-    """Answers and ends at once: all that is here belongs to the parent, and is cleaned up there."""
+    """Answers and ends at once: what is here belongs to the parent, which cleans it up."""
     try:
         gc.disable()
         faulthandler.disable()
