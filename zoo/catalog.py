@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from zoo.chain import Chain
 from zoo.errors import ArgumentError, ModelNameError, nearest, shortened
-from zoo.models import densenet, gpt2, resnet, vit
+from zoo.models import densenet, gpt2, preactivation_resnet, resnet, vit
 from zoo.models.lstm import GRULanguageModel, LSTMLanguageModel
 from zoo.models.vnet import VNet
 from zoo.policy.budget import Budget
@@ -146,7 +146,7 @@ _ARCHITECTURE = {"block", "depths", "unit", "units", "small_images"}
 _FAMILIES: tuple[tuple[Callable[..., Chain], Mapping[str, tuple[float, Mapping[str, Any]]]], ...]
 _FAMILIES = (
     (resnet.ResNet, resnet.SIZES),
-    (resnet.PreactivationResNet, resnet.PREACTIVATION_SIZES),
+    (preactivation_resnet.PreactivationResNet, preactivation_resnet.SIZES),
     (densenet.DenseNet, densenet.SIZES),
     (LSTMLanguageModel, {"lstm": (14.0, {})}),
     (GRULanguageModel, {"gru": (13.8, {})}),

@@ -28,7 +28,7 @@ from zoo.chain import Chain, outline
 from zoo.engine.operators import read_settings
 from zoo.engine.recording import thread
 from zoo.models.densenet import DenseNet
-from zoo.models.resnet import BasicUnit, PreactivationResNet
+from zoo.models.preactivation_resnet import PreactivationResNet, basic
 from zoo.models.vit import ViT
 from zoo.planner.plan import Plan
 from zoo.policy.options import attach
@@ -41,7 +41,7 @@ ERRORS: list[Callable[[str], BaseException]] = [
 ]
 FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], list[Tensor]]]] = {
     "resnet": (
-        lambda: PreactivationResNet(BasicUnit, 1, 5, drop_rate=0.2, drop_path_rate=0.3),
+        lambda: PreactivationResNet(basic, 1, 5, drop_rate=0.2, drop_path_rate=0.3),
         lambda: [images(3, 3, 8) / 20],
     ),
     "densenet": (

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zoo
 from zoo.chain import Chain, outline
-from zoo.models import densenet, resnet, vit
+from zoo.models import densenet, preactivation_resnet, resnet, vit
+from zoo.models.preactivation_resnet import PreactivationResNet
 
 DROPS = {"drop_rate": 0.1, "drop_path_rate": 0.5}
 GPT2 = {"width": 16, "depth": 2, "heads": 4, "vocabulary": 50, "chunk_tokens": 8}
@@ -36,19 +37,19 @@ def text(states: int = 0) -> Callable[[], tuple[Tensor | None, ...]]:
 # small models that drop at random, and their inputs
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Tensor | None, ...]]]] = {
     "basic blocks": (
-        lambda: resnet.ResNet(resnet.BasicBlock, (1, 2, 1, 1), 7, **DROPS),
+        lambda: resnet.ResNet(resnet.basic, (1, 2, 1, 1), 7, **DROPS),
         images(2, 3, 33, 47),
     ),
     "bottlenecks": (
-        lambda: resnet.ResNet(resnet.Bottleneck, (1, 2, 1, 1), 7, **DROPS),
+        lambda: resnet.ResNet(resnet.bottleneck, (1, 2, 1, 1), 7, **DROPS),
         images(2, 3, 33, 47),
     ),
     "basic units": (
-        lambda: resnet.PreactivationResNet(resnet.BasicUnit, 2, **DROPS),
+        lambda: PreactivationResNet(resnet.basic, 2, **DROPS),
         images(2, 3, 9, 12),
     ),
     "bottleneck units": (
-        lambda: resnet.PreactivationResNet(resnet.BottleneckUnit, 2, **DROPS),
+        lambda: PreactivationResNet(preactivation_resnet.bottleneck, 2, **DROPS),
         images(2, 3, 9, 12),
     ),
     "densenet": (lambda: densenet.DenseNet(4, (2, 2), 7, drop_rate=0.3), images(2, 3, 33, 47)),

@@ -10,15 +10,9 @@ import zoo
 from tests.models.runs import assert_same, noting_kept, peaks, run, shake
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
-from zoo.models.resnet import (
-    BasicBlock,
-    BasicUnit,
-    Bottleneck,
-    BottleneckUnit,
-    PreactivationResNet,
-    ResNet,
-    Unit,
-)
+from zoo.models.preactivation_resnet import PreactivationResNet, Unit
+from zoo.models.preactivation_resnet import bottleneck as preactivation_bottleneck
+from zoo.models.resnet import Block, ResNet, basic, bottleneck
 from zoo.profiling.allocator import trace
 
 NAMES = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152)]
@@ -86,7 +80,7 @@ def test_refuses_weights_of_another_size_and_stays_as_it_was():
 
 def test_drops_rise_linearly_and_only_in_training():
     model = zoo.resnet18(classes=7, drop_rate=0.3, drop_path_rate=0.7)
-    blocks = [module for module in model.modules() if isinstance(module, BasicBlock)]
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
     assert [block.drop_path.rate for block in blocks] == pytest.approx([i / 10 for i in range(8)])
     plain = zoo.resnet18(classes=7)
     plain.load_state_dict(model.state_dict())
@@ -105,7 +99,7 @@ def test_drops_features_before_the_classifier():
 
 
 def test_drop_path_drops_the_branch_and_not_the_shortcut():
-    block = BasicBlock(8, 8, drop_path=0.999999)
+    block = Block(basic(8, 8), drop_path=0.999999)
     images = torch.rand(4, 8, 5, 5)
     assert torch.equal(block(images), images)
 
@@ -118,14 +112,20 @@ def test_runs_on_meta_tensors():
 @pytest.mark.parametrize(
     ("block", "names"),
     [
-        (BasicBlock(8, 8), "convolve1 normalize1 convolve2 add"),
-        (BasicBlock(8, 8, 2), "convolve1 normalize1 convolve2 project add"),
-        (Bottleneck(32, 8), "convolve1 normalize1 convolve2 normalize2 convolve3 add"),
-        (Bottleneck(8, 8), "convolve1 normalize1 convolve2 normalize2 convolve3 project add"),
-        (BasicUnit(8, 8), "normalize1 convolve1 normalize2 add"),
+        (Block(basic(8, 8)), "convolve(1) normalize(1) convolve(2) add"),
+        (Block(basic(8, 8, 2)), "convolve(1) normalize(1) convolve(2) project add"),
         (
-            BottleneckUnit(8, 8),
-            "normalize1 convolve1 normalize2 convolve2 normalize3 project add",
+            Block(bottleneck(32, 8)),
+            "convolve(1) normalize(1) convolve(2) normalize(2) convolve(3) add",
+        ),
+        (
+            Block(bottleneck(8, 8)),
+            "convolve(1) normalize(1) convolve(2) normalize(2) convolve(3) project add",
+        ),
+        (Unit(basic(8, 8)), "activate convolve(1) normalize(2) add"),
+        (
+            Unit(preactivation_bottleneck(8, 8)),
+            "activate convolve(1) normalize(2) convolve(2) normalize(3) project add",
         ),
     ],
 )
@@ -136,8 +136,8 @@ def test_offers_the_parts_of_a_block_as_steps(block, names):
 @pytest.mark.parametrize(
     "chain",
     [
-        BasicBlock(64, 64), Bottleneck(64, 16), zoo.resnet18(), BasicUnit(64, 64),
-        BottleneckUnit(64, 16),
+        Block(basic(64, 64)), Block(bottleneck(64, 16)), zoo.resnet18(), Unit(basic(64, 64)),
+        Unit(preactivation_bottleneck(64, 16)),
     ],
 )  # fmt: skip
 def test_norm_activation_and_sum_take_the_memory_of_one_tensor(chain):
@@ -147,7 +147,8 @@ def test_norm_activation_and_sum_take_the_memory_of_one_tensor(chain):
         before, after = state, step(*state)
         state = after if isinstance(after, tuple) else (after,)
         # a unit's sum stands in the step of its last convolution, which takes a workspace
-        if name.startswith("normalize") or (name == "add" and not isinstance(chain, Unit)):
+        is_sum = name == "add" and not isinstance(chain, Unit)
+        if is_sum or name.startswith(("normalize", "activate")):
             assert trace(functools.partial(step, *before)).peak <= 1.1 * state[0].nbytes
 
 
@@ -189,7 +190,7 @@ def test_refuses_bad_images_before_anything_ran(build, images, match):
 
 @pytest.mark.parametrize(
     ("model", "size"),
-    [(ResNet(BasicBlock, (1, 1, 1, 1), 7), 32), (PreactivationResNet(BasicUnit, 1, 7), 4)],
+    [(ResNet(basic, (1, 1, 1, 1), 7), 32), (PreactivationResNet(basic, 1, 7), 4)],
 )
 def test_takes_one_small_image_where_statistics_can_be_computed_or_need_not(model, size):
     assert model.eval()(torch.randn(1, 3, 1, 1)).shape == (1, 7)
@@ -242,7 +243,7 @@ def train_once(model, forward):
     return [logits, *gradients], sum(kept.values())
 
 
-@pytest.mark.parametrize("unit", [BasicUnit, BottleneckUnit])
+@pytest.mark.parametrize("unit", [basic, preactivation_bottleneck])
 def test_equals_the_paper_s_forward_bit_for_bit_and_keeps_no_more(unit):
     model = PreactivationResNet(unit, 2)
     for module in model.modules():
@@ -268,24 +269,23 @@ def test_is_as_deep_as_its_name_says_and_as_large_as_the_paper_says(name, millio
 
 
 def test_projects_only_where_the_number_of_channels_changes():
-    basic, bottleneck = PreactivationResNet(BasicUnit, 2), PreactivationResNet(BottleneckUnit, 2)
-    ends = [key for key in basic.state_dict() if "downsample" in key]
-    assert ends == ["layer2.0.downsample.weight", "layer3.0.downsample.weight"]
-    ends = [key for key in bottleneck.state_dict() if "downsample" in key]
-    assert ends == [f"layer{stage}.0.downsample.weight" for stage in (1, 2, 3)]
+    for block, stages in ((basic, (2, 3)), (preactivation_bottleneck, (1, 2, 3))):
+        keys = PreactivationResNet(block, 2).state_dict()
+        ends = [key for key in keys if "downsample" in key]
+        assert ends == [f"layer{stage}.0.downsample.weight" for stage in stages]
 
 
 def test_draws_weights_by_their_fan_out():
     torch.manual_seed(0)
-    model = PreactivationResNet(BottleneckUnit, 1)
+    model = PreactivationResNet(preactivation_bottleneck, 1)
     weight = model.layer3[0].conv3.weight.detach()
     assert float(weight.std()) == pytest.approx((2 / 256) ** 0.5, rel=0.05)
     assert not model.fc.bias.any()
 
 
 def test_drops_of_units_rise_linearly_and_only_in_training():
-    model = PreactivationResNet(BasicUnit, 2, drop_rate=0.3, drop_path_rate=0.5)
-    units = [module for module in model.modules() if isinstance(module, BasicUnit)]
+    model = PreactivationResNet(basic, 2, drop_rate=0.3, drop_path_rate=0.5)
+    units = [module for module in model.modules() if isinstance(module, Unit)]
     assert [unit.drop_path.rate for unit in units] == pytest.approx([i / 10 for i in range(6)])
     assert model.dropout.p == 0.3
     images = torch.randn(2, 3, 8, 8)

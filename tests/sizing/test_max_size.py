@@ -19,7 +19,7 @@ from zoo.chain import Chain
 from zoo.errors import ArgumentError, BudgetError, InputError, PlanError
 from zoo.invocation import Invocation
 from zoo.models.densenet import DenseNet
-from zoo.models.resnet import BasicUnit, PreactivationResNet
+from zoo.models.preactivation_resnet import PreactivationResNet, basic
 from zoo.sizing.max_size import Largest, largest
 from zoo.sizing.trial_step import train_twice
 
@@ -55,7 +55,7 @@ CASES: dict[str, Case] = {
         3,
     ),
     "preactivation": (
-        functools.partial(PreactivationResNet, BasicUnit, 3),
+        functools.partial(PreactivationResNet, basic, 3),
         lambda size: meta(size, 3, 16, 16),
         scores,
         3,

@@ -8,8 +8,8 @@ MONAI's skips are locals of one forward; here they are tensors handed on:
     up 0-3    x256     1/8  ...  x32   1         one less each
     logits    classes  1
 
-Half of what a training step holds belongs to the last level up, so each operation is a step of its
-own: what the backward of an activation needs is then not held beside what that of a norm needs.
+The last level up holds half of the activations, so each operation is a step: its saved tensors are
+then not recomputed beside those of the next.
 
 MONAI's weights load, values and gradients are MONAI's bit for bit. Deviations: `drop_rate` rules
 every dropout (MONAI's two last skips always have 0.5); instance norm and `width` are ours.
@@ -51,14 +51,13 @@ FROM_MONAI = {
 
 
 class ELU(nn.Module):
-    """ELU that keeps its output for the backward: any shape -> the same shape.
+    """ELU that saves its output, which the next convolution saves anyway; `F.elu` saves its input.
 
-    The next convolution keeps that tensor anyway; `F.elu` out of place would keep its input, one
-    more. Values and gradients are those of `nn.ELU(inplace=True)`.
+    Values and gradients are those of `nn.ELU(inplace=True)`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes ELU in place on a copy."""
+        """Computes ELU in place on a copy: any shape -> the same shape."""
         return F.elu(x.clone(), inplace=True)
 
 
