@@ -1,10 +1,8 @@
 """`zoo.track` and `zoo.anatomy`: where the memory of a training step goes, with and without a plan.
 
-An anatomy is that of a copy of the model:
-
-measured     a real copy trains two steps, the second is tracked
-predicted    a fake copy: its tensors have sizes and no memory behind them, so that a step is
-             tracked that would fit nowhere; kernel workspace is not in it
+An anatomy trains a copy of the model: a real one, whose second step is tracked, or one of fake
+tensors, which have sizes and no memory, so that a step is tracked that would fit nowhere; kernel
+workspaces are not in that.
 """
 
 import contextlib
@@ -68,20 +66,19 @@ def track(
     ones; changes no number and leaves nothing behind.
 
     Args:
-        model: whose parameters, buffers, steps and modules give the bytes their names.
-        optimizer: its state counts as there from the start, as does that of any other optimizer
-            from its first step on.
-        inputs: tensors in any nesting that are there before, also where the block never reads them.
-        allocator: on the CPU, also record the allocator's own events with torch's profiler, so that
-            the timeline has what tensors do not show. Not inside of another profiler. torch may
-            log a "memory block of unknown size was allocated before" on stderr, which is harmless;
-            TORCH_CPP_LOG_LEVEL=ERROR, set before torch is imported, stops all such lines.
+        model: its parameters, buffers, steps and modules name the bytes.
+        optimizer: its state counts from the start, that of any other from its first step on.
+        inputs: tensors in any nesting, counted from the start even where nothing reads them.
+        allocator: on the CPU, also record the allocator's own events with torch's profiler, for
+            kernel workspaces. Not inside of another profiler. torch may log a harmless "memory
+            block of unknown size was allocated before" on stderr; TORCH_CPP_LOG_LEVEL=ERROR, set
+            before torch is imported, stops such lines.
 
     Raises:
         ArgumentError: no module, no optimizer, allocator=True for a model that is not on the CPU,
             or, as a decorator, no function.
     """
-    return Tracker(model, optimizer=optimizer, inputs=inputs, allocator=allocator)
+    return Tracker(model, optimizer, inputs, allocator)
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class Anatomy:
     plan: Plan | None = None
 
     def table(self, holders: int = 10) -> str:
-        """Writes what takes how much at the peak, by category, block and tensor."""
+        """Writes the bytes at the peak by category, block and tensor."""
         if self.planned is None:
             return self.baseline.table(holders)
         return compare({"baseline": self.baseline, "with the plan": self.planned}, holders)
@@ -103,9 +100,9 @@ class Anatomy:
 
     def to_json(self) -> str:
         """Writes plan and timelines as JSON."""
-        timelines = {"baseline": self.baseline, "planned": self.planned}
-        found = {name: json.loads(t.to_json()) if t else None for name, t in timelines.items()}
-        return json.dumps({"plan": self.plan, **found})
+        planned = None if self.planned is None else json.loads(self.planned.to_json())
+        baseline = json.loads(self.baseline.to_json())
+        return json.dumps({"plan": self.plan, "baseline": baseline, "planned": planned})
 
 
 def anatomy(
@@ -117,21 +114,19 @@ def anatomy(
     checkpoint: Checkpoint | None = None,
     device: str | None = None,
 ) -> Anatomy:
-    """Takes a steady training step of a model apart: without a plan and, if there is one, with it.
+    """Tracks a steady training step of a model: the baseline and, if there is a plan, with it.
 
-    The model is left as it is; a copy trains. Its first step is not counted.
+    The model is not changed; a copy trains. Its first step is not counted.
 
     Args:
-        model: in training mode. Where it has a plan of its own, that is the plan.
-        inputs: what it is called with: a tensor, a tuple or a dict of keyword arguments, real or on
-            the meta device.
+        model: in training mode, with or without a plan of its own.
+        inputs: a tensor, a tuple or a dict of keyword arguments, real or on the meta device.
         optimizer: is called with the list of parameters; None takes no step.
-        loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a scalar is
-            its own loss, and an output named `loss` too, and of anything else the means of all
-            floating tensors are added.
+        loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a scalar or
+            an output named `loss` is the loss, else the sum of the means of all floating tensors.
         checkpoint: what `zoo.create` takes, in place of the model's own.
         device: "meta" runs nothing real: fake tensors stand for those of the model's device, the
-            CPU's where the model is on the meta device. Meta inputs or parameters say so, too.
+            CPU's where the model is on the meta device. Meta inputs or parameters imply it.
 
     Raises:
         ArgumentError: no module or not in training mode; a plan for what cannot be traced.
@@ -144,10 +139,9 @@ def anatomy(
     check_loss(loss)
     given, loss = Invocation.of(inputs), loss or mean_of
     plan = _decided(model, given, checkpoint)
-    tensors = (*given.tensors, *model.parameters())
-    is_fake = device == "meta" or any(tensor.is_meta for tensor in tensors)
+    on_meta = any(tensor.is_meta for tensor in (*given.tensors, *model.parameters()))
     with random_state_restored():
-        if is_fake:
+        if device == "meta" or on_meta:
             tracked = FakeStep(model, given, optimizer, loss).track
         else:
             tracked = functools.partial(_measured, model, given, optimizer, loss)
@@ -204,44 +198,33 @@ class FakeStep:
         loss: Loss,
         wrap: Callable[[nn.Module], object] | None = None,
     ) -> None:
-        devices = [p.device for p in model.parameters() if not p.is_meta]
-        device = devices[0] if devices else torch.device("cpu")
+        device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.names, self.loss = named_steps(model), with_loss_errors(loss, device)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake = functools.partial(_fake, self.mode, device)
-        made: dict[int, Any] = {}
-        for parameter in model.parameters():
-            made[id(parameter)] = nn.Parameter(fake(parameter.detach()), parameter.requires_grad)
-        for buffer in model.buffers():
-            # what is only one number stays real
-            if buffer.ndim:
-                made[id(buffer)] = fake(buffer)
-            elif buffer.is_meta:
-                made[id(buffer)] = torch.zeros_like(buffer, device=device)
-        self.model = copy.deepcopy(model, made)
+        self.model = _fake_copy(model, fake, device)
         if wrap is not None:
             wrap(self.model)
         with self._on_fakes():
             self.inputs, self.optimizer = inputs.map(fake), optimizer_of(make, self.model)
             if wrap is not None:
-                # the first step of what is wrapped is another than all that follow
+                # the first step of a wrapped model differs from all that follow
                 put_in_force(self.model, False)
                 self._train()
             elif self.optimizer is not None:
-                # its state is there from its first step on
+                # a step makes its state
                 for parameter in self.model.parameters():
                     if parameter.requires_grad:
                         parameter.grad = torch.empty_like(parameter)
                 self.optimizer.step()
 
     def track(self, plan: Plan | str | None) -> Timeline:
-        """Trains a step by a plan; None keeps everything."""
+        """Trains a step by a plan; None is the baseline."""
         with self._on_fakes():
             put_in_force(self.model, False if plan is None else plan, steps=self.names)
             self.model.zero_grad(set_to_none=True)
             if plan is not None and not isinstance(self.model, Chain):
-                # the first one is traced
-                self._train()
+                self._train()  # the first step is traced
             tensors = self.inputs.tensors
             with track(self.model, optimizer=self.optimizer, inputs=tensors) as timeline:
                 self._train()
@@ -286,13 +269,13 @@ def train_step(
 
 
 def optimizer_of(make: MakeOptimizer | None, model: nn.Module) -> torch.optim.Optimizer | None:
-    """Makes an optimizer of the parameters that a model trains; None where there are none."""
+    """Makes an optimizer of the trainable parameters of a model; None where there are none."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return made_by(make, trained) if make is not None and trained else None
 
 
 def own_copy(inputs: Invocation) -> Invocation:
-    """Copies the tensors among arguments; one that stands there twice stays one."""
+    """Copies the tensors among arguments; one that is passed twice stays one."""
 
     @functools.cache
     def own(tensor: Tensor) -> Tensor:
@@ -302,7 +285,7 @@ def own_copy(inputs: Invocation) -> Invocation:
 
 
 def mean_of(outputs: Any) -> Tensor:
-    """Adds the means of all floating tensors -> (); a loss that is named is its own.
+    """Returns the loss among named outputs, or the sum of the means of all floating tensors -> ().
 
     Raises:
         ArgumentError: there is none.
@@ -311,10 +294,25 @@ def mean_of(outputs: Any) -> Tensor:
     if isinstance(own, Tensor) and own.numel() == 1:
         return own
     floating = (tensor for tensor in tensors_in(outputs) if tensor.is_floating_point())
-    found = [tensor.mean() if tensor.ndim else tensor for tensor in floating]
-    if not found:
+    means = [tensor.mean() if tensor.ndim else tensor for tensor in floating]
+    if not means:
         raise ArgumentError("the model returns no floating tensor; pass loss= a scalar of its own")
-    return sum(found[1:], found[0])
+    return sum(means[1:], means[0])
+
+
+def _fake_copy(
+    model: nn.Module, fake: Callable[[Tensor], Tensor], device: torch.device
+) -> nn.Module:
+    """Copies a model; its parameters and buffers become fake, but for buffers of one number."""
+    copies: dict[int, Any] = {}
+    for parameter in model.parameters():
+        copies[id(parameter)] = nn.Parameter(fake(parameter.detach()), parameter.requires_grad)
+    for buffer in model.buffers():
+        if buffer.ndim:
+            copies[id(buffer)] = fake(buffer)
+        elif buffer.is_meta:
+            copies[id(buffer)] = torch.zeros_like(buffer, device=device)
+    return copy.deepcopy(model, copies)
 
 
 def _fake(mode: FakeTensorMode, device: torch.device, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of what goes into a model: the value, the limit and the way out in one sentence."""
+"""Validation of a model's arguments and inputs: errors name the value, the limit, the way out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from zoo.errors import ArgumentError, InputError, shortened
 
-# a tensor with an axis as long fits nowhere, and a longer one overflows
+# no tensor has an axis as long, and the size of a longer one overflows
 LARGEST = 2**40
-# the target that counts for nothing, as in `F.cross_entropy`
+# the target that has no loss, as in `F.cross_entropy`
 IGNORED = -100
 
 
@@ -20,8 +20,8 @@ def check_input(
     """Returns the only input, a floating tensor with these axes ("N C H W") and channels.
 
     Raises:
-        InputError: there is not one tensor; it has other axes, an empty one or other channels; it
-            is elsewhere than the weight, or of another type outside of autocast.
+        InputError: there is not one tensor; it has other axes, an empty one or other channels; its
+            device, or outside of autocast its type, is not that of the weight.
     """
     if len(inputs) != 1:
         raise InputError(f"{model} takes one tensor; got {len(inputs)} inputs")
@@ -47,14 +47,13 @@ def check_input(
             f"{tuple(tensor.shape)}. Build it with in_channels=..."
         )
     if 0 in tensor.shape:
-        raise InputError(
-            f"{model} needs at least one element on each axis; got {tuple(tensor.shape)}"
-        )
+        got = tuple(tensor.shape)
+        raise InputError(f"{model} needs at least one element on each axis; got {got}")
     return tensor
 
 
 def check_norm(model: str, images: Tensor, values: int) -> None:
-    """Raises InputError unless norms see two values per channel where the maps are smallest."""
+    """Raises InputError where norms would see one value per channel of the smallest maps."""
     if values == 1:
         raise InputError(
             f"{model}'s norms need at least 2 values per channel where its maps are smallest; "
@@ -71,12 +70,12 @@ def check_tokens(
     vocabulary: int,
     longest: int | None = None,
 ) -> None:
-    """Checks tokens with these axes ("N T") and targets; values on the CPU only: nothing waits.
+    """Checks tokens with these axes ("N T") and targets; their values on the CPU only, to not wait.
 
     Raises:
         InputError: tokens are not integers, have other axes, an empty one or T beyond `longest`;
-            targets are not int64 or of another shape; a value is outside [0, vocabulary), but for
-            targets of -100.
+            targets are not int64 or of another shape; a value other than a target of -100 is
+            outside [0, vocabulary).
     """
     shape = _shape(model, tokens, axes)
     if tokens.dtype not in (torch.int32, torch.int64):
@@ -107,14 +106,11 @@ def check_integers(model: str, minimum: int = 1, **values: int) -> None:
     """Raises ArgumentError when a value is no whole number from the minimum to `LARGEST`."""
     for argument, value in values.items():
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or value < minimum:
-            kind = "" if is_whole else ", which is no whole number"
+        if not is_whole or not minimum <= value <= LARGEST:
+            limit = f"most {LARGEST}" if is_whole and value > LARGEST else f"least {minimum}"
+            why = "" if is_whole else ", which is no whole number"
             raise ArgumentError(
-                f"{model} needs {argument} of at least {minimum}; got {shortened(value)}{kind}"
-            )
-        if value > LARGEST:
-            raise ArgumentError(
-                f"{model} needs {argument} of at most {LARGEST}; got {shortened(value)}"
+                f"{model} needs {argument} of at {limit}; got {shortened(value)}{why}"
             )
 
 
@@ -136,8 +132,8 @@ def _shape(model: str, tensor: Any, axes: str) -> dict[str, int]:
     names = axes.split()
     expected = f"({', '.join(names)})"
     if not isinstance(tensor, Tensor):
-        kind = "none" if tensor is None else f"a {type(tensor).__name__}"
-        raise InputError(f"{model} takes a tensor {expected}; got {kind}")
+        got = "none" if tensor is None else f"a {type(tensor).__name__}"
+        raise InputError(f"{model} takes a tensor {expected}; got {got}")
     if tensor.ndim != len(names):
         raise InputError(f"{model} takes {expected}, {len(names)} axes; got {tuple(tensor.shape)}")
     return dict(zip(names, tensor.shape, strict=True))

@@ -1,7 +1,6 @@
 """Stochastic depth (Huang et al. 2016, arXiv:1603.09382), as timm computes it.
 
-torchvision's `StochasticDepth` draws through a scripted function; this is the same layer in plain
-torch, with the draw made by the default generator.
+torchvision's `StochasticDepth` draws in a scripted function; this is the same layer in plain torch.
 """
 
 from torch import Tensor, nn

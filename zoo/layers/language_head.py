@@ -1,25 +1,25 @@
-"""A language model's decoder and cross entropy as steps, one chunk of tokens after another.
+"""Chunked cross entropy: a language model's decoder and loss as steps, one per chunk of tokens.
 
 The logits (tokens x vocabulary) are by far the largest tensor of a language model: GPT-2's 1024
-tokens x 50257 are 196 MiB a sample. Here every chunk of tokens is a step, so a plan that recomputes
-each holds the logits of one chunk at a time, with the baseline's gradients bit for bit.
+tokens x 50257 are 196 MiB a sample. A plan that recomputes each chunk's step holds the logits of
+one chunk at a time, with the baseline's gradients bit for bit.
 
     state after            tensors, behind those carried on
     split                  total count | hidden targets | hidden targets | ...
     add_loss               total count | hidden targets | ...
     mean                   loss
 
-Heads are, as a model's `head=` says,
+Heads are, by a model's `head=`,
 
 - "plain": `F.cross_entropy`, which holds three buffers of a chunk's size at once: the logits, the
   gradient of their logarithms, that of the logits;
-- "inplace": the same bits in one buffer. Only the logits are kept; the backward recomputes the
+- "inplace": the same bits in one buffer. Only the logits are saved; the backward recomputes the
   logarithms, a few rows at a time, by torch's own kernels and writes the gradient over the logits;
 - "fused": one step decodes all chunks and computes their gradients at once, equal up to rounding
-  since they are summed before they are scaled. No logits are kept.
+  since they are summed before they are scaled. No logits are saved.
 
-`torch.nn.functional.linear_cross_entropy` (torch 2.13, with options) does what "fused" does, but
-hands each use of a weight a gradient of its own, where `SharedWeight` sums them in one buffer.
+`torch.nn.functional.linear_cross_entropy` (torch 2.13) is like "fused", but computes one gradient
+for each use of a weight, where `SharedWeight` sums them in one buffer.
 """
 
 import operator
@@ -47,24 +47,22 @@ from zoo.layers.shared_weight import (
     is_wanted,
 )
 
-# what `head=` of a model may be
 HEADS = ("inplace", "plain", "fused")
-# so few that they do not matter beside the logits, so many that no kernel has too little to do
+# rows are processed in as many parts: small beside the logits, large enough to keep kernels busy
 PARTS = 8
 SUM = 2  # `reduction="sum"`, as the operators of torch count
 
 
 @dataclass(frozen=True)
 class Head:
-    """The steps hidden (..., C), targets (...) -> mean loss () over the targets that count.
+    """The steps hidden (..., C), targets (...) -> mean loss (); targets of -100 are ignored.
 
-    `loss` maps hidden (tokens, C), targets (tokens) to their summed loss (). `chunk_tokens` at a
-    time make a step of their own; None where one step takes all. The first `carried` tensors of the
-    state are handed on untouched and stand before the loss at the end. Targets of -100 are ignored.
+    `loss` maps hidden (tokens, C), targets (tokens) to their summed loss (). Each `chunk_tokens`
+    are a step; None is one step for all. The first `carried` tensors of the state are handed on and
+    stand before the loss at the end.
 
     With one chunk and an exact head the loss is that of `F.cross_entropy` bit for bit. Half
-    precision is summed in float32: 256 losses of 10 each would round to a few hundredths in
-    bfloat16.
+    precision is summed in float32: in bfloat16, 256 losses of 10 would round to a few hundredths.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -72,7 +70,7 @@ class Head:
     carried: int = 0
 
     def steps(self, tokens: int) -> Steps:
-        """Lists split, then add_loss for each chunk of so many targets, then mean."""
+        """Lists split, add_loss for each chunk, mean, for so many targets."""
         chunks = ceil(tokens / (self.chunk_tokens or tokens))
         return [self.split, *[self.add_loss] * chunks, self.mean]
 
@@ -106,7 +104,7 @@ def make_head(
 ) -> Head:
     """Makes one of `HEADS` for a decoder of this weight, or this module with its bias.
 
-    A module that does more than `nn.Linear` may show the logits to others: its head is plain.
+    The head of a module that does more than `nn.Linear` is plain: others may see its logits.
     """
     decoder = weight.decoder(module)
     if name == "fused" and decoder is not module:
@@ -124,14 +122,13 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def cross_entropy_inplace(logits: Tensor, targets: Tensor) -> Tensor:
     """Computes `cross_entropy`, bit for bit; its backward writes the gradient over the logits.
 
-    So the logits must be the caller's alone: fresh, kept by no hook, read by no other function.
-    They are not written in a backward with `retain_graph`, `create_graph` or batched gradients; and
-    under `torch.compile`, `torch.func`, forward-mode derivatives and for tensor subclasses this is
-    `cross_entropy` itself.
+    So nothing else may use the logits, hooks included. A backward with `retain_graph`,
+    `create_graph` or batched gradients does not write them; under `torch.compile`, `torch.func`,
+    forward-mode derivatives and for tensor subclasses this is `cross_entropy` itself.
     """
     if type(logits) not in (Tensor, FakeTensor) or not is_eager():
         return cross_entropy(logits, targets)
-    # in this order, so that a recomputation, which needs what the first line saves, ends there
+    # first the line that saves tensors: a recomputation stops behind it
     zero = cast(Tensor, _InplaceLoss.apply(logits, targets))
     return zero + _summed_loss(logits.detach(), targets)
 
@@ -141,23 +138,23 @@ def fused_loss(
 ) -> Tensor:
     """Hidden (tokens, C), targets (tokens) -> summed loss (), `chunk_tokens` decoded at a time.
 
-    Plain operations take over without gradients and under `torch.compile`, `torch.func` and
+    Plain operations compute it without gradients and under `torch.compile`, `torch.func` and
     forward-mode derivatives.
 
     Raises:
-        ArgumentError: in the backward, when it is itself differentiated, or batched.
+        ArgumentError: in a backward that is differentiated or batched.
     """
-    weight, kind = shared.weight, hidden.device.type
+    weight, device = shared.weight, hidden.device.type
     if not torch.is_grad_enabled() or not is_eager():
         chunks = (torch.split(tensor, chunk_tokens) for tensor in (hidden, targets))
         pairs = zip(*chunks, strict=True)
         losses = [cross_entropy(F.linear(x, weight, bias), wanted) for x, wanted in pairs]
         return torch.stack(losses).sum()
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         bias = bias if bias is None else bias.to(dtype)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(device, enabled=False):
         loss = _FusedLoss.apply(
             shared.token, weight, hidden, bias, targets, chunk_tokens, shared.total
         )
@@ -175,7 +172,7 @@ class _InplaceLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (targets, logits) = gradients, ctx.saved_tensors
-        if not is_first_order(gradient):  # by what autograd calls and can differentiate
+        if not is_first_order(gradient):  # by operations that autograd can differentiate
             return _gradient(_log_softmax(logits), targets, gradient).to(logits.dtype), None
         written = logits.detach() if _is_last_backward() else logits.detach().clone()
         for rows in _parts(len(written)):
@@ -187,7 +184,7 @@ class _InplaceLoss(torch.autograd.Function):
 class _FusedLoss(torch.autograd.Function):
     """Computes the gradients in the forward.
 
-    Those of weight and bias are no saved tensors, since a recomputation would not free them.
+    Those of weight and bias are no saved tensors: a recomputation would not free them.
     """
 
     @staticmethod
@@ -231,7 +228,7 @@ class _FusedLoss(torch.autograd.Function):
         sums, scale = ctx.sums, operator.mul
         if _is_last_backward():
             ctx.sums, scale = None, operator.imul
-        for_weight, for_bias = (None if found is None else scale(found, gradient) for found in sums)
+        for_weight, for_bias = (None if total is None else scale(total, gradient) for total in sums)
         if ctx.shared and for_weight is not None:
             if is_wanted(ctx):
                 ctx.total.add(lambda: for_weight, lambda total: total.add_(for_weight))
@@ -241,29 +238,27 @@ class _FusedLoss(torch.autograd.Function):
 
 def _summed_loss(logits: Tensor, targets: Tensor, replace_logits: bool = False) -> Tensor:
     """Computes `cross_entropy` a few rows at a time; can write its gradient over the logits."""
-    places = targets.where(targets != IGNORED, 0).unsqueeze(1)
+    columns = targets.where(targets != IGNORED, 0).unsqueeze(1)
     one = _widened(logits.new_ones(()))
     picked = []
     for rows in _parts(len(logits)):
         logarithms = _log_softmax(logits[rows])
-        picked.append(logarithms.gather(1, places[rows]))
+        picked.append(logarithms.gather(1, columns[rows]))
         if replace_logits:
             logits[rows] = _gradient(logarithms, targets[rows], one)
-    # summed as torch does: what is picked are logits of a vocabulary of one word
+    # summed by torch's kernel, as logits of a vocabulary of one word
     words = torch.where(targets != IGNORED, 0, IGNORED)
     return F.nll_loss(torch.cat(picked), words, ignore_index=IGNORED, reduction="sum")
 
 
-def _gradient(logarithms: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
+def _gradient(logarithms: Tensor, targets: Tensor, gradient: Tensor) -> Any:
     """Returns the gradient of the logits from that of the summed loss."""
     unused = logarithms.new_zeros(())  # the number of targets, which a mean would need
-    for_logarithms = torch.ops.aten.nll_loss_backward(
+    aten: Any = torch.ops.aten
+    of_logarithms = aten.nll_loss_backward(
         gradient, logarithms, targets, None, SUM, IGNORED, unused
     )
-    found: Tensor = torch.ops.aten._log_softmax_backward_data(
-        for_logarithms, logarithms, 1, logarithms.dtype
-    )
-    return found
+    return aten._log_softmax_backward_data(of_logarithms, logarithms, 1, logarithms.dtype)
 
 
 def _parts(rows: int) -> Iterator[slice]:

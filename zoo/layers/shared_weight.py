@@ -1,9 +1,9 @@
-"""One weight used by many steps of a forward, whose gradient is summed in place.
+"""Weight sharing: the gradient of a weight that many steps of a forward use, summed in place.
 
-A language model's decoder is used by every chunk of tokens, and where it is tied also by the
-embedding. Autograd gives each use a gradient of the whole weight (GPT-2 small: 147 MiB) and adds
-them pairwise, so two or three exist at once. Here the uses share one buffer, which in the end *is*
-the parameter's gradient:
+Every chunk of tokens uses a language model's decoder, and so does a tied embedding. Autograd
+computes a gradient of the whole weight for each use (GPT-2 small: 147 MiB) and adds them pairwise,
+so two or three exist at once. Here the uses share one buffer, which becomes the parameter's
+gradient:
 
     forward    weight -> token          an empty tensor, which every use takes as an input
     backward   last use                 total  = logits' @ hidden
@@ -11,9 +11,9 @@ the parameter's gradient:
                embedding                total[tokens] += gradient
                token, after all uses    gives total to the weight
 
-Gradients equal autograd's up to the order of additions. Plain operations take over where a sum in
-place cannot be: under autocast, `torch.compile` and `torch.func`, without gradients, for frozen
-weights and tensor subclasses; and in a backward that is itself differentiated or batched.
+Gradients equal autograd's up to the order of additions. Plain operations are used under autocast,
+`torch.compile` and `torch.func`, without gradients, for frozen weights and tensor subclasses, and
+in a backward that is itself differentiated or batched.
 """
 
 import functools
@@ -48,14 +48,13 @@ def is_eager() -> bool:
 
 
 def is_first_order(gradient: Tensor) -> bool:
-    """Says whether the backward given this gradient is neither differentiated nor batched."""
-    batched = is_legacy_batched(gradient)  # by is_grads_batched=True
-    transformed = batched or are_functorch_transforms_active()
-    return not torch.is_grad_enabled() and not transformed
+    """Says whether the backward of this gradient is neither differentiated nor batched."""
+    is_batched = is_legacy_batched(gradient) or are_functorch_transforms_active()
+    return not torch.is_grad_enabled() and not is_batched
 
 
 def is_engine_running() -> bool:
-    """Says whether autograd's engine runs this backward; else a planner walks it, once."""
+    """Says whether autograd's engine runs this backward; else the planner does, once."""
     return bool(current_backward() != -1)
 
 
@@ -81,13 +80,11 @@ class SharedWeight:
     def decoder(self, module: nn.Module | None = None) -> Callable[[Tensor], Tensor]:
         """Returns x (tokens, C) -> logits (tokens, V) by this weight.
 
-        That is the module, where it does more than `nn.Linear`: hooks, parametrizations and a
-        forward of its own see the logits. In all other cases nobody else does.
+        That is the module where it does more than `nn.Linear`: its hooks, parametrizations or own
+        forward see the logits.
         """
-        if module is None:
-            return functools.partial(self._linear, None)
-        if type(module) is nn.Linear and _is_unmodified(module):
-            return functools.partial(self._linear, module.bias)
+        if module is None or (type(module) is nn.Linear and _is_unmodified(module)):
+            return functools.partial(self._linear, getattr(module, "bias", None))
         return module
 
     def embedding(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -108,9 +105,9 @@ class SharedWeight:
 
 
 class Total:
-    """The gradient of one weight so far, by the number of the backward that sums it.
+    """The gradient of one weight so far, by the id of the backward that sums it.
 
-    A backward that fails leaves its sum behind, under a number that no other backward has.
+    The sum of a backward that failed stays, under an id that no other backward has.
     """
 
     def __init__(self) -> None:
@@ -128,9 +125,7 @@ class Total:
 def is_wanted(ctx: Any) -> bool:
     """Says whether this backward leads to the weight (`autograd.grad` may ask for others)."""
     token, _ = ctx.next_functions[0]
-    if not is_engine_running():
-        return True
-    return bool(will_run(token))
+    return not is_engine_running() or bool(will_run(token))
 
 
 class _Token(torch.autograd.Function):
@@ -196,10 +191,10 @@ class _Lookup(torch.autograd.Function):
 
 
 def _add_rows(total: Tensor, gradient: Tensor, tokens: Tensor) -> None:
-    """Adds each token's gradient to its row: one sum per row, the same bits in every run.
+    """Adds each token's gradient to its row, deterministically: one sum per row.
 
-    A token that comes again has its sum in the slot of its first place in order; the slots of the
-    others are zero, and added in whatever sequence these change no bit.
+    The sum of equal tokens is in the slot of the first of them in order; the slots of the others
+    are zero, so that the order of their additions changes no bit.
 
         tokens 7 3 7    ordered 3 7 7    slots 1 0 1    sums (second) (first + third) 0
     """
@@ -215,10 +210,7 @@ def _row_sums(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
 
 
 def _is_unmodified(module: nn.Module) -> bool:
-    """Says whether calling a module does no more than its class's forward.
-
-    The engine's own hooks for all modules do not count.
-    """
-    hooks = (str(getattr(hook, "__module__", "")) for hook in hooks_for_all())
-    foreign = any(not name.startswith("zoo.") for name in hooks)
-    return not (is_hooked(module) or "forward" in vars(module) or foreign)
+    """Says whether calling a module does only its class's forward, but for zoo's global hooks."""
+    owners = (str(getattr(hook, "__module__", "")) for hook in hooks_for_all())
+    is_foreign = any(not owner.startswith("zoo.") for owner in owners)
+    return not (is_hooked(module) or "forward" in vars(module) or is_foreign)

@@ -1,16 +1,15 @@
 """Densely connected networks (Huang et al. 2016, arXiv:1608.06993) as chains.
 
-Every layer reads all features before it in the block, and autograd keeps each concatenation of
-them: memory grows with the square of the depth. torchvision's forwards hide the concatenations
-inside its layers. Here the state is the tuple of features, so that a segment keeps only these and
-recomputes the concatenation. Parameter names, initialization draw by draw, outputs and gradients
-are torchvision's.
+Every layer reads all features before it in the block, and autograd saves each concatenation of
+them: memory grows with the square of the depth. Here the state is the tuple of features, so that a
+segment saves only these and recomputes the concatenation, which torchvision's layers hide.
+Parameter names, initialization draw by draw, outputs and gradients are torchvision's.
 
 All networks are DenseNet-BC: bottlenecks of 4 growth_rate channels, transitions that halve the
 channels, 2 growth_rate channels at the start. densenet100 and densenet190 are the paper's for
-CIFAR, three blocks after one 3x3 convolution; torchvision has neither these nor densenet264, whose
-name counts one layer less than the paper's table. Deviations, shared with torchvision: dropout
-follows the 3x3 convolutions only, weights are normal with variance 2 / fan in, not fan out.
+CIFAR, three blocks after one 3x3 convolution; torchvision lacks these and densenet264, whose name
+counts one layer less than the paper's table. Deviations, shared with torchvision: dropout follows
+the 3x3 convolutions only, weights are normal with variance 2 / fan in, not fan out.
 """
 
 import re
@@ -31,10 +30,7 @@ State = tuple[Tensor, ...]
 
 
 class DenseLayer(Chain):
-    """Adds features to those before it: tensors (N, C_i, H, W) -> the same and (N, growth, H, W).
-
-    Its inputs are handed on as they are; the concatenation of them is in no state.
-    """
+    """Adds features to those before: tensors (N, C_i, H, W) -> the same and (N, growth, H, W)."""
 
     def __init__(self, inputs: int, growth_rate: int, drop_rate: float = 0.0) -> None:
         super().__init__()
@@ -78,9 +74,8 @@ class Transition(Chain):
         """Lists concatenate+norm+relu | conv | pool."""
         return [self._concatenate, self.conv, self.pool]
 
-    def _concatenate(self, *features: Tensor) -> Tensor:
-        joined: Tensor = self.relu(self.norm(torch.cat(features, 1)))
-        return joined
+    def _concatenate(self, *features: Tensor) -> Any:
+        return self.relu(self.norm(torch.cat(features, 1)))
 
 
 class DenseNet(Chain):
@@ -107,8 +102,8 @@ class DenseNet(Chain):
         small_images: bool = False,
     ) -> None:
         super().__init__()
-        positive = {"classes": classes, "in_channels": in_channels, "growth_rate": growth_rate}
-        check_integers("DenseNet", **positive)
+        check_integers("DenseNet", classes=classes, in_channels=in_channels)
+        check_integers("DenseNet", growth_rate=growth_rate)
         check_rates("DenseNet", drop_rate=drop_rate)
         self.stem_stride = 1 if small_images else 4
         self.transitions = len(depths) - 1
@@ -138,22 +133,16 @@ class DenseNet(Chain):
 
     def steps(self) -> Steps:
         """Lists the stem, the dense layers and transitions, and the head."""
-        stem: list[Step] = [self.features["conv0"]]
+        features: Any = self.features
+        stem: list[Step] = [features["conv0"]]
         body: list[nn.Module] = []
-        if "pool0" in self.features:
-            norm, relu = self.features["norm0"], self.features["relu0"]
-            stem += [partial(_normalize, norm, relu), self.features["pool0"]]
-        for part in self.features.values():
-            if isinstance(part, nn.ModuleDict):
-                body += part.values()
-            elif isinstance(part, Transition):
-                body.append(part)
-        last_relu = partial(F.relu, inplace=True)
-        return [
-            stem,
-            *body,
-            [partial(_normalize, self.features["norm5"], last_relu), self._classify],
-        ]
+        if "pool0" in features:
+            stem += [partial(_normalize, features["norm0"], features["relu0"]), features["pool0"]]
+        for part in features.values():
+            if isinstance(part, nn.ModuleDict | Transition):
+                body += [part] if isinstance(part, Transition) else part.values()
+        last_norm = partial(_normalize, features["norm5"], partial(F.relu, inplace=True))
+        return [stem, *body, [last_norm, self._classify]]
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
@@ -163,9 +152,8 @@ class DenseNet(Chain):
         smallest = self.stem_stride * (2**self.transitions - 1) + 1
         if min(height, width) < smallest:
             raise InputError(
-                f"DenseNet with {self.transitions} transitions needs images of at least "
-                f"{smallest}x{smallest}; got {height}x{width} in {tuple(images.shape)}. Resize or "
-                "pad them"
+                f"DenseNet with {self.transitions} transitions needs images of at least {smallest}x"
+                f"{smallest}; got {height}x{width} in {tuple(images.shape)}. Resize or pad them"
             )
         norm = self.features["norm5"]
         if isinstance(norm, nn.BatchNorm2d) and norm.training:
@@ -178,9 +166,8 @@ class DenseNet(Chain):
         dotted = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(?=[12]\.)")
         return {dotted.sub(r"\1", key): value for key, value in state_dict.items()}
 
-    def _classify(self, features: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(F.adaptive_avg_pool2d(features, (1, 1)).flatten(1))
-        return logits
+    def _classify(self, features: Tensor) -> Any:
+        return self.classifier(F.adaptive_avg_pool2d(features, (1, 1)).flatten(1))
 
 
 def _normalize(norm: nn.Module, relu: Callable[[Tensor], Tensor], *features: Tensor) -> Tensor:

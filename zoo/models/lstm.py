@@ -1,9 +1,8 @@
 """Word language models: LSTM (Zaremba et al. 2014, arXiv:1409.2329) and GRU (arXiv:1406.1078).
 
 torch's word_language_model example runs `nn.LSTM` over the whole text and then decodes all of it,
-tokens x vocabulary numbers at once. Here time is cut into chunks. Each goes through all layers and,
-where there are targets, straight on to its logits and losses, before the next one begins; every
-layer's chunk of time is a step.
+tokens x vocabulary numbers at once. Here time is cut into chunks, and each layer's chunk is a step.
+With targets, a chunk's logits and losses follow before the next chunk.
 
     state after   carried on              the chunk's                        chunks to come
     begin         h1 h2 c1 c2 | total count |                                | tokens targets | ...
@@ -13,16 +12,16 @@ layer's chunk of time is a step.
     add_loss      h1'h2'c1'c2'| total count | x targets | ...                | tokens targets | ...
     finish        loss, hidden, cell
 
-Without targets, total, count and targets are None, and a chunk's x is set aside behind the others
-until all are decoded at once. Chunks embed their own tokens: views of one embedding would each keep
-all of it. Other `chunk_steps` sum the weights' gradients in another order: equal up to rounding.
+Without targets, total, count and targets are None, and all chunks are decoded at once. Chunks embed
+their own tokens: views of one embedding would each save all of it. Other `chunk_steps` sum the
+weights' gradients in another order: equal up to rounding.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from math import ceil
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +44,13 @@ class WordLanguageModel(Chain):
 
     The state is (hidden, cell) of an LSTM and hidden of a GRU, each (layers, N, hidden); None is
     zeros. The one returned goes in with the next batch, once detached by `model.detach(state)`.
-    Targets of -100 are ignored. `drop_rate` is that of Zaremba's dropout, behind the embedding and
-    behind each layer. `tied` makes the embedding's weight the decoder's (arXiv:1608.05859).
-    `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are decoded at a time: 64
-    times 33278 logits are 8 MiB. `head` is that of `GPT2`: "inplace", "plain" or "fused".
+    Targets of -100 are ignored. Dropout follows the embedding and each layer. `tied` makes the
+    embedding's weight the decoder's (arXiv:1608.05859). `chunk_steps` is the length of a chunk of
+    time; `chunk_tokens` tokens are decoded at a time: 64 times 33278 logits are 8 MiB. `head` is
+    that of `GPT2`: "inplace", "plain" or "fused".
 
-    Embedding and decoder are drawn from (-0.1, 0.1) and the decoder's bias is zero, as in torch's
-    example; the layers are torch's own. (Zaremba draws these from (-0.1, 0.1) too.)
+    Embedding and decoder are drawn from (-0.1, 0.1), the decoder's bias is zero, as in torch's
+    example; the layers are torch's own (Zaremba draws them from (-0.1, 0.1) too).
 
     Raises:
         ArgumentError: a size below 1, a rate outside [0, 1), tied where embedding is not hidden.
@@ -104,8 +103,8 @@ class WordLanguageModel(Chain):
         self, tokens: Tensor, state: Carried | None = None, targets: Tensor | None = None
     ) -> tuple[Tensor, Carried]:
         """Returns the logits (T, N, V), or with targets the mean loss (), and the state after."""
-        given = () if state is None else (state,) if isinstance(state, Tensor) else tuple(state)
-        return self.returned(*super().forward(tokens, targets, *given))
+        tensors = () if state is None else (state,) if isinstance(state, Tensor) else tuple(state)
+        return self.returned(*super().forward(tokens, targets, *tensors))
 
     def returned(self, *state: Any) -> tuple[Tensor, Carried]:
         """result, hidden, cell -> result, (hidden, cell)"""
@@ -122,28 +121,26 @@ class WordLanguageModel(Chain):
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Checks tokens, targets and state and lists the steps for a text of this length."""
         tokens, targets, *state = inputs
-        assert tokens is not None
         vocabulary = self.embedding.num_embeddings
-        check_tokens(self.name, tokens, targets, "T N", vocabulary=vocabulary)
-        self._check_state(state, tokens.shape[1])
+        check_tokens(self.name, cast(Tensor, tokens), targets, "T N", vocabulary=vocabulary)
+        length, batch = cast(Tensor, tokens).shape
+        self._check_state(state, batch)
         layers = [(partial(self.recur, layer), self.drop) for layer in range(len(self.layers))]
         words = SharedWeight(self.embedding.weight)
         body: Steps = [partial(self.embed, words.embedding(self.embedding)), self.drop, *layers]
-        starts = range(0, len(tokens), self.chunk_steps)
-        chunks: list[Steps] = [[body, self.set_aside] for _ in starts]
+        whole: list[Steps] = [[body, self.set_aside]] * ceil(length / self.chunk_steps)
         if targets is None:
-            return [self.begin, *chunks, [self.decode, self.finish]]
+            return [self.begin, *whole, [self.decode, self.finish]]
         tied = self.decoder.weight is self.embedding.weight
         decoder = words if tied else SharedWeight(self.decoder.weight)
         head = make_head(self.head, decoder, self.chunk_tokens, self.decoder, self.carried)
         end: Steps = [head.mean, self.finish]
         if head.chunk_tokens is None:
-            return [self.begin, *chunks, [self.join, head.add_loss], end]
-        chunks = []
-        for start in starts:
-            size = min(self.chunk_steps, len(tokens) - start) * tokens.shape[1]
-            chunks += [[body, self.divide]]
-            chunks += [[head.add_loss]] * ceil(size / self.chunk_tokens)
+            return [self.begin, *whole, [self.join, head.add_loss], end]
+        chunks: list[Steps] = []
+        for start in range(0, length, self.chunk_steps):
+            size = min(self.chunk_steps, length - start) * batch
+            chunks += [[body, self.divide], *[[head.add_loss]] * ceil(size / self.chunk_tokens)]
         return [self.begin, *chunks, end]
 
     def begin(self, tokens: Any, targets: Any, *state: Any) -> State:
@@ -170,8 +167,8 @@ class WordLanguageModel(Chain):
     def recur(self, layer: int, *state: Any) -> State:
         """..., x (t, N, C), ... -> ..., x (t, N, hidden), ... and this layer's hidden and cell."""
         own = slice(layer, self.carried, len(self.layers))
-        given = state[self.hand], *state[own]
-        x, *before = _cast(given) if self.recurrent is nn.LSTM else given
+        inputs = state[self.hand], *state[own]
+        x, *before = _cast(inputs) if self.recurrent is nn.LSTM else inputs
         x, after = self.layers[layer](x, tuple(before) if len(before) > 1 else before[0])
         carried = list(state[: self.carried])
         carried[own] = [after] if isinstance(after, Tensor) else after
@@ -185,8 +182,8 @@ class WordLanguageModel(Chain):
 
     def set_aside(self, *state: Any) -> State:
         """..., x (t, N, hidden), targets, others -> ..., others, x, targets"""
-        rest = self.hand + 2
-        return (*state[: self.hand], *state[rest:], *state[self.hand : rest])
+        x, targets, *others = state[self.hand :]
+        return (*state[: self.hand], *others, x, targets)
 
     def join(self, *state: Any) -> State:
         """..., x (t, N, hidden), targets, x, targets, ... -> ..., x (tokens, hidden), targets"""
@@ -209,7 +206,7 @@ class WordLanguageModel(Chain):
 
     def _check_state(self, state: Sequence[Tensor | None], batch: int) -> None:
         shape = (len(self.layers), batch, self.hidden)
-        got = [tensor if tensor is None else (*tensor.shape,) for tensor in state]
+        got = [None if tensor is None else (*tensor.shape,) for tensor in state]
         if got and got != [shape] * len(self.carries):
             raise InputError(
                 f"{self.name} takes as state {' and '.join(self.carries)} of {shape} for {batch} "
@@ -217,22 +214,23 @@ class WordLanguageModel(Chain):
             )
 
 
-def _cast(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Casts what an LSTM gets under autocast, where oneDNN has no kernel for it.
+def _cast(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Casts an LSTM's inputs under autocast where oneDNN has no kernel of that type.
 
-    torch chooses by what it is given, float32, and casts later: oneDNN then ends in "could not
-    create a primitive descriptor". Given what autocast asks for, torch takes its own kernel.
+    torch chooses oneDNN for float32 and casts later, which ends in "could not create a primitive
+    descriptor". For inputs of autocast's type it chooses its own kernel.
     """
-    asked = torch.get_autocast_dtype("cpu")
-    fits = not torch.is_autocast_enabled("cpu") or (asked is torch.bfloat16 and _HAS_BFLOAT16)
-    is_cpu = given[0].device.type == "cpu"
-    return given if fits or not is_cpu else tuple(tensor.to(asked) for tensor in given)
+    dtype = torch.get_autocast_dtype("cpu")
+    has_kernel = dtype is torch.bfloat16 and _HAS_BFLOAT16
+    if has_kernel or not torch.is_autocast_enabled("cpu") or inputs[0].device.type != "cpu":
+        return inputs
+    return tuple(tensor.to(dtype) for tensor in inputs)
 
 
 class LSTMLanguageModel(WordLanguageModel):
     """LSTM language model: tokens (T, N), (hidden, cell) -> logits (T, N, V), (hidden, cell).
 
-    All else is said of `WordLanguageModel`.
+    See `WordLanguageModel`.
     """
 
     recurrent = nn.LSTM
@@ -242,7 +240,7 @@ class LSTMLanguageModel(WordLanguageModel):
 class GRULanguageModel(WordLanguageModel):
     """GRU language model: tokens (T, N), hidden -> logits (T, N, V), hidden.
 
-    All else is said of `WordLanguageModel`.
+    See `WordLanguageModel`.
     """
 
     recurrent = nn.GRU

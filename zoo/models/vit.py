@@ -6,6 +6,7 @@ paper are timm's: no hidden layer before the classifier, and dropout only in fro
 """
 
 from math import sqrt
+from typing import cast
 
 import torch
 from einops import rearrange
@@ -94,8 +95,7 @@ class ViT(Chain):
 
     def embed(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> patches (N, width, H / 16, W / 16)."""
-        patches: Tensor = self.patch_embed["proj"](images)
-        return patches
+        return cast(Tensor, self.patch_embed["proj"](images))
 
     def place(self, patches: Tensor) -> Tensor:
         """(N, width, h, w) -> tokens (N, 1 + h w, width): class token first, positions added."""
@@ -105,12 +105,11 @@ class ViT(Chain):
 
     def classify(self, tokens: Tensor) -> Tensor:
         """(N, T, width) -> logits (N, classes), from the class token."""
-        logits: Tensor = self.head(self.head_drop(self.norm(tokens)[:, 0]))
-        return logits
+        return cast(Tensor, self.head(self.head_drop(self.norm(tokens)[:, 0])))
 
 
 def _truncated_normal(tensor: Tensor) -> None:
-    """Fills with timm's draws: torch 2.14's own `trunc_normal_` draws otherwise."""
+    """Draws as timm does; torch 2.14's own `trunc_normal_` draws other numbers."""
     if not tensor.is_meta:
         with torch.no_grad():
             tensor.uniform_(-1, 1).erfinv_().mul_(0.02 * sqrt(2)).clamp_(-2, 2)

@@ -29,6 +29,7 @@ from zoo.errors import ArgumentError, InputError
 from zoo.layers.checks import check_choice, check_input, check_integers, check_norm, check_rates
 
 STRIDE = 16
+Convolution = nn.Conv3d | nn.ConvTranspose3d
 NORMS = {"batch": nn.BatchNorm3d, "instance": nn.InstanceNorm3d}
 # Parts of MONAI's names and ours, replaced in this order; none of MONAI's stands in a name of ours.
 FROM_MONAI = {
@@ -68,7 +69,7 @@ def _activation(name: str, channels: int) -> nn.Module:
 class ConvNormAct(Chain):
     """Convolution, norm, activation, each a step: x (N, C, D, H, W), ... -> (N, channels, ...)."""
 
-    def __init__(self, conv: nn.Conv3d | nn.ConvTranspose3d, activation: str, norm: str) -> None:
+    def __init__(self, conv: Convolution, activation: str, norm: str) -> None:
         super().__init__()
         self.conv = conv
         self.norm = NORMS[norm](conv.out_channels, affine=True)
@@ -115,13 +116,12 @@ class Stem(Chain):
 class Level(Chain):
     """A convolution that resamples, dropout, and units in whose state a shortcut follows x."""
 
-    def __init__(
-        self, conv: nn.Conv3d | nn.ConvTranspose3d, channels: int, depth: int, *parts: str
-    ) -> None:
+    def __init__(self, conv: Convolution, channels: int, depth: int, drop: float, *parts: str):
         super().__init__()
         self.resample = ConvNormAct(conv, *parts)
         self.units = nn.Sequential(*(_unit(channels, channels, *parts) for _ in range(depth)))
         self.act = _activation(parts[0], channels)
+        self.dropout = nn.Dropout3d(drop)
 
     def _add(self, x: Tensor, shortcut: Tensor, *skips: Tensor) -> State:
         return x + shortcut, *skips
@@ -135,8 +135,7 @@ class Down(Level):
 
     def __init__(self, channels: int, depth: int, drop_rate: float, *parts: str) -> None:
         conv = nn.Conv3d(channels, 2 * channels, 2, stride=2, bias=False)
-        super().__init__(conv, 2 * channels, depth, *parts)
-        self.dropout = nn.Dropout3d(drop_rate)
+        super().__init__(conv, 2 * channels, depth, drop_rate, *parts)
 
     def steps(self) -> Steps:
         """Lists the convolution's steps, drop, the units' steps, add, activate."""
@@ -157,8 +156,7 @@ class Up(Level):
         self, inputs: int, channels: int, depth: int, drop: float, drop_skip: float, *parts: str
     ) -> None:
         conv = nn.ConvTranspose3d(inputs, channels // 2, 2, stride=2)
-        super().__init__(conv, channels, depth, *parts)
-        self.dropout = nn.Dropout3d(drop)
+        super().__init__(conv, channels, depth, drop, *parts)
         self.skip_dropout = nn.Dropout3d(drop_skip)
 
     def steps(self) -> Steps:
@@ -206,8 +204,8 @@ class VNet(Chain):
         check_choice("vnet", "norm", norm, list(NORMS))
         if width % in_channels:
             raise ArgumentError(
-                f"vnet repeats its input to {width} channels; {in_channels} does not divide "
-                f"{width}. Append channels of zeros, or take another width"
+                f"vnet repeats its input to {width} channels; {in_channels} does not divide {width}"
+                ". Append channels of zeros, or take another width"
             )
         self.in_channels, self.norm = in_channels, norm
         parts = activation, norm
@@ -250,10 +248,7 @@ class VNet(Chain):
 
     def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Renames MONAI's keys; this model's own stay."""
-        renamed = {}
-        for key, value in state_dict.items():
-            name = key
-            for theirs, ours in FROM_MONAI.items():
-                name = name.replace(theirs, ours)
-            renamed[name] = value
-        return renamed
+        names = {key: key for key in state_dict}
+        for theirs, ours in FROM_MONAI.items():
+            names = {key: name.replace(theirs, ours) for key, name in names.items()}
+        return {names[key]: value for key, value in state_dict.items()}

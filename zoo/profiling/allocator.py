@@ -1,21 +1,19 @@
-"""Measures the memory of a training step from the events of the allocator, byte for byte.
+"""Measures the peak memory of a training step from the allocator's events, byte for byte.
 
-torch has `max_memory_allocated` on CUDA and nothing on the CPU, where the resident set of the
-process says little: the C library keeps freed pages. Here the allocator's own events are read: on
-the CPU from torch's profiler, on CUDA from the caching allocator's history. They also see what
-tensors do not show: kernel workspaces, such as a convolution's reordered weights.
+torch has `max_memory_allocated` on CUDA and nothing on the CPU, where the process's resident set
+misleads: the C library keeps freed pages. The events come from torch's profiler on the CPU, from
+the caching allocator's history on CUDA. They include kernel workspaces, which no tensor shows.
 
     event      +a   +b   +g   -b   +c   -a  ...        a, b, c: activations, g: a gradient
     allocated  a    ab   abg  ag   agc  gc
     counted    a    ab   ab   a    ac   c               activation_peak = max = ab
 
-*Activation peak* of a step: the largest value over the step of the bytes allocated, less
-parameters, buffers, optimizer state, inputs and the gradients of parameters *that exist at that
-moment*. Gradients appear one by one during the backward, so that subtracting their total from the
-peak would understate a peak early in the backward.
+*Activation peak*: the most bytes allocated at once, less parameters, buffers, optimizer state,
+inputs and the gradients that exist *at that moment*. Gradients appear one by one, so subtracting
+their total would understate a peak early in the backward.
 
-Left out: memory that another library takes without asking torch's allocator; on CUDA also what the
-caching allocator rounds up and holds in reserve, which `torch.cuda.max_memory_reserved` tells.
+Left out: memory that other libraries allocate by themselves; on CUDA also what the caching
+allocator rounds up and reserves, see `torch.cuda.max_memory_reserved`.
 """
 
 import dataclasses
@@ -34,7 +32,7 @@ from torch.autograd.profiler import profile
 from zoo._torch import is_profiling, is_traceable_wrapper_subclass, pytree
 from zoo.errors import ArgumentError
 
-# a run of the profiler otherwise announces itself, and that there is no GPU, on stderr
+# otherwise the profiler writes to stderr that it runs and that there is no GPU
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 Event = tuple[int, int]
@@ -44,27 +42,25 @@ Event = tuple[int, int]
 class MemoryTrace:
     """What was allocated and freed while a callable ran: (address, bytes) in the order of time.
 
-    Bytes are positive for an allocation and negative for its end. Blocks that existed before are
-    not in it, nor is their end.
+    Bytes are negative where a block is freed. Blocks that existed before are left out.
     """
 
     events: tuple[Event, ...]
 
     @classmethod
     def within(cls, events: Iterable[Event]) -> "MemoryTrace":
-        """Drops the ends of blocks that the callable did not allocate."""
+        """Drops the frees of blocks that the callable did not allocate."""
         alive: set[int] = set()
-        kept: list[Event] = []
+        own: list[Event] = []
         for address, size in events:
-            if size < 0 and address not in alive:
-                continue
-            (alive.add if size > 0 else alive.discard)(address)
-            kept.append((address, size))
-        return cls(tuple(kept))
+            if size > 0 or address in alive:
+                (alive.add if size > 0 else alive.discard)(address)
+                own.append((address, size))
+        return cls(tuple(own))
 
     @property
     def peak(self) -> int:
-        """The most bytes that were allocated at once, above what was there at the start."""
+        """The most bytes that were allocated at once, above those at the start."""
         return max(self._allocated(), default=0)
 
     @property
@@ -81,10 +77,9 @@ class MemoryTrace:
         return sorted((until_peak[index][1] for index in alive), reverse=True)
 
     def activation_peak(self, gradients: Iterable[int] = ()) -> int:
-        """Returns the most bytes at once, not counting gradients from the moment they exist.
+        """Returns the most bytes at once without gradients.
 
-        `gradients` are addresses of storages that outlive the callable, `gradient_addresses(model)`
-        after a training step.
+        `gradients` are `gradient_addresses(model)` after the step: the blocks there outlive it.
         """
         alive = _allocations_alive(self.events)
         left_out = {alive[address] for address in gradients if address in alive}
@@ -96,7 +91,7 @@ class MemoryTrace:
 
 
 def _allocations_alive(events: Iterable[Event]) -> dict[int, int]:
-    """Maps the address of each block that is alive after the events to its allocation's index."""
+    """Maps the address of each block that outlives the events to the index of its allocation."""
     alive: dict[int, int] = {}
     for index, (address, size) in enumerate(events):
         if size > 0:
@@ -108,7 +103,7 @@ def _allocations_alive(events: Iterable[Event]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class ResidentBytes:
-    """Bytes that a step finds or leaves in memory, each storage counted once, in this order."""
+    """Bytes resident before or after a step, each storage counted once, in this order."""
 
     parameters: int
     buffers: int
@@ -121,8 +116,8 @@ class ResidentBytes:
 class StepMemory:
     """The memory of one training step in bytes.
 
-    `peak` is that of the whole step: what was resident at its start (`resident`, whose gradients
-    appear during the step) and what it allocated on top. `activation_peak` is as defined above.
+    `peak` is of what was resident at the start and what the step allocated; `activation_peak` is as
+    defined above; `resident` is after the step, with its gradients.
     """
 
     peak: int
@@ -131,18 +126,16 @@ class StepMemory:
 
 
 def trace(function: Callable[[], object], device: torch.device | str = "cpu") -> MemoryTrace:
-    """Runs a function and records what the allocator of a device did meanwhile.
-
-    The garbage collector runs before, so that it has less to do meanwhile.
+    """Collects garbage, runs a function and records the events of a device's allocator.
 
     Raises:
         ArgumentError: a device that is neither a CPU nor a CUDA device.
     """
-    kind = torch.device(device).type
-    if kind not in ("cpu", "cuda"):
+    device_type = torch.device(device).type
+    if device_type not in ("cpu", "cuda"):
         raise ArgumentError(f"memory is measured on cpu and cuda devices; got {device!s}")
     gc.collect()
-    if kind == "cuda":
+    if device_type == "cuda":
         return _trace_cuda(function, torch.device(device))
     with AllocatorEvents() as record:
         function()
@@ -155,9 +148,9 @@ def measure_step(
     optimizer: torch.optim.Optimizer,
     inputs: Iterable[Tensor],
 ) -> StepMemory:
-    """Measures one steady training step: `step` runs forward, backward and optimizer.
+    """Measures a training step: `step` runs forward, backward and optimizer, with no gradients yet.
 
-    Run a step before, so that the optimizer has its state. Gradients are set to None here first.
+    Run a step before, so that the optimizer has its state.
     """
     optimizer.zero_grad(set_to_none=True)
     before = resident_bytes(model, optimizer, inputs)
@@ -178,28 +171,25 @@ def resident_bytes(
     """Counts the bytes of a model, its gradients, its optimizer's state and its inputs now."""
     seen: set[int] = set()
 
-    def unseen(tensors: Iterable[Tensor]) -> int:
-        total = 0
-        for storage in itertools.chain.from_iterable(map(storages_of, tensors)):
-            # not by address: fake and meta tensors have none
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                total += storage.nbytes()
-        return total
+    def new_bytes(tensors: Iterable[Tensor]) -> int:
+        # not by address: fake and meta tensors have none
+        storages = {s._cdata: s for tensor in tensors for s in storages_of(tensor)}
+        new = storages.keys() - seen
+        seen.update(new)
+        return sum(storages[key].nbytes() for key in new)
 
     return ResidentBytes(
-        parameters=unseen(model.parameters()),
-        buffers=unseen(model.buffers()),
-        gradients=unseen(_gradients(model)),
-        optimizer=unseen(tensors_in(optimizer.state) if optimizer is not None else ()),
-        inputs=unseen(inputs),
+        parameters=new_bytes(model.parameters()),
+        buffers=new_bytes(model.buffers()),
+        gradients=new_bytes(_gradients(model)),
+        optimizer=new_bytes(tensors_in(optimizer.state) if optimizer is not None else ()),
+        inputs=new_bytes(inputs),
     )
 
 
 def gradient_addresses(model: nn.Module) -> frozenset[int]:
-    """Returns where the storages of the parameters' gradients lie."""
-    storages = itertools.chain.from_iterable(map(storages_of, _gradients(model)))
-    return frozenset(storage.data_ptr() for storage in storages)
+    """Returns the addresses of the storages of the parameters' gradients."""
+    return frozenset(s.data_ptr() for gradient in _gradients(model) for s in storages_of(gradient))
 
 
 def _gradients(model: nn.Module) -> Iterator[Tensor]:
@@ -207,16 +197,14 @@ def _gradients(model: nn.Module) -> Iterator[Tensor]:
 
 
 class AllocatorEvents:
-    """Records what the CPU's allocator does inside a block: (nanoseconds, address, bytes) in order.
+    """Records the CPU allocator's events inside a block: (`time.time_ns`, address, bytes) in order.
 
-    The clock is that of `time.time_ns`. `events` is empty until the block ends.
-
-    torch logs the first and then every thousandth free of a block that it did not see begin, a
-    "memory block of unknown size". C++ writes that line to stderr, and it is no Python warning; the
-    level of all such lines, TORCH_CPP_LOG_LEVEL, is read once, when torch is imported.
+    `events` is empty until the block ends. torch's C++ logs the first and every thousandth free of
+    an older block, a "memory block of unknown size", on stderr; the level of such lines,
+    TORCH_CPP_LOG_LEVEL, is read when torch is imported.
 
     Raises:
-        ArgumentError: at the beginning of a block inside of another or of a profiler.
+        ArgumentError: a block inside of another, or of a profiler.
     """
 
     def __init__(self) -> None:
@@ -241,18 +229,17 @@ class AllocatorEvents:
         results: Any = self._profiler.kineto_results
         # a stack, since a deep model's backward nests deeper than Python recurses
         waiting = [*reversed(results.experimental_event_tree())]
-        found = []
         while waiting:
             event = waiting.pop()
             waiting.extend(reversed(event.children))
             fields = event.extra_fields
             if event.name == "[memory]" and fields.device.type == "cpu":
-                found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-        self.events = sorted(found, key=operator.itemgetter(0))
+                self.events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        self.events.sort(key=operator.itemgetter(0))
 
     @property
     def trace(self) -> MemoryTrace:
-        """The same without times, and without the ends of blocks from before."""
+        """The events without their times."""
         return MemoryTrace.within((address, size) for _, address, size in self.events)
 
 
@@ -271,7 +258,7 @@ def _trace_cuda(function: Callable[[], object], device: torch.device) -> MemoryT
     index = device.index if device.index is not None else torch.cuda.current_device()
     peak = torch.cuda.max_memory_allocated(device) - start
     record = MemoryTrace.within(cuda_events(histories[index] if index < len(histories) else []))
-    # another allocator backend keeps no history: its peak, without addresses, is all there is
+    # another allocator backend has no history, only a peak
     return record if record.events or not peak else MemoryTrace(((0, peak),))
 
 
@@ -283,10 +270,7 @@ def cuda_events(entries: Iterable[dict[str, Any]]) -> list[Event]:
 
 
 def storages_of(tensor: Any) -> list[Any]:
-    """Lists the storages in which a tensor's numbers are in this process.
-
-    Those of a wrapper, such as a DTensor, are those of the tensors inside it.
-    """
+    """Lists a tensor's storages in this process; for a wrapper such as DTensor, of those inside."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
@@ -302,10 +286,10 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Lists the tensors in nested containers and dataclasses, or of a single one."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in([getattr(leaf, part.name) for part in dataclasses.fields(leaf)])
-    return found
+            tensors += tensors_in([getattr(leaf, part.name) for part in dataclasses.fields(leaf)])
+    return tensors

@@ -1,24 +1,24 @@
-"""Follows every tensor's memory through a training step, on any device or on fake tensors.
+"""Memory tracker: the lifetime of every storage in a training step, on any device or fake tensors.
 
-torch's own snapshot of memory is for CUDA; its profiler names operations, not what a tensor is for.
-Here a dispatch mode sees the storages that operations make, a weak reference sees each one end, and
+torch's memory snapshot is for CUDA; its profiler names operations, not what a tensor is for. Here a
+dispatch mode sees the storages that operations allocate, a weak reference sees each one freed, and
 its category is decided after the block:
 
     parameters, buffers     those of the model
     optimizer state         in `optimizer.state` after a step of any optimizer
     inputs                  given as such, or read by an operation and older than the block
     gradients               in `.grad` of a parameter after a backward, from when they exist
-    recomputed              made in the recomputation of a part of the model
-    saved activations       made before a backward and there when it begins: saved tensors, what a
-                            plan keeps, and outputs that the program still holds
+    recomputed              allocated in the recomputation of a part of the model
+    saved activations       allocated before a backward and alive when it begins: saved tensors, and
+                            outputs that the program still holds
     temporaries             all others
 
-A recomputation shows by itself: gradients are on inside of a backward. Only a backward that is to
-be differentiated has them on, too, which stands where it was called; there the engine is asked.
+Grad mode is on inside a backward where that recomputes. It is also on with `create_graph`, which is
+read from the call of the backward; there the engine is asked.
 
-Kernel workspaces belong to no tensor. With `allocator=True` torch's profiler records every event of
-the CPU's allocator. Each storage is found among them by its address and time and takes the exact
-times of that allocation; allocations of no storage are "unseen":
+Kernel workspaces belong to no tensor. With `allocator=True` torch's profiler records the events of
+the CPU's allocator. Each storage takes the exact times of the block at its address; blocks of no
+storage are "unseen":
 
     allocator   address 7   +64 .............. -64       address 9   +512 -512
     storage     address 7      seen ..... gone           none: a kernel workspace, "unseen"
@@ -75,10 +75,10 @@ _DEVICE = torch.ops.prim.device.default
 
 @dataclass(slots=True)
 class StorageLifetime:
-    """The life of a storage, or of a block of the allocator; times in nanoseconds.
+    """The lifetime of a storage, or of a block of the allocator; times in nanoseconds.
 
-    `resident`: there before the tracked block. `saved`: made before a backward and there when that
-    began. `category`: "" until it is known.
+    `resident`: older than the tracked code. `saved`: allocated before a backward and alive when
+    that began. `category`: "" until it is known.
     """
 
     bytes: int
@@ -96,18 +96,15 @@ class StorageLifetime:
 
     def allocation(self, start: int, end: int | None) -> Allocation:
         """Returns it as a timeline has it, from one point to another."""
-        if self.category:
-            category = self.category
-        elif self.resident:
+        category = self.category
+        if not category and self.resident:
             category = "inputs"
-        elif self.phase == "recompute":
+        elif not category and self.phase == "recompute":
             category = "recomputed"
-        else:
+        elif not category:
             category = "saved activations" if self.saved else "temporaries"
-        made = (self.phase, *self.place)
-        return Allocation(
-            self.bytes, start, end, category, *made, self.shape, self.dtype, self.name
-        )
+        origin = (self.phase, *self.place, self.shape, self.dtype, self.name)
+        return Allocation(self.bytes, start, end, category, *origin)
 
 
 class Tracker(ContextDecorator):
@@ -116,10 +113,9 @@ class Tracker(ContextDecorator):
     def __init__(
         self,
         model: nn.Module,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        inputs: Any = (),
-        allocator: bool = False,
+        optimizer: torch.optim.Optimizer | None,
+        inputs: Any,
+        allocator: bool,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"tracking needs a torch.nn.Module; got {type(model).__name__}")
@@ -135,8 +131,7 @@ class Tracker(ContextDecorator):
                 f"{self.device}. Leave it out and compare with torch.cuda.max_memory_allocated()"
             )
         self.model, self.optimizer, self.inputs = model, optimizer, inputs
-        self.allocator = allocator
-        self.timeline = Timeline()
+        self.allocator, self.timeline = allocator, Timeline()
         self._open: list[AbstractContextManager[None]] = []
 
     def __call__(self, function: Any) -> Any:
@@ -163,7 +158,7 @@ class Tracker(ContextDecorator):
     @contextlib.contextmanager
     def _tracked(self, timeline: Timeline) -> Iterator[None]:
         recorder = Recorder(self.model)
-        recorder.note_resident(self.optimizer, self.inputs)
+        recorder.record_resident(self.optimizer, self.inputs)
         events = AllocatorEvents() if self.allocator else None
         try:
             with events or contextlib.nullcontext(), recorder.listening():
@@ -172,7 +167,7 @@ class Tracker(ContextDecorator):
             timeline.error = repr(error)
             raise
         finally:
-            recorder.look_around(self.optimizer)
+            recorder.record_states(self.optimizer)
             recorder.fill(timeline, None if events is None else events.events)
 
 
@@ -189,12 +184,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive: dict[int, StorageLifetime] = {}
         self.ends: dict[int, weakref.ref[Any]] = {}
         self.made_by: dict[int, Place] = {}
-        self.phase, self.place = "", NOWHERE
-        self.task = -1
-        self.thread = threading.get_ident()
-        self.stepping = 0
-        self.is_forward = True
-        self.latest = 0
+        self.phase, self.place, self.is_forward = "", NOWHERE, True
+        self.task, self.thread = -1, threading.get_ident()
+        self.stepping = self.latest = 0
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -207,24 +199,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hooks.enter_context(self)
             yield
 
-    def note_resident(self, optimizer: torch.optim.Optimizer | None, inputs: Any) -> None:
-        """Notes what is there before the block."""
+    def record_resident(self, optimizer: torch.optim.Optimizer | None, inputs: Any) -> None:
+        """Records what is allocated before the block."""
         for name, parameter in self.model.named_parameters():
-            self._assign(parameter, "parameters", name)
-        self.look_around(optimizer)
+            self._categorize(parameter, "parameters", name)
+        self.record_states(optimizer)
         for tensor in tensors_in(inputs):
-            self._assign(tensor, "inputs")
+            self._categorize(tensor, "inputs")
 
-    def look_around(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Notes what is in buffers, in gradients and in the optimizer's state by now."""
+    def record_states(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Records buffers, gradients and the optimizer's state as they are now."""
         for name, buffer in self.model.named_buffers():
-            self._assign(buffer, "buffers", name)
+            self._categorize(buffer, "buffers", name)
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                self._assign(parameter.grad, "gradients", name)
+                self._categorize(parameter.grad, "gradients", name)
         for owner, state in optimizer.state.items() if optimizer is not None else ():
             for tensor in tensors_in(state):
-                self._assign(tensor, "optimizer state", self.names.get(id(owner), ""))
+                self._categorize(tensor, "optimizer state", self.names.get(id(owner), ""))
 
     def fill(self, timeline: Timeline, events: Iterable[tuple[int, int, int]] | None) -> None:
         """Fills a timeline; `events` are the allocator's (nanoseconds, address, bytes) or None."""
@@ -235,11 +227,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if life.name:
                 life.place = self.places.of_module(life.name.rpartition(".")[0], life.place)
         timeline.allocator = events is not None
-        lives = self.lives if events is None else [*self.lives, *self._unseen(events)]
+        lives = self.lives if events is None else [*self.lives, *self._match(events)]
         births = [(life.born, number) for number, life in enumerate(lives) if not life.resident]
-        deaths = [
-            (life.died, ~number) for number, life in enumerate(lives) if life.died is not None
-        ]
+        deaths = [(life.died, ~n) for n, life in enumerate(lives) if life.died is not None]
         changes = sorted([*births, *deaths])
         points = {number: point for point, (_, number) in enumerate(changes, 1)}
         timeline.length = len(changes)
@@ -248,64 +238,66 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for number, life in enumerate(lives)
         ]
         moments = [moment for moment, _ in changes]
-        # of the phases at one point the last one counts: nothing happened in the others
+        # of several phases at one point only the last one allocated anything
         phases = {bisect.bisect(moments, moment): phase for moment, phase, _ in self.trail}
         runs = itertools.groupby(phases.items(), key=operator.itemgetter(1))
         timeline.phases = [Mark(*next(run)) for _, run in runs]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and notes the storages that are new in its result."""
+        """Runs an operation and records the storages that are new in its result."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # most of what is asked of fake tensors, and no operation
+            return args[0].fake_device  # by far the most frequent call, and no operation
         kwargs = kwargs or {}
         given = list(_tensors((*args, *kwargs.values())))
         if any(map(is_traceable_wrapper_subclass, given)):
             return NotImplemented  # operations on what it wraps follow
         place = self._begin_operation(sys._getframe(1))
-        # a replay reads copies, too, of what the program may have changed since
+        # a replay also reads the engine's own copies
         for tensor in () if is_replaying() else given:
             for storage in storages_of(tensor):
-                self._note(storage, tensor, place, resident=func is not _LIFT)
+                self._record(storage, tensor, place, resident=func is not _LIFT)
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             for storage in storages_of(tensor):
-                self._look(storage, tensor, place)
+                self._record_result(storage, tensor, place)
         return result
 
     @contextlib.contextmanager
     def _resizing(self) -> Iterator[None]:
-        """Notes the whole parameters of FSDP2, which resizes their storages by no operation."""
+        """Records the gathered parameters of FSDP2, which resizes storages without an operation."""
         if not sharded_modules(self.model):
             yield
             return
         resize = torch.UntypedStorage.resize_
 
-        def noted(storage: Any, size: int) -> Any:
+        def resized(storage: Any, size: int) -> Any:
             caller = sys._getframe(1)
             place = self._begin_operation(caller)
             resize(storage, size)
-            self._look(storage, _UNSHAPED, place)
+            self._record_result(storage, _UNSHAPED, place)
             if size and caller.f_globals.get("__name__", "").startswith(_FSDP):
                 self.alive[storage._cdata].category = "parameters"
             return storage
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", noted):
+        with mock.patch.object(torch.UntypedStorage, "resize_", resized):
             yield
 
-    def _look(self, storage: Any, tensor: Tensor, place: Place) -> None:
+    def _record_result(self, storage: Any, tensor: Tensor, place: Place) -> None:
         known = self.alive.get(storage._cdata)
         if known is not None and known.bytes != storage.nbytes():
             self._gone(storage._cdata, known)  # it was resized: another allocation
-        self._note(storage, tensor, place)
+        self._record(storage, tensor, place)
 
-    def _assign(self, tensor: Tensor, category: str, name: str = "") -> None:
+    def _categorize(self, tensor: Tensor, category: str, name: str = "") -> None:
         for storage in storages_of(tensor):
-            self._note(storage, tensor, NOWHERE, resident=True)
-            life = self.alive.get(storage._cdata)  # one without bytes is not noted
+            self._record(storage, tensor, NOWHERE, resident=True)
+            life = self.alive.get(storage._cdata)  # None for a storage without bytes
             if life is not None and not life.category:
                 life.category, life.name = category, name
 
-    def _note(self, storage: Any, tensor: Tensor, place: Place, *, resident: bool = False) -> None:
+    def _record(
+        self, storage: Any, tensor: Tensor, place: Place, *, resident: bool = False
+    ) -> None:
         key = storage._cdata
         if key in self.alive or not storage.nbytes():
             return
@@ -336,7 +328,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.latest
 
     def _begin_operation(self, frame: FrameType) -> Place:
-        """Decides the phase of an operation and returns its place."""
+        """Decides the phase of an operation and returns its source location."""
         task = current_backward()
         if self.task != task and -1 in (self.task, task):
             self._change_task(task)
@@ -356,10 +348,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _change_task(self, task: int) -> None:
         self.task, self.is_forward = task, False
         if task == -1:
-            self.look_around()
+            self.record_states()
             return
-        # at its end, since the program may drop the gradients before the next operation
-        queue_callback(self.look_around)
+        # at the end of the backward: the program may drop the gradients before the next operation
+        queue_callback(self.record_states)
         for life in list(self.alive.values()):
             life.saved |= life.phase in ("forward", "other")
 
@@ -380,14 +372,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin_optimizer(self, optimizer: Any, *_: Any) -> None:
         self.stepping += 1
-        self.look_around(optimizer)
+        self.record_states(optimizer)
 
     def _end_optimizer(self, optimizer: Any, *_: Any) -> None:
-        self.look_around(optimizer)
+        self.record_states(optimizer)
         self.stepping, self.is_forward = max(self.stepping - 1, 0), False
 
-    def _unseen(self, events: Iterable[tuple[int, int, int]]) -> list[StorageLifetime]:
-        """Gives each storage its block's times; returns the blocks of no storage."""
+    def _match(self, events: Iterable[tuple[int, int, int]]) -> list[StorageLifetime]:
+        """Gives each storage the times of its block; returns the blocks of no storage."""
         blocks: list[StorageLifetime] = []
         blocks_at: defaultdict[int, list[StorageLifetime]] = defaultdict(list)
         for moment, address, size in events:
@@ -408,15 +400,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if block.bytes >= life.bytes and is_there and id(block) not in taken:
                 life.born, life.died, life.resident = block.born, block.died, False
                 taken.add(id(block))
-        found = [block for block in blocks if id(block) not in taken]
-        for block in found:
+        unseen = [block for block in blocks if id(block) not in taken]
+        for block in unseen:
             index = bisect.bisect(self.trail, block.born, key=lambda entry: entry[0])
             _, block.phase, block.place = self.trail[index - 1] if index else (0, "other", NOWHERE)
-        return found
+        return unseen
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    # the arguments of operations hold lists of tensors, and nothing deeper
+    # the arguments of operations nest no deeper than lists of tensors
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,8 +1,7 @@
-"""Where in a model the running code belongs: step, module and line, read from the stack.
+"""Source locations: the module, step and line that an operation belongs to, from Python's stack.
 
-Hooks on modules would see calls of modules only, not a chain's steps, would be left open when a
-recomputation stops early, and would change the model while it is tracked. Here nothing is attached:
-the calls that are under way stand on Python's stack.
+Module hooks would miss a chain's steps, stay open when a recomputation stops early and change the
+model while it is tracked.
 """
 
 import contextlib
@@ -25,10 +24,10 @@ _FOLD = fold.__code__
 _BACKWARDS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _FOLDER = os.path.dirname
 _ZOO = _FOLDER(_FOLDER(__file__)) + os.sep
-# of zoo's own files those that compute what a user looks at; all others run models
+# zoo's own files that compute a model; all others run models
 _SHOWN = tuple(folder + os.sep for package in (models, layers) for folder in package.__path__)
 _HIDDEN = (_FOLDER(torch.__file__) + os.sep, contextlib.__file__, "<")
-# a module with this name among its globals is a training loop, in which nobody would look
+# a file with this name among its globals is a training loop of zoo, which is no user's code
 LOOP = "IS_TRAINING_LOOP"
 
 
@@ -46,7 +45,7 @@ _UNWRITTEN = Source(0, "")
 
 
 class Places:
-    """Names the places of one model; `inside` says whether the latest frame lay in the model."""
+    """Names the places of one model; `inside` says whether the latest frame was in the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -109,26 +108,24 @@ def modules_around(
 ) -> tuple[tuple[str, ...], str]:
     """Returns the paths of the modules that run around a frame, outermost first, and its line.
 
-    `paths` are those of the modules by their ids. The line is "file:line" of the innermost
-    code that is not torch's; "" where no module runs.
+    `paths` are by the ids of modules. The line is "file:line" of the innermost code that is not
+    torch's; "" where no module runs.
     """
-    found: list[str] = []
+    modules: list[str] = []
     line = None
     for caller in _outward(frame):
         if caller.f_code is _CALL:
             path = paths.get(id(_local(caller, "self")))
-            if path is not None:
-                found.append(path)
+            modules += [] if path is None else [path]
         elif line is None:
             line = _line_at(caller)
-    return tuple(reversed(found)), line if line and found else ""
+    return tuple(reversed(modules)), line if line and modules else ""
 
 
 def line_of_traceback(error: BaseException) -> str:
     """Returns "file:line" of the model's code that raised an error; "" where none did."""
-    steps = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, number in steps if (line := _line_at(frame, number))]
-    return lines[-1] if lines else ""
+    frames = traceback.walk_tb(error.__traceback__)
+    return ([line for frame, number in frames if (line := _line_at(frame, number))] or [""])[-1]
 
 
 def is_differentiated(frame: FrameType | None) -> bool:
@@ -140,10 +137,8 @@ def is_differentiated(frame: FrameType | None) -> bool:
 def block_of(path: str) -> str:
     """Returns the block that a step or module belongs to: 'layer1.0.bn1' -> 'layer1.0'."""
     parts = path.partition("(")[0].split(".")
-    number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-    if number is not None:
-        return ".".join(parts[: number + 1])
-    return ".".join(parts[:-1]) or path
+    end = next((index for index, part in enumerate(parts, 1) if part.isdecimal()), -1)
+    return ".".join(parts[:end]) or path
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -161,16 +156,15 @@ def _local(frame: FrameType, name: str) -> Any:
     return value
 
 
-def _source(step: Any, frame: FrameType | None) -> Source:
+def _source(step: Any, frame: FrameType | None) -> Any:
     """Returns where the call was written that a step repeats now, in a frame of its function."""
     if frame is None or not isinstance(step, NamedStep) or not step.sources:
         return _UNWRITTEN
-    source: Source = step.sources[_local(frame, "place")]
-    return source
+    return step.sources[_local(frame, "place")]
 
 
 def _line_at(frame: FrameType, number: int | None = None) -> str | None:
-    """Returns "file:line" of a frame, None for a runner's, "" for that of the loop around them."""
+    """Returns "file:line" of a frame, None where that runs models, "" for zoo's training loops."""
     if LOOP in frame.f_globals:
         return ""
     shown = _shown(frame.f_code.co_filename)

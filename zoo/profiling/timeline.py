@@ -1,8 +1,8 @@
-"""The memory of a training step over time, as data: every allocation's life, and what follows.
+"""The memory timeline of a training step, as data: the lifetime of every allocation.
 
-`memory_tracker` makes one; this file needs neither torch nor a model, so that a timeline can be
-read, compared and drawn anywhere. Time is counted in events: at point 0 only what was there before
-is allocated, and each allocation or release makes the next point.
+`memory_tracker` records one; reading, comparing and drawing it needs no torch. Time is counted in
+events: at point 0 only what the step finds is allocated, and each allocation or release makes the
+next point.
 
     point        0     1     2     3     4
     weight       XXXXXXXXXXXXXXXXXXXXXXXXXXX        start 0, end None
@@ -28,47 +28,37 @@ from zoo.planner.serialization import read, read_file, read_json, read_row
 from zoo.report.markdown import visible
 from zoo.units import BINARY, format_bytes
 
-# in the order in which they are stacked: what no plan changes is at the bottom, in gray
-_COLORS = {
-    "parameters": "#8c96a3",
-    "buffers": "#6e7781",
-    "optimizer state": "#b8bec8",
-    "inputs": "#d5d9df",
-    "gradients": "#c39bd3",
-    "saved activations": "#1f6feb",
-    "recomputed": "#e8912d",
-    "temporaries": "#8ec5ff",
-    "unseen": "#e5534b",
-}
-_SHADES = {"backward": "#eef2f7", "recompute": "#fdf0de", "optimizer": "#eef7ee"}
-_INK, _FAINT_INK, _GRID = "#24292f", "#57606a", "#e6e8eb"
-CATEGORIES = tuple(_COLORS)
+# in the order in which they are stacked: what no plan changes is at the bottom
+CATEGORIES = (
+    *("parameters", "buffers", "optimizer state", "inputs", "gradients"),
+    *("saved activations", "recomputed", "temporaries", "unseen"),
+)
+# by phase, colors of `report.plot`
+_SHADES = {"backward": "in-backward", "recompute": "in-recompute", "optimizer": "below"}
 RESIDENT = frozenset(CATEGORIES[:5])
-UNSEEN = "unseen by tensors (library workspaces)"
-# matplotlib has others, of which not all take what is asked of them here
+UNSEEN = "unseen by tensors (kernel workspaces)"
 PICTURES = (".svg", ".png", ".pdf")
 VERSION = 1
-# as many fit a screen
-MOST_BLOCKS = 16
+MOST_BLOCKS = 16  # in a table
 Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One storage's life.
+    """The lifetime of one storage.
 
     Attributes:
         bytes: its size.
-        start: the point from which it is there; 0 for what was there before.
-        end: the point at which it is gone; None where it is there at the end.
+        start: the point of its allocation; 0 where the step finds it.
+        end: the point of its release; None where it outlives the step.
         category: one of `CATEGORIES`.
-        phase: what the program was doing when it was made; "before" the step for what was there.
-        block: the block of the model that made it, or that a parameter belongs to: the path of its
-            module, a step of a chain's own, the model's class for code in no block; "" for none.
-        step: the step of the chain, module: the path of the module, likewise.
+        phase: what the program was doing when it was allocated; "before" where the step finds it.
+        block: the block of the model that allocated it, or that a parameter belongs to: the path of
+            a module, a chain's step, the model's class for code in no block; "" for none.
+        step, module: the step of the chain and the path of the module, likewise.
         line: "file:line" of the program, outside torch; in the backward that of the forward.
-        shape, dtype: those of the first tensor that was seen in it.
-        name: that of a parameter or buffer, for a gradient that of its parameter.
+        shape, dtype: those of the first tensor that used it.
+        name: of the parameter or buffer; for a gradient, of its parameter.
     """
 
     bytes: int
@@ -84,18 +74,14 @@ class Allocation:
     dtype: str = ""
     name: str = ""
 
-    def is_there(self, point: int) -> bool:
-        """Says whether it is allocated at a point."""
-        return self.start <= point and (self.end is None or point < self.end)
-
     @property
     def home(self) -> str:
-        """The block, or what the program was doing outside of the model."""
+        """The block, or the phase where it was allocated outside of the model."""
         return self.block or self.phase
 
     @property
     def place(self) -> str:
-        """The best name for where it comes from."""
+        """The most specific name of what allocated it."""
         return self.name or self.module or self.step or self.phase
 
 
@@ -111,9 +97,9 @@ class Mark:
 class Timeline:
     """Every allocation of a tracked step, and the phases of the step.
 
-    Empty until the tracked block ends. `allocator` says whether the allocator's own events are in
-    it: then what no tensor shows has the category "unseen", and the peak is exact to the byte.
-    `error` is the exception that ended the block, "" for none.
+    Empty until the tracked block ends. With `allocator`, the allocator's own events are in it: what
+    no tensor shows has the category "unseen", and the peak is exact to the byte. `error` is the
+    exception that ended the block, "" for none.
     """
 
     title: str = ""
@@ -147,8 +133,7 @@ class Timeline:
     @property
     def peak_point(self) -> int:
         """The first point at which they were."""
-        total = self.total()
-        return total.index(max(total))
+        return self.total().index(self.peak)
 
     @property
     def tensor_peak(self) -> int:
@@ -162,12 +147,12 @@ class Timeline:
 
     @property
     def tensor_activation_peak(self) -> int:
-        """The same of tensors alone: without kernel workspaces."""
+        """The same without kernel workspaces."""
         return max(self.total(name for name in CATEGORIES[:-1] if name not in RESIDENT))
 
     @property
     def unseen(self) -> int | None:
-        """The peak less that of the tensors; None where the allocator was not asked."""
+        """The peak less that of the tensors; None without the allocator's events."""
         return self.peak - self.tensor_peak if self.allocator else None
 
     def phase_at(self, point: int) -> str:
@@ -182,29 +167,30 @@ class Timeline:
         """
         if attribute not in _ATTRIBUTES:
             raise ArgumentError(f"allocations have no {attribute!r}: {', '.join(_ATTRIBUTES)}")
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for allocation in self.at(point):
-            found[getattr(allocation, attribute)] += allocation.bytes
-        return dict(found)
+            sizes[getattr(allocation, attribute)] += allocation.bytes
+        return dict(sizes)
 
     def at(self, point: int | None = None) -> list[Allocation]:
         """Lists what is allocated at a point, by default the peak; the largest first."""
-        chosen = self.peak_point if point is None else point
-        found = (allocation for allocation in self.allocations if allocation.is_there(chosen))
-        return sorted(found, key=lambda allocation: -allocation.bytes)
+        point = self.peak_point if point is None else point
+        alive = [
+            a for a in self.allocations if a.start <= point and (a.end is None or point < a.end)
+        ]
+        return sorted(alive, key=lambda allocation: -allocation.bytes)
 
     def holders(self, count: int = 10, *, resident: bool = False) -> list[Allocation]:
-        """Lists who holds the most at the peak; with `resident` also parameters and the like."""
-        found = (a for a in self.at() if resident or a.category not in RESIDENT)
-        return list(itertools.islice(found, count))
+        """Lists the largest at the peak; with `resident` also parameters and the like."""
+        return [a for a in self.at() if resident or a.category not in RESIDENT][:count]
 
     def blocks(self, *, resident: bool = False) -> dict[str, int]:
         """Returns the bytes of activations, or of all else, of each block at the peak."""
-        found = dict.fromkeys((a.home for a in self.allocations), 0)
+        sizes = dict.fromkeys((a.home for a in self.allocations), 0)
         for a in self.at():
             if (a.category in RESIDENT) is resident:
-                found[a.home] += a.bytes
-        return found
+                sizes[a.home] += a.bytes
+        return sizes
 
     def table(self, holders: int = 10) -> str:
         """Writes the timeline as text: categories, blocks and the largest tensors at the peak."""
@@ -220,12 +206,14 @@ class Timeline:
         """Draws categories over time, phases shaded and the peak marked, to an SVG, PNG or PDF.
 
         Raises:
-            ArgumentError: matplotlib is missing, or does not know such a file.
+            ArgumentError: matplotlib is missing, or the path has another ending.
         """
         try:
             # an extra; a Figure without pyplot leaves the program's backend alone
             from matplotlib import rc_context  # noqa: PLC0415
             from matplotlib.figure import Figure  # noqa: PLC0415
+
+            from zoo.report.plot import COLORS, STYLE  # noqa: PLC0415
         except ImportError as error:
             raise ArgumentError(
                 "drawing needs matplotlib: pip install 'zoo-checkpoint[compare]'"
@@ -233,18 +221,13 @@ class Timeline:
         suffix = Path(path).suffix.lower()
         if suffix not in PICTURES:
             raise ArgumentError(f"{shortened(str(path))} must end in one of {', '.join(PICTURES)}")
-        # the same numbers make the same file, and a title holds no formula
-        style: Any = {
-            "svg.hashsalt": "zoo", "font.size": 10, "text.color": _INK, "text.parse_math": False,
-        }  # fmt: skip
         figure = Figure(figsize=(10, 4.6), layout="constrained")
-        with rc_context(style):
+        title = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}
+        with rc_context(STYLE):
             axes = figure.subplots()
-            figure.suptitle(
-                visible(self.heading), x=0.01, ha="left", fontsize=12, fontweight="bold"
-            )
-            self._shade(axes)
-            self._stack(axes)
+            figure.suptitle(visible(self.heading), **title)
+            self._shade(axes, COLORS)
+            self._stack(axes, COLORS)
             figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == ".svg" else {})
 
     def to_json(self) -> str:
@@ -257,11 +240,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ArgumentError: it is no such text.
-        """
+        """Reads what `to_json` wrote; anything else is an ArgumentError."""
         return read_json(text, "timeline", ArgumentError, _timeline)
 
     def save(self, path: str | Path) -> None:
@@ -289,24 +268,21 @@ class Timeline:
 
     @property
     def heading(self) -> str:
-        """One line: what, where, the peak and when."""
+        """One line: model, device, the peak and when it is."""
         point = self.peak_point
-        phase = self.phase_at(point)
-        return (
-            f"{self.title} on {self.device}: peak {format_bytes(self.peak)}"
-            f"{f' in the {phase}' if phase else ''}, at event {point} of {self.length}"
-        )
+        phase = f" in the {self.phase_at(point)}" if self.phase_at(point) else ""
+        peak = f"peak {format_bytes(self.peak)}{phase}, at event {point} of {self.length}"
+        return f"{self.title} on {self.device}: {peak}"
 
-    def _stack(self, axes: Any) -> None:
+    def _stack(self, axes: Any, colors: Mapping[str, str]) -> None:
         peak, point = self.peak, self.peak_point
         unit = max(power for power in range(len(BINARY)) if peak >= 1024**power or not power)
         curves = {name: curve for name, curve in self.curves().items() if max(curve)}
         scaled = [[size / 1024**unit for size in curve] for curve in curves.values()]
-        colors = [_COLORS[name] for name in curves]
-        points = range(self.length + 1)
-        axes.stackplot(points, *scaled, labels=curves, colors=colors, step="post", lw=0)
+        areas = {"labels": curves, "colors": [colors[name.replace(" ", "-")] for name in curves]}
+        axes.stackplot(range(self.length + 1), *scaled, **areas, step="post", lw=0)
         height = peak / 1024**unit
-        axes.plot(point, height, "v", color=_INK, ms=7, clip_on=False)
+        axes.plot(point, height, "v", color=colors["ink"], ms=7, clip_on=False)
         axes.annotate(
             f"peak {format_bytes(peak)}", (point, height), (0, 8), textcoords="offset points",
             ha="center", fontsize=9,
@@ -314,28 +290,28 @@ class Timeline:
         axes.set_xlim(0, max(self.length, 1))
         axes.set_ylim(0, height * 1.12 or 1)
         axes.set_ylabel(BINARY[unit])
-        axes.set_xlabel("allocations and releases, in their order", color=_FAINT_INK)
+        axes.set_xlabel("allocations and releases, in their order")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=_GRID, lw=0.8)
+        axes.grid(axis="y", color=colors["grid"], lw=0.8)
         axes.set_axisbelow(True)
         axes.figure.legend(frameon=False, loc="outside right upper", reverse=True, fontsize=9)
 
-    def _shade(self, axes: Any) -> None:
-        # each phase stands in the legend once
+    def _shade(self, axes: Any, colors: Mapping[str, str]) -> None:
+        # each phase is in the legend once
         labels = {phase: f"in {phase}" for phase in _SHADES}
         for mark, following in itertools.pairwise([*self.phases, Mark(self.length, "")]):
             if mark.phase in _SHADES and following.point > mark.point:
-                color, label = _SHADES[mark.phase], labels.pop(mark.phase, None)
+                color, label = colors[_SHADES[mark.phase]], labels.pop(mark.phase, None)
                 axes.axvspan(mark.point, following.point, color=color, label=label, lw=0, zorder=0)
 
     def _by_category(self) -> Rows:
-        head = ("category", "at the peak", "at most")
         at_most = {category: max(curve) for category, curve in self.curves().items()}
         shown = [category for category in CATEGORIES[:-1] if at_most[category]]
-        if self.allocator:
-            shown.append("unseen")
-        rows = _category_rows(shown, [self.by("category"), at_most])
-        return [head, *rows] if self.allocator else [head, *rows, (UNSEEN, "not measured", "")]
+        rows = _category_rows(
+            [*shown, *["unseen"] * self.allocator], [self.by("category"), at_most]
+        )
+        missing: Rows = [] if self.allocator else [(UNSEEN, "not measured", "")]
+        return [("category", "at the peak", "at most"), *rows, *missing]
 
     def _by_block(self) -> Rows:
         resident, activations = self.blocks(resident=True), self.blocks()
@@ -346,9 +322,9 @@ class Timeline:
     def _by_tensor(self, count: int) -> Rows:
         rows: Rows = [("largest at the peak", "", "shape", "made in", "block", "", "")]
         for a in self.holders(count):
-            kind = f"{a.shape} {a.dtype}" if a.dtype else ""
+            shape = f"{a.shape} {a.dtype}" if a.dtype else ""
             place = a.place if a.place != a.home else ""
-            rows.append((format_bytes(a.bytes), a.category, kind, a.phase, a.home, place, a.line))
+            rows.append((format_bytes(a.bytes), a.category, shape, a.phase, a.home, place, a.line))
         return rows
 
 
@@ -363,23 +339,22 @@ def compare(timelines: Mapping[str, Timeline], holders: int = 10) -> str:
         _lines([("category, at the peak", *timelines), *_category_rows(named, categories)]),
         _lines([("block, activations at the peak", *timelines), *_rows(shown, blocks)]),
     ]
-    if holders:
-        for name, timeline in timelines.items():
-            parts.append(f"{name}\n{_lines(timeline._by_tensor(holders))}")
+    for name, timeline in timelines.items() if holders else ():
+        parts.append(f"{name}\n{_lines(timeline._by_tensor(holders))}")
     return "\n\n".join(parts)
 
 
-def _rows(names: Iterable[str], found: Sequence[Mapping[str, int]]) -> Rows:
-    return [(name, *(format_bytes(part.get(name, 0)) for part in found)) for name in names]
+def _rows(names: Iterable[str], columns: Sequence[Mapping[str, int]]) -> Rows:
+    return [(name, *(format_bytes(column.get(name, 0)) for column in columns)) for name in names]
 
 
-def _category_rows(names: Iterable[str], found: Sequence[Mapping[str, int]]) -> Rows:
-    rows = _rows(names, found)
+def _category_rows(names: Iterable[str], columns: Sequence[Mapping[str, int]]) -> Rows:
+    rows = _rows(names, columns)
     return [(UNSEEN if name == "unseen" else name, *sizes) for name, *sizes in rows]
 
 
 def _largest(sizes: Mapping[str, int]) -> list[str]:
-    """Returns the names of the largest, in the order of the others."""
+    """Returns the names of the largest in their order."""
     largest = set(sorted(sizes, key=lambda name: -sizes[name])[:MOST_BLOCKS])
     return [name for name in sizes if name in largest and sizes[name]]
 
@@ -387,7 +362,7 @@ def _largest(sizes: Mapping[str, int]) -> list[str]:
 _ATTRIBUTES = tuple(entry.name for entry in fields(Allocation))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Stored:
     """A timeline as its JSON has it."""
 
