@@ -44,7 +44,6 @@ from zoo.layers.shared_weight import (
     is_eager,
     is_engine_running,
     is_first_order,
-    is_wanted,
 )
 
 HEADS = ("inplace", "plain", "fused")
@@ -230,9 +229,8 @@ class _FusedLoss(torch.autograd.Function):
             ctx.sums, scale = None, operator.imul
         for_weight, for_bias = (None if total is None else scale(total, gradient) for total in sums)
         if ctx.shared and for_weight is not None:
-            if is_wanted(ctx):
-                ctx.total.add(lambda: for_weight, lambda total: total.add_(for_weight))
-            for_weight = None
+            own = for_weight
+            for_weight = ctx.total.add(ctx, gradient, lambda: own, lambda total: total.add_(own))
         return None, for_weight, for_hidden * gradient, for_bias, None, None, None
 
 

@@ -113,19 +113,24 @@ class Total:
     def __init__(self) -> None:
         self.sums: dict[int, Tensor] = {}
 
-    def add(self, make: Callable[[], Tensor], add_to: Callable[[Tensor], Any]) -> None:
-        """Adds a gradient in place, or makes it where it is the first."""
+    def add(
+        self, ctx: Any, gradient: Tensor, make: Callable[[], Tensor], add: Callable[[Tensor], Any]
+    ) -> Tensor | None:
+        """Adds a use's gradient of the weight in place; returns it where autograd must add it.
+
+        `make` computes it, `add` adds it to a sum; `gradient` is that of the use's output.
+        """
+        if not is_first_order(gradient):
+            return make()
+        token, _ = ctx.next_functions[0]
+        if is_engine_running() and not will_run(token):
+            return None  # `autograd.grad` for other inputs
         backward = current_backward()
         if backward in self.sums:
-            add_to(self.sums[backward])
+            add(self.sums[backward])
         else:
             self.sums[backward] = make()
-
-
-def is_wanted(ctx: Any) -> bool:
-    """Says whether this backward leads to the weight (`autograd.grad` may ask for others)."""
-    token, _ = ctx.next_functions[0]
-    return not is_engine_running() or bool(will_run(token))
+        return None
 
 
 class _Token(torch.autograd.Function):
@@ -156,11 +161,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (weight, x) = gradients, ctx.saved_tensors
-        for_weight = None
-        if not is_first_order(gradient):
-            for_weight = gradient.t() @ x
-        elif is_wanted(ctx):
-            ctx.total.add(lambda: gradient.t() @ x, lambda total: total.addmm_(gradient.t(), x))
+        for_weight = ctx.total.add(
+            ctx, gradient, lambda: gradient.t() @ x, lambda total: total.addmm_(gradient.t(), x)
+        )
         for_x = gradient @ weight if ctx.needs_input_grad[2] else None
         for_bias = gradient.sum(0) if ctx.needs_input_grad[3] else None
         return None, for_weight, for_x, for_bias, None
@@ -179,14 +182,12 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (tokens,) = gradients, ctx.saved_tensors
-        for_weight = None
-        if not is_first_order(gradient):
-            for_weight = _row_sums(gradient, tokens, ctx.rows)
-        elif is_wanted(ctx):
-            ctx.total.add(
-                lambda: _row_sums(gradient, tokens, ctx.rows),
-                lambda total: _add_rows(total, gradient, tokens.flatten()),
-            )
+        for_weight = ctx.total.add(
+            ctx,
+            gradient,
+            lambda: _row_sums(gradient, tokens, ctx.rows),
+            lambda total: _add_rows(total, gradient, tokens.flatten()),
+        )
         return None, for_weight, None, None
 
 

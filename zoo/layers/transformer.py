@@ -1,8 +1,8 @@
 """The transformer block as a chain (Vaswani et al. 2017, arXiv:1706.03762; normalization first).
 
-`torch.nn.TransformerEncoderLayer` hides its parts behind one call, names them unlike any published
-weights and has a fast path of its own in eval mode. This block offers its parts as steps, under
-timm's names. It has no cross attention, no mask but the causal one and no cache of keys and values.
+`torch.nn.TransformerEncoderLayer` is one call, with names unlike any published weights. This block
+offers its parts as steps, under timm's names. It has no cross attention, no mask but the causal one
+and no cache of keys and values.
 """
 
 import math
@@ -28,7 +28,7 @@ class TransformerBlock(Chain):
     what each branch adds, `drop_path_rate` whole samples of a branch. `activation` is "gelu" or its
     tanh form "gelu_tanh".
 
-    Each step hands on the rest of its state untouched, so the block fits into any chain.
+    Each step hands on the rest of its state, so the block fits into any chain.
 
     Outputs and gradients are those of timm's `Block(qkv_bias=True)` bit for bit. Deviation: timm's
     `proj_drop` also drops after the activation; here, as in GPT-2, nothing is dropped there.

@@ -1,10 +1,9 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
 The layers are those of Hugging Face's `GPT2LMHeadModel` under timm's names for the blocks; its
-state dicts (and `GPT2Model`'s) load with `load_state_dict`, which renames the keys and transposes
-the weights. Logits, loss and gradients are its own bit for bit when it computes the activation with
-torch's kernel (`gelu_pytorch_tanh`), as here; its default `gelu_new` spells the same function out
-in operations that keep three more tensors of its size, and differs by rounding.
+state dicts (and `GPT2Model`'s) load, renamed and transposed. Logits, loss and gradients are its own
+bit for bit with the activation `gelu_pytorch_tanh`, torch's kernel; its default `gelu_new` is the
+same function in operations that save three more tensors of its size, and differs by rounding.
 
 Logits and loss are steps too, a chunk of tokens at a time (see `layers.language_head`).
 Not here: a cache of keys and values, padding masks, token types, cross attention.
@@ -27,7 +26,7 @@ from zoo.layers.language_head import HEADS, make_head
 from zoo.layers.shared_weight import SharedWeight
 from zoo.layers.transformer import TransformerBlock
 
-# Hugging Face's names and ours; its `c_*` weights are those of a Conv1D, transposed.
+# Hugging Face's names and ours; its `c_*` weights are transposed
 RENAMED = {
     r"^wte\.": "token_embedding.",
     r"^wpe\.": "position_embedding.",
@@ -47,13 +46,12 @@ class GPT2(Chain):
     Targets are the next tokens, shifted by the caller; those of -100 are ignored. V is `vocabulary`
     and T at most `positions`. `depth` blocks of `width` channels in `heads` heads; the embedding of
     the tokens is also the decoder's weight. `drop_rate` is the dropout of embedding, attention and
-    residuals, `drop_path_rate` the stochastic depth of the last block (rising linearly from 0 at
-    the first; an addition to the paper). The loss decodes `chunk_tokens` tokens at a time.
+    residuals, `drop_path_rate` the stochastic depth of the last block, rising linearly from 0 at
+    the first (not in the paper). The loss decodes `chunk_tokens` tokens at a time.
 
-    `head` says how. "inplace" writes the gradient of the logits over them; "plain" leaves all to
-    `F.cross_entropy`: the same bits, three times a chunk's logits. "fused" computes the gradients
-    in the forward and keeps no logits at all: equal up to rounding, and it cannot be differentiated
-    twice.
+    `head` "inplace" writes the gradient of the logits over them; "plain" is `F.cross_entropy`, the
+    same bits in three times the memory; "fused" computes the gradients in the forward and saves no
+    logits: equal up to rounding, and not differentiable twice.
 
     Weights are drawn as published: normal of 0.02, on the residual paths divided by sqrt(2 depth);
     biases zero.
@@ -147,10 +145,10 @@ class GPT2(Chain):
         return F.linear(hidden, self.token_embedding.weight)
 
     def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Renames and transposes the weights of Hugging Face's GPT-2; leaves our own alone.
+        """Renames and transposes the weights of Hugging Face's GPT-2; our own stay as they are.
 
-        Left out are the causal masks that it once stored, and the decoder where it is the
-        embedding: one of its own stays and is refused as unknown.
+        Drops the causal masks that it once stored and a tied decoder; another decoder is refused
+        as unknown.
         """
         prefix = "transformer." if "transformer.wte.weight" in state_dict else ""
         embedding = state_dict.get(f"{prefix}wte.weight")

@@ -197,9 +197,8 @@ class WordLanguageModel(Chain):
     def finish(self, *state: Any) -> State:
         """carried, result -> result, hidden (layers, N, hidden), cell"""
         *carried, result = state
-        depth = len(self.layers)
-        starts = range(0, self.carried, depth)
-        return (result, *(torch.cat(carried[start : start + depth]) for start in starts))
+        starts = range(0, self.carried, len(self.layers))
+        return (result, *(torch.cat(carried[start:][: len(self.layers)]) for start in starts))
 
     def _in_hand(self, state: State, x: Tensor) -> State:
         return (*state[: self.hand], x, *state[self.hand + 1 :])

@@ -3,8 +3,8 @@
 Parameter names, initialization draw by draw, outputs and gradients are torchvision's, whose blocks
 are forwards: a plan could save or recompute whole blocks only. These list their parts.
 
-Deviations: the last pooling takes images of any size. Added are `drop_rate`, dropout before `fc`,
-and `drop_path_rate`, stochastic depth (arXiv:1603.09382) that rises linearly over the blocks.
+Deviations: images of any size, `drop_rate` (dropout before `fc`) and `drop_path_rate` (stochastic
+depth, arXiv:1603.09382, rising linearly over the blocks).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,7 @@ from zoo.layers.checks import check_input, check_integers, check_norm, check_rat
 from zoo.layers.drop_path import DropPath, drop_path_rates
 
 Pair = tuple[Tensor, Tensor]
-# (inputs, width, stride) -> the convolutions of a block
-Convolutions = Callable[[int, int, int], Sequence[nn.Conv2d]]
+Convolutions = Callable[[int, int, int], Sequence[nn.Conv2d]]  # inputs, width, stride -> a block's
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:

@@ -56,8 +56,7 @@ class ViT(Chain):
                 f"multiple. Take {image_size // PATCH * PATCH or PATCH}"
             )
         patches = (image_size // PATCH) ** 2
-        self.in_channels = in_channels
-        self.image_size = image_size
+        self.in_channels, self.image_size = in_channels, image_size
         self.cls_token = nn.Parameter(torch.empty(1, 1, width))
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + patches, width))
         patch_embed = nn.Conv2d(in_channels, width, PATCH, stride=PATCH)

@@ -26,7 +26,7 @@ from typing import Any
 from zoo.errors import ArgumentError, shortened
 from zoo.planner.serialization import read, read_file, read_json, read_row
 from zoo.report.markdown import visible
-from zoo.units import BINARY, format_bytes
+from zoo.units import format_bytes
 
 # in the order in which they are stacked: what no plan changes is at the bottom
 CATEGORIES = (
@@ -213,6 +213,7 @@ class Timeline:
             from matplotlib import rc_context  # noqa: PLC0415
             from matplotlib.figure import Figure  # noqa: PLC0415
 
+            from zoo.report.charts import scale  # noqa: PLC0415
             from zoo.report.plot import COLORS, STYLE  # noqa: PLC0415
         except ImportError as error:
             raise ArgumentError(
@@ -227,7 +228,7 @@ class Timeline:
             axes = figure.subplots()
             figure.suptitle(visible(self.heading), **title)
             self._shade(axes, COLORS)
-            self._stack(axes, COLORS)
+            self._stack(axes, COLORS, *scale(self.peak))
             figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == ".svg" else {})
 
     def to_json(self) -> str:
@@ -274,22 +275,20 @@ class Timeline:
         peak = f"peak {format_bytes(self.peak)}{phase}, at event {point} of {self.length}"
         return f"{self.title} on {self.device}: {peak}"
 
-    def _stack(self, axes: Any, colors: Mapping[str, str]) -> None:
-        peak, point = self.peak, self.peak_point
-        unit = max(power for power in range(len(BINARY)) if peak >= 1024**power or not power)
+    def _stack(self, axes: Any, colors: Mapping[str, str], divisor: int, unit: str) -> None:
         curves = {name: curve for name, curve in self.curves().items() if max(curve)}
-        scaled = [[size / 1024**unit for size in curve] for curve in curves.values()]
+        scaled = [[size / divisor for size in curve] for curve in curves.values()]
         areas = {"labels": curves, "colors": [colors[name.replace(" ", "-")] for name in curves]}
         axes.stackplot(range(self.length + 1), *scaled, **areas, step="post", lw=0)
-        height = peak / 1024**unit
+        point, height = self.peak_point, self.peak / divisor
         axes.plot(point, height, "v", color=colors["ink"], ms=7, clip_on=False)
         axes.annotate(
-            f"peak {format_bytes(peak)}", (point, height), (0, 8), textcoords="offset points",
+            f"peak {format_bytes(self.peak)}", (point, height), (0, 8), textcoords="offset points",
             ha="center", fontsize=9,
         )  # fmt: skip
         axes.set_xlim(0, max(self.length, 1))
         axes.set_ylim(0, height * 1.12 or 1)
-        axes.set_ylabel(BINARY[unit])
+        axes.set_ylabel(unit)
         axes.set_xlabel("allocations and releases, in their order")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=colors["grid"], lw=0.8)
