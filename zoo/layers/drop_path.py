@@ -12,13 +12,13 @@ class DropPath(nn.Module):
     Each is dropped with probability `rate`; the others are scaled by 1 / (1 - rate).
     """
 
-    def __init__(self, rate: float = 0.0) -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
 
     def forward(self, branch: Tensor) -> Tensor:
         """Drops samples in training."""
-        if self.rate == 0.0 or not self.training:
+        if not self.training:
             return branch
         keep = 1 - self.rate
         mask = branch.new_empty((len(branch),) + (1,) * (branch.ndim - 1)).bernoulli_(keep)
@@ -27,6 +27,11 @@ class DropPath(nn.Module):
     def extra_repr(self) -> str:
         """Shows the rate."""
         return f"rate={self.rate}"
+
+
+def drop_path(rate: float) -> nn.Module:
+    """Makes stochastic depth; a rate of 0 is the identity, as in timm."""
+    return DropPath(rate) if rate else nn.Identity()
 
 
 def drop_path_rates(rate: float, blocks: int) -> list[float]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, shortened
 from zoo.layers.checks import check_choice, check_integers, check_rates
-from zoo.layers.drop_path import DropPath
+from zoo.layers.drop_path import drop_path
 
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -78,7 +78,7 @@ class TransformerBlock(Chain):
         self.mlp["act"] = nn.GELU(approximate=ACTIVATIONS[activation])
         self.mlp["fc2"] = nn.Linear(hidden, width)
         self.drop = nn.Dropout(drop_rate)
-        self.drop_path = DropPath(drop_path_rate)
+        self.drop_path = drop_path(drop_path_rate)
 
     def steps(self) -> Steps:
         """Lists project, attend, merge, widen, narrow."""

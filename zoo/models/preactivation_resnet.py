@@ -31,8 +31,8 @@ def bottleneck(inputs: int, width: int, stride: int = 1) -> list[nn.Conv2d]:
 class Unit(Residual):
     """A unit of `PreactivationResNet`: a norm and an activation before each convolution."""
 
-    def __init__(self, layers: Sequence[nn.Conv2d], drop_path: float = 0.0) -> None:
-        super().__init__(layers, drop_path)
+    def __init__(self, layers: Sequence[nn.Conv2d], drop_rate: float = 0.0) -> None:
+        super().__init__(layers, drop_rate)
         self.bn1 = nn.BatchNorm2d(self.inputs)
         self.downsample: Any = None
         if self.inputs != self.outputs:

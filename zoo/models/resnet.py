@@ -3,8 +3,7 @@
 Parameter names, initialization draw by draw, outputs and gradients are torchvision's, whose blocks
 are forwards: a plan could save or recompute whole blocks only. These list their parts.
 
-Deviations: images of any size, `drop_rate` (dropout before `fc`) and `drop_path_rate` (stochastic
-depth, arXiv:1603.09382, rising linearly over the blocks).
+Added are images of any size, dropout before `fc` and stochastic depth (arXiv:1603.09382).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, State, Step, Steps, spread
 from zoo.layers.checks import check_input, check_integers, check_norm, check_rates
-from zoo.layers.drop_path import DropPath, drop_path_rates
+from zoo.layers.drop_path import drop_path, drop_path_rates
 
 Pair = tuple[Tensor, Tensor]
-Convolutions = Callable[[int, int, int], Sequence[nn.Conv2d]]  # inputs, width, stride -> a block's
+Convolutions = Callable[[int, int, int], Sequence[nn.Conv2d]]  # of inputs, width, stride
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
@@ -49,12 +48,12 @@ class Residual(Chain):
 
     is_first = False  # of its stage; the network says so
 
-    def __init__(self, layers: Sequence[nn.Conv2d], drop_path: float) -> None:
+    def __init__(self, layers: Sequence[nn.Conv2d], drop_rate: float) -> None:
         super().__init__()
         self.inputs, self.outputs = layers[0].in_channels, layers[-1].out_channels
         self.depth, self.stride = len(layers), prod(layer.stride[0] for layer in layers)
         self.relu = nn.ReLU(inplace=True)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = drop_path(drop_rate)
 
     def _convolve(self, number: int, branch: Tensor, *shortcut: Tensor) -> Pair:
         return getattr(self, f"conv{number}")(branch), *(shortcut or (branch,))
@@ -66,8 +65,8 @@ class Residual(Chain):
 class Block(Residual):
     """A block of `ResNet`: a norm and an activation behind each convolution."""
 
-    def __init__(self, layers: Sequence[nn.Conv2d], drop_path: float = 0.0) -> None:
-        super().__init__(layers, drop_path)
+    def __init__(self, layers: Sequence[nn.Conv2d], drop_rate: float = 0.0) -> None:
+        super().__init__(layers, drop_rate)
         for number, layer in enumerate(layers, 1):
             self.add_module(f"conv{number}", layer)
             self.add_module(f"bn{number}", nn.BatchNorm2d(layer.out_channels))
