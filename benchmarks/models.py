@@ -55,7 +55,7 @@ from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
 from zoo.profiling.allocator import gradient_addresses, measure_step, tensors_in, trace
 from zoo.profiling.chain_profile import Profile
-from zoo.tracing.traced_steps import Entry
+from zoo.tracing.api import Entry
 
 DRAWN = 50
 RESULTS = Path("results/models.jsonl")

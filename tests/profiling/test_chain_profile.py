@@ -1,6 +1,7 @@
 """The bytes that planning rests on are those that the allocator sees."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,16 +70,18 @@ def test_profiling_under_autocast_leaves_no_fake_weights_in_its_cache() -> None:
     assert type(model.fc.weight.grad) is Tensor
 
 
-def test_equal_steps_are_run_once() -> None:
+# a convolution has a list among its settings
+@pytest.mark.parametrize("layer", [nn.Tanh, lambda: nn.Conv2d(1, 1, 1)])
+def test_equal_steps_are_run_once(layer: Callable[[], nn.Module]) -> None:
     class Many(Chain):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.Tanh() for _ in range(20))
+            self.layers = nn.ModuleList(layer() for _ in range(20))
 
         def steps(self) -> Steps:
             return list(self.layers)
 
-    model, x = Many(), torch.rand(3).requires_grad_()
+    model, x = Many(), torch.rand(1, 1, 3, 3).requires_grad_()
     found = Profile(model, outline(model.steps()), (x,))
     assert len(found.found.runs) == 1
     assert len(found.costs()) == 20

@@ -227,8 +227,7 @@ def test_without_a_fork_steps_that_share_a_weight_are_planned() -> None:
 
 
 @pytest.mark.usefixtures("without_fork")
-def test_without_a_fork_a_traced_model_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zoo.tracing.ahead.can_fork", lambda: False)
+def test_without_a_fork_a_traced_model_is_planned() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     report = zoo.plan(model, torch.rand(3, 4), max_overhead=0.5)
     assert report.predicted_peak <= report.baseline_peak

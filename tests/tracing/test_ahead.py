@@ -1,4 +1,4 @@
-"""A look ahead sees what a real forward does, and leaves nothing behind."""
+"""Tracing ahead records what a real forward does, and leaves nothing behind."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from tests.tracing.runs import Deciding, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.profiling.isolation import Raised
-from zoo.tracing import ahead as isolated
+from zoo.tracing import ahead
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.graph import StandIn
 
@@ -78,7 +78,7 @@ def test_nothing_of_a_look_is_left_behind(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_on_a_copy_streams_and_parameters_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated, "can_fork", lambda: False)
+    monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
     model, given = Deciding(), Invocation((torch.rand(4, 6),))
     before = torch.get_rng_state(), [value.clone() for value in model.parameters()]
     graph = graph_of(model, given)
@@ -141,11 +141,11 @@ def test_numbers_that_are_not_there_are_those_of_zeros_where_all_is_small() -> N
 def test_numbers_that_are_not_there_are_refused_where_it_is_large(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolated, "LARGEST", 10)
+    monkeypatch.setattr(ahead, "LARGEST", 10)
     with pytest.raises(ArgumentError, match=r"reads numbers out of tensors.*first step"):
         graph_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
-    monkeypatch.setattr(isolated, "LARGEST", 1 << 20)
-    monkeypatch.setattr(isolated, "MOST_MADE", 10)
+    monkeypatch.setattr(ahead, "LARGEST", 1 << 20)
+    monkeypatch.setattr(ahead, "MOST_MADE", 10)
     with pytest.raises(ArgumentError, match="reads numbers out of tensors"):
         graph_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
 
@@ -198,13 +198,13 @@ def wrong(output: Tensor) -> Tensor:
 
 
 def test_the_loss_is_behind_the_model() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    model = zoo.checkpoint(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), steps=["0", "1"])
     graph = graph_of(model, Invocation((torch.rand(4, 6),)), lambda y: y.square().sum())
     verbs = [call.verb for call in graph.calls]
     assert verbs[: graph.model_calls][-1] == "tanh"
     assert verbs[graph.model_calls :] == ["pow", "sum"]
     assert graph.loss == graph.calls[-1].results[0]
-    assert [path for path, _ in graph.visits] == ["", "0", "1"]
+    assert graph.visits == {("0", 0): 0, ("1", 0): graph.operators.index("aten.tanh.default")}
 
 
 class Penalty(nn.Module):
@@ -223,6 +223,18 @@ def test_a_backward_inside_of_the_forward_is_seen() -> None:
     # threads of a backward, which a fork does not take along
     given.on(model).backward()
     assert "aten.tanh_backward.default" in graph_of(model, given).operators
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_hooks_for_all_modules_act(forks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not forks:
+        monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
+    handle = nn.modules.module.register_module_forward_hook(lambda *call: call[-1].sin())
+    try:
+        graph = graph_of(nn.Linear(6, 6), Invocation((torch.rand(4, 6),)))
+    finally:
+        handle.remove()
+    assert graph.operators[-1] == "aten.sin.default"
 
 
 def test_parameters_without_a_size_are_refused() -> None:
@@ -253,6 +265,6 @@ def test_what_depends_on_numbers_is_stood_in_for() -> None:
 
 def test_an_answer_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     raised = Raised("PicklingError", "no such answer")
-    monkeypatch.setattr("zoo.tracing.ahead.in_fork", lambda _: raised)
+    monkeypatch.setattr("zoo.profiling.isolation.in_fork", lambda _: raised)
     with pytest.raises(ArgumentError, match="Linear cannot be planned ahead: PicklingError: no"):
         zoo.plan(nn.Linear(3, 3), torch.rand(2, 3), max_overhead=0.5)

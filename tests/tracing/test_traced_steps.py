@@ -19,7 +19,7 @@ from zoo.policy.budget import STREAM, BudgetPlanner
 from zoo.profiling.allocator import tensors_in
 from zoo.sizing.trial_step import train_twice
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.traced_steps import Entry
+from zoo.tracing.api import Entry
 
 
 @dataclass

@@ -38,8 +38,8 @@ from zoo.policy.report import Frontier, PlanReport, Point
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.profiling.timeline import Timeline
 from zoo.report.markdown import markdown_table
+from zoo.tracing.api import Entry
 from zoo.tracing.blocks import block_paths
-from zoo.tracing.traced_steps import Entry
 from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
 from zoo.verification.training_record import random_state_restored
 

@@ -39,8 +39,9 @@ from zoo.profiling.memory_tracker import Tracker
 from zoo.profiling.optimizer import MakeOptimizer, made_by
 from zoo.profiling.timeline import Timeline, compare
 from zoo.tracing.ahead import TraceError
+from zoo.tracing.api import Entry
 from zoo.tracing.api import checkpoint as put_in_force
-from zoo.tracing.traced_steps import Entry, named_steps, runner_of
+from zoo.tracing.patched_forward import named_steps, runner_of
 from zoo.verification.training_record import random_state_restored
 
 # see profiling.source_location
@@ -158,7 +159,8 @@ def _decided(
         return None if runner is None else runner.plan
     try:
         with torch.enable_grad():
-            return Entry.of(model, inputs.map(lambda tensor: tensor.to("meta"))).decided(runner)
+            entry = Entry.of(model, inputs.map(lambda tensor: tensor.to("meta")))
+            return runner.settle(model, entry.outline, entry.state)  # type: ignore[arg-type]
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise

@@ -25,7 +25,7 @@ from zoo.profiling.allocator import tensors_in
 from zoo.report.chain_axis import block_name
 from zoo.report.markdown import markdown_table
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.traced_steps import Entry
+from zoo.tracing.api import Entry
 from zoo.units import format_bytes
 
 

@@ -106,12 +106,10 @@ class PlannedRunner:
                 _settle_uncompiled(self, chain, outline, inputs)
             assert self.plan is not None
             return run_compiled(self.plan, self.compiled, outline.steps, inputs)
-        self.settle(chain, outline, inputs)
-        assert self.plan is not None
-        return run_plan(self.plan, outline.steps, inputs)
+        return run_plan(self.settle(chain, outline, inputs), outline.steps, inputs)
 
-    def settle(self, chain: Chain, outline: Outline, inputs: State) -> None:
-        """Puts the plan for inputs like these in force."""
+    def settle(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
+        """Puts the plan for inputs like these in force and returns it."""
         kind = (len(outline.steps), *map(_kind, inputs), *_autocast(inputs))
         if kind not in self.plans:
             plan = self.decide(chain, outline, inputs)
@@ -121,6 +119,7 @@ class PlannedRunner:
             self.plans[kind] = plan
         if self.plan is not self.plans[kind]:
             self.force(self.plans[kind])
+        return self.plans[kind]
 
     def force(self, plan: Plan) -> None:
         """Puts a plan in force."""

@@ -376,6 +376,6 @@ def _described(module: nn.Module) -> Hashable:
 
 def _setting(value: Any) -> Hashable:
     """Names an attribute of a module: what cannot be compared by value is only like itself."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return tuple(map(_setting, value))
     return value if isinstance(value, VALUES) else id(value)

@@ -51,22 +51,23 @@ def can_fork() -> bool:
     return hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
-def isolated(function: Callable[[bool], Any]) -> Any:
-    """Calls a function in isolation; returns what it returns, `Raised` or `Died`.
+def isolated(function: Callable[[bool], Any], *, fires_hooks: bool = False) -> Any:
+    """Calls a function where nobody sees it, and returns what it returns, `Raised` or `Died`.
 
-    It is given whether it runs in a child, where it must return what pickles. Hooks for all
-    modules, dispatch modes and anomaly detection do not see it.
+    It is told whether nothing that it changes is seen afterwards. In another process it must
+    return what pickles. Dispatch modes and anomaly detection do not see it, nor do hooks for all
+    modules unless it `fires_hooks`, as the forward of a user does.
     """
     if can_fork():
-        answer = in_fork(lambda: _answer(function, True))
+        answer = in_fork(lambda: _answer(function, True, fires_hooks))
         if not (isinstance(answer, Raised) and NO_FORK in answer.text):
             return answer
-    with random_state_restored(), _hooks_silenced():
-        return _answer(function, False)
+    with random_state_restored(), contextlib.nullcontext() if fires_hooks else _hooks_silenced():
+        return _answer(function, False, fires_hooks)
 
 
-def _answer(function: Callable[[bool], Any], is_apart: bool) -> Any:
-    if is_apart:
+def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) -> Any:
+    if is_apart and not fires_hooks:
         for hooks in GLOBAL_HOOKS:
             hooks.clear()
     # inside of a mode for fake tensors nothing is for real

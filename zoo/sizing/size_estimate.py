@@ -28,7 +28,7 @@ from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.profiling.tensor_spec import KernelSpec
 from zoo.sizing.input_sizes import InputSizes
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.traced_steps import runner_of
+from zoo.tracing.patched_forward import runner_of
 from zoo.units import format_bytes
 
 # chooses the plan of least time within a budget in bytes, without one that of least bytes

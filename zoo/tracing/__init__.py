@@ -1,5 +1,4 @@
-"""Kernel graphs: what a forward runs below autograd, as data for the planner.
+"""Computation graphs of forwards, traced below autograd: where plans cut a model, and at what cost.
 
-A graph decides where plans may cut a model and what the steps between the cuts cost. It is never
-run in the model's place.
+No graph runs in the model's place.
 """

@@ -1,33 +1,29 @@
-"""`zoo.checkpoint`, `zoo.uncheckpoint`, `zoo.chain_of` and `zoo.plan_of`: any module by a plan."""
+"""`zoo.checkpoint`, `zoo.uncheckpoint`, `zoo.chain_of` and `zoo.plan_of`, for any module."""
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zoo._torch import active_fake_mode
-from zoo.chain import Chain
-from zoo.engine.ranges import Conductor, Script, Visit
-from zoo.errors import ArgumentError, BudgetError, PlanError, shortened
-from zoo.invocation import Invocation
+from zoo.chain import Chain, Outline, State, step_names
+from zoo.errors import ArgumentError, shortened
+from zoo.invocation import Invocation, Loss, capture_first_state, place_of, with_loss_errors
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget
-from zoo.policy.options import Checkpoint, PlannedRunner, attach, runner_for
-from zoo.policy.report import PlanReport
-from zoo.profiling.sharded import is_spread
+from zoo.policy.options import Checkpoint, attach, runner_for
 from zoo.tracing.ahead import graph_of
-from zoo.tracing.graph import Graph
-from zoo.tracing.native_checkpointing import check_switches
-from zoo.tracing.patched_forward import BlockMark, PatchedForward, Traced, take_back_all
-from zoo.tracing.traced_steps import Entry, patched_forward, paths_of, steps_of
-from zoo.tracing.tracer import Tracer
+from zoo.tracing.blocks import check_switches, paths_of
+from zoo.tracing.partition import partition
+from zoo.tracing.patched_forward import (
+    OptionPlanner,
+    PatchedForward,
+    named_steps,
+    patched_forward,
+    take_back_all,
+)
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-_log = logging.getLogger("zoo")
 
 
 def checkpoint(
@@ -41,12 +37,12 @@ def checkpoint(
 ) -> AnyModule:
     """Puts a `checkpoint=` option in force on any model and returns the same object.
 
-    - `False`: keep everything, plain training;
+    - `False`: the baseline, no recomputation;
     - `True`, or nothing: the plan of least peak memory in which no step runs more than twice;
     - `"auto"`: the plan of least time within a memory budget, or of least memory within an
       overhead; `memory_budget` and `max_overhead` are those of `zoo.plan`, and without either the
       budget is what is free on the device. A budget alone means "auto";
-    - an int k: k segments of equal numbers of blocks, the last one kept;
+    - an int k: k segments of equal numbers of blocks, all but the last recomputed;
     - `"sqrt"`, `"blocks"`, `"cheap"`: a scheme of `zoo.planner.schemes`;
     - a `Plan`, nested tuple or `PlanReport`: just that.
 
@@ -61,7 +57,7 @@ def checkpoint(
 
     Raises:
         ArgumentError: none of these options, no module, a model that checkpoints itself; for a
-            budget or a plan, at that forward, one that needs numbers of a real step.
+            budget or a plan, at that forward, one that needs data of a real step.
         BudgetError: at that forward, when no plan keeps to the budget.
         PlanError: a malformed plan; one that does not fit raises at that forward.
     """
@@ -81,14 +77,12 @@ def checkpoint(
     paths = paths_of(model, names)
     earlier = patched_forward(model)
     uncheckpoint(model)
-    if isinstance(checkpoint, list):
-        checkpoint = tuple(checkpoint)
     planner = OptionPlanner(checkpoint, memory_budget, max_overhead, names)
-    patched = PatchedForward(model, planner, _marks(model, paths))
+    patched = PatchedForward(model, planner, paths)
     patched.put()
     if inputs is not None:
         try:
-            patched.plan_ahead(*_given(model, inputs))
+            patched.plan_ahead(_given(model, inputs))
         except BaseException:
             patched.take_back()
             if earlier is not None:
@@ -98,7 +92,7 @@ def checkpoint(
 
 
 def uncheckpoint(model: AnyModule) -> AnyModule:
-    """Gives a model, and all that is in it, plain training again, and returns it.
+    """Takes checkpointing off a model and off all modules in it, and returns it.
 
     Raises:
         ArgumentError: it is no module.
@@ -112,8 +106,8 @@ def uncheckpoint(model: AnyModule) -> AnyModule:
 def plan_of(model: nn.Module) -> Plan | None:
     """Returns the plan that a model, yours or one of zoo's, ran by in its last training forward.
 
-    That of one that was just traced is in force from the next on. None before there was one and
-    without checkpointing. The steps that a plan numbers are those that `zoo.chain_of` names.
+    The plan of a forward that was just traced is in force from the next one on. None before the
+    first and without checkpointing. `zoo.chain_of` names the steps that a plan numbers.
 
     Raises:
         ArgumentError: it is no module.
@@ -128,7 +122,7 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 @dataclass(frozen=True)
 class ChainSummary:
-    """What was found in a model: the steps by name, and the block of each.
+    """The steps of a model by name, and the block of each.
 
     Attributes:
         names: the steps in order.
@@ -139,11 +133,9 @@ class ChainSummary:
     blocks: tuple[int, ...]
 
     def __str__(self) -> str:
+        rows = zip(self.blocks, self.names, strict=True)
         lines = [f"{len(self.names)} steps in {len(set(self.blocks))} blocks"]
-        lines += [
-            f"{block:>4}  {name}" for block, name in zip(self.blocks, self.names, strict=True)
-        ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"{block:>4}  {name}" for block, name in rows)])
 
 
 def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> ChainSummary:
@@ -157,117 +149,43 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"a chain is found in a torch.nn.Module; got {type(model).__name__}")
     if isinstance(model, Chain):
-        found = Entry.of(model, Invocation.of(inputs))
-        return ChainSummary(tuple(found.names), found.outline.blocks)
+        entry = Entry.of(model, Invocation.of(inputs))
+        return ChainSummary(tuple(entry.names), entry.outline.blocks)
     check_switches(model)
-    args, kwargs = _given(model, inputs)
-    cut = steps_of(model, graph_of(model, Invocation(tuple(args), dict(kwargs))), _names(steps))
-    return ChainSummary(tuple(cut.names), cut.outline.blocks)
+    graph = graph_of(model, _given(model, inputs))
+    cut = partition(model, graph, paths_of(model, _names(steps)))
+    return ChainSummary(cut.names, cut.outline.blocks)
 
 
-class OptionPlanner(NamedTuple):
-    """Plans by the option that the user chose."""
+@dataclass(frozen=True)
+class Entry:
+    """A model, the steps that it runs for some inputs, and what comes to the first of them."""
 
-    checkpoint: Checkpoint
-    memory_budget: Budget | None = None
-    max_overhead: float | None = None
-    patterns: tuple[str, ...] | None = None
+    model: nn.Module
+    outline: Outline
+    state: State
+    names: Sequence[str]
+    loss: Callable[..., Tensor] | None = None
 
-    def runner(self) -> PlannedRunner:
-        """Makes what decides plans."""
-        found = runner_for(self.checkpoint, self.memory_budget, self.max_overhead)
-        assert found is not None, "False puts nothing in force"
-        return found
+    @classmethod
+    def of(cls, model: nn.Module, given: Invocation, loss: Loss | None = None) -> "Entry":
+        """Finds the steps without running one: a chain is stopped before, any other traced ahead.
 
-    @property
-    def is_given(self) -> bool:
-        """Whether the user gave the plan itself."""
-        return isinstance(self.checkpoint, tuple | PlanReport)
-
-    @property
-    def holds_at_once(self) -> bool:
-        """Whether the first forward must keep to the plan, too."""
-        return self.is_given or self.checkpoint == "auto" or self.memory_budget is not None
-
-    def ahead(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Traced | None:
-        """Plans without a step, where the first one must keep to the plan."""
-        # a step on fake tensors takes no memory, and may be traced itself
-        if not self.holds_at_once or active_fake_mode() is not None:
-            return None
-        # parameters that are spread over processes cannot be looked at in one
-        if self.is_given and any(map(is_spread, model.parameters())):
-            return None
-        return self.plan_ahead(model, args, kwargs)
-
-    def plan_ahead(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Traced:
-        """Plans without a step."""
-        check_switches(model)
-        graph = graph_of(model, Invocation(tuple(args), dict(kwargs)))
-        return self._planned(model, graph, graph.overloads(),
-                             _visits(graph, paths_of(model, self.patterns)))  # fmt: skip
-
-    def of_forward(self, model: nn.Module, run: Callable[[], Any]) -> tuple[Any, Traced | None]:
-        """Runs a forward block by block, traces it, and plans for the next."""
-        check_switches(model)
-        tracer = Tracer(model)
-        conductor = Conductor([])
-        with tracer, conductor:
-            outputs = run()
-        try:
-            tracer.note_outputs(outputs)
-            found = self._planned(model, tracer.graph, conductor.operators, conductor.visits)
-        except BudgetError:
-            raise
-        except (ArgumentError, PlanError) as error:
-            if self.holds_at_once:
-                raise
-            _log.warning(
-                "%s runs block by block: its forward cannot be planned for (%s)",
-                type(model).__name__,
-                error,
-            )
-            return outputs, None
-        return outputs, found
-
-    def _planned(
-        self,
-        model: nn.Module,
-        graph: Graph,
-        operators: Sequence[Any],
-        visits: dict[Visit, int],
-    ) -> Traced:
-        steps = steps_of(model, graph, self.patterns)
-        runner = self.runner()
-        with torch.enable_grad(), contextlib.ExitStack():
-            runner.settle(model, steps.outline, steps.fake_state())  # type: ignore[arg-type]
-        assert runner.plan is not None
-        script = Script(operators, steps.boundaries, runner.plan, visits)
-        return Traced(script, runner.plan)
+        Raises:
+            ArgumentError: it does not take these arguments, or reads data of a real step.
+        """
+        if isinstance(model, Chain):
+            outline, state = capture_first_state(model, given)
+            names = step_names(model, outline.steps)
+            return cls(model, outline, state, names, loss and _of_last_state(model, loss))
+        graph = graph_of(model, given, loss)
+        steps = partition(model, graph, paths_of(model, named_steps(model)))
+        return cls(model, steps.outline, steps.fake_state(), steps.names, steps.loss)
 
 
-def _visits(graph: Graph, paths: Sequence[str]) -> dict[Visit, int]:
-    """Returns where the blocks of a model begin in a graph, for each call of theirs."""
-    counts = dict.fromkeys(paths, 0)
-    found: dict[Visit, int] = {}
-    for path, place in graph.visits:
-        if path in counts:
-            found[path, counts[path]] = place
-            counts[path] += 1
-    return found
-
-
-def _marks(model: nn.Module, paths: Sequence[str]) -> list[BlockMark]:
-    modules = {path: model.get_submodule(path) for path in paths}
-    return [
-        BlockMark(module, path)
-        for path, module in modules.items()
-        # what is compiled shows none of its kernels
-        if getattr(module, "_compiled_call_impl", None) is None and not hasattr(module, "_orig_mod")
-    ]
+def _of_last_state(model: Chain, loss: Loss) -> Callable[..., Tensor]:
+    loss = with_loss_errors(loss, place_of(model))
+    return lambda *state: loss(model.returned(*state))
 
 
 def _names(steps: Any) -> tuple[str, ...] | None:
@@ -284,8 +202,7 @@ def _names(steps: Any) -> tuple[str, ...] | None:
     return names
 
 
-def _given(model: nn.Module, inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _given(model: nn.Module, inputs: Any) -> Invocation:
     if not model.training:
         raise ArgumentError("a plan is for training; call model.train() first")
-    given = Invocation.of(inputs)
-    return given.args, given.kwargs
+    return Invocation.of(inputs)

@@ -1,7 +1,7 @@
-"""The kernels of one forward as data: a graph without tensors, without modules, that pickles.
+"""The computation graph of one forward: its kernels as data, without tensors, that pickles.
 
-`torch.fx` holds graphs that run in the place of a model; this one is only planned with. Tensors are
-numbers, parameters and buffers are paths, operators are names:
+It is below autograd, as an ATen graph of `torch.fx` is, which runs in the place of a model; this
+one is only planned with. Tensors are numbers, parameters and buffers are paths:
 
     index   operator               args                          results   within
     0       aten.view.default      (Value(0), [6, 4])            1         ("", "fc")
@@ -9,69 +9,72 @@ numbers, parameters and buffers are paths, operators are names:
     2       aten.addmm.default     (Attribute("fc", "bias"), Value(1), Value(2))  3
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from zoo.engine.operators import resolved
+from zoo.engine.ranges import Visit
 from zoo.profiling.tensor_spec import TensorSpec
 
-# a storage of a parameter or buffer, as the origin of a value that looks at it
+# in the place of a value's number: the storage is that of a parameter or buffer
 OWNED = -1
 DETACH, REQUIRE = "aten.detach.default", "aten.requires_grad_.default"
+Leaf = TypeVar("Leaf")
 
 
-class Value(NamedTuple):
-    """The place of a tensor that an earlier kernel made, or that is an input."""
+# no named tuple, into which `map_aggregate` would go
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Stands for a tensor that an earlier kernel returned, or that is an input."""
 
     number: int
 
 
-class Attribute(NamedTuple):
-    """The place of a parameter or buffer: the path of its module, and its name there."""
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """Stands for a parameter or buffer: the path of its module, and its name there."""
 
     owner: str
     name: str
 
 
 class StandIn(NamedTuple):
-    """Stands for an operator that must not run twice: it makes tensors like its results.
+    """Stands for an operator that must not be recomputed: returns tensors like its results.
 
     Such are collectives, which other processes would wait for, code that is no kernel of torch's,
-    and operators whose results' sizes depend on numbers.
+    and operators whose results' sizes depend on data.
     """
 
     name: str
     results: tuple[TensorSpec, ...]
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Makes the results; autograd keeps the arguments and the results."""
-        found: tuple[Tensor, ...] = _StandIn.apply(self.results, *tensors)
-        return found
+        """Makes the results; autograd saves the arguments and the results."""
+        made: tuple[Tensor, ...] = _StandIn.apply(self.results, *tensors)
+        return made
 
 
 class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, specs: tuple[TensorSpec, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         made = tuple(spec._replace(requires_grad=False).empty().zero_() for spec in specs)
-        ctx.mark_non_differentiable(*(out for out in made if not _is_differentiable(out)))
+        ctx.mark_non_differentiable(
+            *(out for out in made if not (out.is_floating_point() or out.is_complex()))
+        )
         ctx.save_for_backward(*tensors, *made)
         ctx.count = len(tensors)
         return made
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        tensors = ctx.saved_tensors[: ctx.count]
-        gives = ctx.needs_input_grad[1:]
-        pairs = zip(tensors, gives, strict=True)
-        return (None, *(torch.zeros_like(tensor) if gets else None for tensor, gets in pairs))
-
-
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+        pairs = zip(ctx.saved_tensors[: ctx.count], ctx.needs_input_grad[1:], strict=True)
+        return (None, *(torch.zeros_like(tensor) if needed else None for tensor, needed in pairs))
 
 
 @dataclass(slots=True)
@@ -80,14 +83,14 @@ class Call:
 
     Attributes:
         operator: its name, such as "aten.add.Tensor", or what stands for it.
-        args, kwargs: as given, a `Value` or an `Attribute` in the place of each tensor.
+        args, kwargs: with a `Value` or an `Attribute` in the place of each tensor.
         results: the numbers that the tensors among its results get, in order.
         index: how many of the graph's `operators` were dispatched before it.
         within: paths of the modules whose forward was running, outermost first.
         grad: whether autograd recorded it.
         origins: for each result the number of the value that first had its storage.
-        writes: such numbers of the storages that it wrote in place.
-        line: "file:line" of the code that called it, "" where it is none of the model's.
+        writes: origins of the storages that it wrote in place.
+        line: "file:line" of the model's code that called it, "" where there is none.
     """
 
     operator: str | StandIn
@@ -101,12 +104,13 @@ class Call:
     writes: frozenset[int] = frozenset()
     line: str = field(default="", compare=False)
 
-    @property
-    def function(self) -> Callable[..., Any]:
-        """What runs it."""
-        if isinstance(self.operator, StandIn):
-            return self.operator.__call__
-        return INSTEAD.get(self.operator) or resolved(self.operator)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the operator with these arguments, recorded by autograd as in the forward."""
+        function: Any = self.operator
+        if isinstance(function, str):
+            function = REPLACED.get(function) or resolved(function)
+        with contextlib.nullcontext() if self.grad else torch.no_grad():
+            return function(*args, **kwargs)
 
     @property
     def verb(self) -> str:
@@ -120,17 +124,23 @@ class Call:
         """Whether a result has a storage of its own."""
         return not set(self.results).isdisjoint(self.origins)
 
-    def reads(self) -> Iterator[int]:
-        """Yields the numbers of the values among the arguments."""
-        for leaf in leaves_of((self.args, self.kwargs)):
-            if type(leaf) is Value:
-                yield leaf.number
+    def reads(self) -> list[int]:
+        """Returns the numbers of the values among the arguments."""
+        return [value.number for value in self._leaves(Value)]
 
-    def attributes(self) -> Iterator[Attribute]:
-        """Yields the parameters and buffers among the arguments."""
-        for leaf in leaves_of((self.args, self.kwargs)):
-            if type(leaf) is Attribute:
-                yield leaf
+    def attributes(self) -> list[Attribute]:
+        """Returns the parameters and buffers among the arguments."""
+        return self._leaves(Attribute)
+
+    def _leaves(self, wanted: type[Leaf]) -> list[Leaf]:
+        leaves: list[Leaf] = []
+
+        def note(leaf: Any) -> None:
+            if type(leaf) is wanted:
+                leaves.append(leaf)
+
+        map_aggregate((self.args, self.kwargs), note)
+        return leaves
 
 
 @dataclass(slots=True)
@@ -138,13 +148,12 @@ class Graph:
     """The kernels of one forward, in order.
 
     Attributes:
-        calls: those that a plan must know: they make or look at tensors, or write them.
-        operators: the names of all that were dispatched, views and questions included. Without
-            `saved_tensors_hooks` autograd dispatches a `detach` for each result that it saves.
-        inputs: the values that came from outside, by number: what the model was called with, and
-            tensors that it has and that are no parameters or buffers.
-        visits: for each call of a module its path, and the operators dispatched before it; empty
-            where nobody noted them.
+        calls: those that a plan must know: they return tensors, views included, or write them.
+        operators: the names of all that were dispatched, with those that only answer a question.
+            Without `saved_tensors_hooks` autograd dispatches a `detach` for each result it saves.
+        inputs: the values that came from outside, by number: the model's inputs, and tensors of
+            its own that are no parameters or buffers.
+        visits: for each call of a block the operators dispatched before it, where marks told.
         outputs: numbers of the values that the model returned.
         model_calls: how many of the calls are the model's; those behind it are the loss's.
         loss: the number of the loss, where one was computed.
@@ -153,7 +162,7 @@ class Graph:
     calls: list[Call] = field(default_factory=list)
     operators: tuple[str, ...] = ()
     inputs: dict[int, TensorSpec] = field(default_factory=dict)
-    visits: list[tuple[str, int]] = field(default_factory=list)
+    visits: dict[Visit, int] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     model_calls: int = 0
     loss: int | None = None
@@ -163,65 +172,35 @@ class Graph:
         return tuple(map(resolved, self.operators))
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Yields what containers hold; `Value` and `Attribute` count as leaves."""
-    kind = type(value)
-    if kind is list or kind is tuple:
-        for part in value:
-            yield from leaves_of(part)
-    elif kind is dict:
-        for part in value.values():
-            yield from leaves_of(part)
-    else:
-        yield value
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a value with every leaf changed; containers are new ones."""
-    kind = type(value)
-    if kind is list:
-        return [mapped(part, change) for part in value]
-    if kind is tuple:
-        return tuple([mapped(part, change) for part in value])
-    if kind is dict:
-        return {key: mapped(part, change) for key, part in value.items()}
-    return change(value)
-
-
 def tensors_held_by(value: Any) -> list[Tensor]:
     """Returns the tensors that an object holds, also in attributes: a dataclass's, a cache's."""
-    found: dict[int, Tensor] = {}
-    # what was seen stays alive meanwhile, so that no other gets its id
+    tensors: dict[int, Tensor] = {}
+    # keeps each object alive, so that no other gets its id
     seen: dict[int, Any] = {}
     waiting = [value]
     while waiting:
         value = waiting.pop()
         if isinstance(value, Tensor):
-            found.setdefault(id(value), value)
-        elif id(value) not in seen:
+            tensors.setdefault(id(value), value)
+        elif id(value) not in seen and not callable(value):
             seen[id(value)] = value
             waiting += reversed(_parts_of(value))
-    return list(found.values())
+    return list(tensors.values())
 
 
 def _parts_of(value: Any) -> list[Any]:
-    if isinstance(value, type | torch.nn.Module) or callable(value):
-        return []
-    parts = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    parts = list(getattr(value, "__dict__", {}).values())
     if isinstance(value, Mapping):
         return [*value.values(), *parts]
     return [*value, *parts] if isinstance(value, list | tuple | set | frozenset) else parts
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    """Detaches: a forward may have read `Tensor.data`, whose writes autograd does not mind."""
-    return tensor.data
-
-
-def _required(tensor: Tensor) -> None:
-    """Does what a forward did that is no kernel."""
+def _require_gradient(tensor: Tensor) -> None:
     tensor.requires_grad_()
 
 
-# what runs for some operators
-INSTEAD: dict[str, Callable[..., Any]] = {DETACH: _detached, REQUIRE: _required}
+# a forward may have read `Tensor.data`, whose writes autograd ignores; the other one is no kernel
+REPLACED: dict[str, Callable[..., Any]] = {
+    DETACH: lambda tensor: tensor.data,
+    REQUIRE: _require_gradient,
+}

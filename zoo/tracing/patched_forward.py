@@ -1,74 +1,130 @@
-"""What stands in the `forward` of a model and of its blocks while a plan is in force.
+"""The `forward` of a model and of its blocks while a plan is in force (monkey patching).
 
-An instance attribute, and nothing else of a module changes: class, names, hooks, state dict. The
-user's own forward runs, once and as it is written. What stands before it opens segments between its
-kernels (`engine.ranges`), by a plan for the operators that came when it was traced:
+It is an instance attribute, and nothing else of a module changes: class, names, hooks, state dict.
+The original forward runs, once and as it is written. What stands before it opens segments between
+its kernels (`engine.ranges`), by a plan for the operators that came when it was traced:
 
     first forward in training   traced while it runs block by block, then planned
-    every other                 by the plan, as far as the operators are the same
-    other operators             block by block; one that goes its own way again is traced
+    every other                 by the plan, as long as the operators are the same
+    other operators             block by block; where the next one's differ, too, it is traced
 
-A copy or a pickle takes the option along and plans anew.
+For a budget or a plan of the user's the first forward is traced ahead instead. A copy or a pickle
+takes the option along and plans anew.
 """
 
+import functools
 import inspect
+import logging
+import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import CodeType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import is_exporting, pytree
-from zoo.chain import Chain
-from zoo.engine.ranges import Conductor, Script, conducts
+from zoo._torch import active_fake_mode, is_exporting, pytree
+from zoo.chain import Chain, Runner
+from zoo.engine.ranges import Conductor, Script, Visit, conducts
 from zoo.engine.recording import thread
-from zoo.planner.plan import Plan
+from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.invocation import Invocation
+from zoo.policy.budget import Budget
+from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
+from zoo.profiling.sharded import is_spread
+from zoo.tracing.ahead import graph_of
+from zoo.tracing.blocks import check_switches, paths_of
+from zoo.tracing.graph import Graph
+from zoo.tracing.partition import partition
+from zoo.tracing.tracer import Tracer
 
 NAME = "forward"
-# scripts of one kind of inputs that are kept, for forwards that go one way or another
-MOST_WAYS = 8
+# scripts that are kept for inputs of one kind, whose forwards may branch
+MOST_BRANCHES = 8
 # kinds of inputs whose plans are kept; the one that was used longest ago goes first
 MOST_KINDS = 64
+_log = logging.getLogger("zoo")
 
 
-class Traced(NamedTuple):
-    """A script and the plan in it, with what was said of the model's size when it was planned."""
+class OptionPlanner(NamedTuple):
+    """Plans by the option that the user chose; `patterns` name the modules that are blocks."""
 
-    script: Script
-    plan: Plan
+    checkpoint: Checkpoint
+    memory_budget: Budget | None = None
+    max_overhead: float | None = None
+    patterns: tuple[str, ...] | None = None
 
-
-class Planner(Protocol):
-    """Makes plans for a model; `patterns` are the modules that the user named as blocks."""
+    def runner(self) -> PlannedRunner:
+        """Makes the runner that decides plans."""
+        runner = runner_for(self.checkpoint, self.memory_budget, self.max_overhead)
+        assert runner is not None, "False puts nothing in force"
+        return runner
 
     @property
-    def patterns(self) -> tuple[str, ...] | None:
-        """The modules that the user named as blocks."""
-        ...
+    def is_given(self) -> bool:
+        """Whether the user gave the plan itself."""
+        return self.runner().plan is not None
 
-    def runner(self) -> Any:
-        """Makes what decides plans."""
-        ...
+    @property
+    def binds_first_step(self) -> bool:
+        """Whether the first forward must keep to the plan, too."""
+        return self.is_given or self.checkpoint == "auto" or self.memory_budget is not None
 
-    def plan_ahead(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what was traced and planned without a step."""
-        ...
+    def before_first_step(self, model: nn.Module, given: Invocation) -> Script | None:
+        """Plans where the first forward must keep to the plan; None where it is traced itself."""
+        # a step on fake tensors takes no memory, and may be traced itself
+        if not self.binds_first_step or active_fake_mode() is not None:
+            return None
+        # parameters that are spread over processes cannot be traced in one
+        if self.is_given and any(map(is_spread, model.parameters())):
+            return None
+        return self.ahead(model, given)
 
-    def ahead(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what was traced and planned without a step; None where a step tells."""
-        ...
+    def ahead(self, model: nn.Module, given: Invocation) -> Script:
+        """Plans without a step."""
+        check_switches(model)
+        graph = graph_of(model, given)
+        return self._planned(model, graph, graph.overloads(), graph.visits)
 
-    def of_forward(self, model: nn.Module, run: Callable[[], Any]) -> tuple[Any, Traced | None]:
-        """Runs a forward, traces it and plans; returns what the forward returned."""
-        ...
+    def while_running(self, model: nn.Module, run: Callable[[], Any]) -> tuple[Any, Script | None]:
+        """Runs a forward block by block, traces it, and plans for the next.
+
+        Returns what the forward returned, and None for a plan, with a warning, where there is none.
+        """
+        check_switches(model)
+        tracer, conductor = Tracer(model), Conductor([])
+        with tracer, conductor:
+            outputs = run()
+        try:
+            tracer.note_outputs(outputs)
+            graph = tracer.graph
+            return outputs, self._planned(model, graph, conductor.operators, conductor.visits)
+        except BudgetError:
+            raise
+        except (ArgumentError, PlanError) as error:
+            if self.binds_first_step:
+                raise
+            _log.warning(
+                "%s runs block by block: its forward cannot be planned for (%s)",
+                type(model).__name__,
+                error,
+            )
+            return outputs, None
+
+    def _planned(
+        self, model: nn.Module, graph: Graph, operators: Sequence[Any], visits: dict[Visit, int]
+    ) -> Script:
+        steps = partition(model, graph, paths_of(model, self.patterns))
+        state = steps.fake_state()
+        with torch.enable_grad():
+            plan = self.runner().settle(model, steps.outline, state)  # type: ignore[arg-type]
+        return Script(operators, steps.boundaries, plan, visits)
 
 
 class Patch:
     """A callable in the place of a module's forward; `before` is an instance attribute it had."""
-
-    __slots__ = ("__weakref__", "_module", "before")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -85,10 +141,10 @@ class Patch:
     def original(self) -> Callable[..., Any]:
         """The forward that the module had."""
         if self.before is None:
-            kind = type(self.module)
+            owner = type(self.module)
             # that of a module of TorchScript belongs to the object alone
-            found = inspect.getattr_static(kind, "forward")
-            return found.__get__(self.module, kind)  # type: ignore[no-any-return]
+            forward = inspect.getattr_static(owner, NAME)
+            return forward.__get__(self.module, owner)  # type: ignore[no-any-return]
         return self.before  # type: ignore[no-any-return]
 
     @property
@@ -97,7 +153,7 @@ class Patch:
 
     @property
     def __code__(self) -> CodeType:
-        """The code of the forward that the module had, which `torch.export` looks at."""
+        """The code of the original forward, which `torch.export` reads."""
         return inspect.unwrap(self.original).__code__  # type: ignore[no-any-return, attr-defined]
 
     def put(self) -> None:
@@ -105,20 +161,24 @@ class Patch:
         vars(self.module)[NAME] = self
 
     def take_back(self) -> None:
-        """Gives the module the forward that it had."""
-        attributes = vars(self.module)
-        if attributes.get(NAME) is not self:
+        """Restores the original forward, unless the module or its forward was replaced since."""
+        module = self._module()
+        if module is None or vars(module).get(NAME) is not self:
             return
         if self.before is None:
-            attributes.pop(NAME, None)
+            del vars(module)[NAME]
         else:
-            attributes[NAME] = self.before
+            vars(module)[NAME] = self.before
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"_module": weakref.ref(state["_module"])})
 
 
 class BlockMark(Patch):
     """The forward of a block, which tells the conductor that the block begins and ends."""
-
-    __slots__ = ("path",)
 
     def __init__(self, module: nn.Module, path: str) -> None:
         super().__init__(module)
@@ -135,30 +195,27 @@ class BlockMark(Patch):
         finally:
             conductor.leave()
 
-    def __reduce__(self) -> Any:
-        return _mark, (), (self.module, self.before, self.path)
-
-    def __setstate__(self, state: Any) -> None:
-        module, self.before, self.path = state
-        self._module = weakref.ref(module)
-
 
 class PatchedForward(Patch):
-    """A model's forward that runs by a plan in training.
+    """A model's forward that runs by a plan in training; `paths` are those of its blocks.
 
     In `eval()`, under `no_grad`, `torch.func`, `torch.export`, a tracer, or inside of another
-    segment it is the model's own.
+    segment it is the original forward.
     """
 
-    __slots__ = ("known", "latest", "marks", "planner")
-
-    def __init__(self, module: nn.Module, planner: Planner, marks: Sequence[BlockMark]) -> None:
+    def __init__(self, module: nn.Module, planner: OptionPlanner, paths: Sequence[str]) -> None:
         super().__init__(module)
         self.planner = planner
-        self.marks = list(marks)
-        # the ways that a forward went, for each kind of inputs, the latest kind last
-        self.known: dict[Any, Ways] = {}
-        self.latest: Traced | None = None
+        blocks = {path: module.get_submodule(path) for path in paths}
+        self.marks = [
+            BlockMark(block, path) for path, block in blocks.items() if not _is_compiled(block)
+        ]
+        # the latest kind of inputs last
+        self.traces: dict[InputSpec, Traces] = {}
+        self.latest: Script | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"traces": {}, "latest": None}
 
     def put(self) -> None:
         """Takes its place, and the marks of the blocks theirs."""
@@ -167,17 +224,15 @@ class PatchedForward(Patch):
         super().put()
 
     def take_back(self) -> None:
-        """Gives the model and its blocks the forwards that they had."""
+        """Restores the original forwards of the model and of its blocks."""
         for mark in self.marks:
-            # a block may have been replaced by another module since
-            if mark._module() is not None:
-                mark.take_back()
+            mark.take_back()
         super().take_back()
 
-    def plan_ahead(self, args: Any, kwargs: Any) -> None:
+    def plan_ahead(self, given: Invocation) -> None:
         """Plans for arguments like these now."""
-        self.latest = self.planner.plan_ahead(self.module, args, kwargs)
-        self.known[numbered_spec(args, kwargs)] = Ways([self.latest])
+        self.latest = self.planner.ahead(self.module, given)
+        self.traces[InputSpec.of(given)] = Traces([self.latest])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward: by the plan in training, else as it is written."""
@@ -191,47 +246,50 @@ class PatchedForward(Patch):
         module = self.module
         if not module.training or not conducts():
             return self.original(*args, **kwargs)
-        kind = numbered_spec(args, kwargs)
-        ways = self.known.pop(kind, None) or self._similar(kind) or Ways()
-        if len(self.known) >= MOST_KINDS:
-            del self.known[next(iter(self.known))]
-        self.known[kind] = ways
-        if not ways.found and (found := self.planner.ahead(module, args, kwargs)) is not None:
-            ways.found.append(found)
-        if ways.must_trace():
-            return self._trace(ways, args, kwargs)
-        with Conductor([traced.script for traced in reversed(ways.found)]) as conductor:
+        given = Invocation(args, kwargs)
+        traces = self._traces_for(InputSpec.of(given))
+        if not traces.branches and (script := self.planner.before_first_step(module, given)):
+            traces.branches.append(script)
+        if traces.must_trace():
+            run = functools.partial(self.original, *args, **kwargs)
+            outputs, self.latest = self.planner.while_running(module, run)
+            traces.strayed, traces.can_be_planned = False, self.latest is not None
+            if self.latest is not None:
+                traces.branches.append(self.latest)
+            return outputs
+        with Conductor(traces.branches[::-1]) as conductor:
             outputs = self.original(*args, **kwargs)
-        ways.note(conductor)
-        self.latest = ways.found[-1] if ways.found else None
+        traces.strayed = conductor.lost
+        traces.branches.sort(key=lambda script: script is conductor.script)
+        self.latest = traces.branches[-1] if traces.branches else None
         return outputs
 
-    def _trace(self, ways: "Ways", args: Any, kwargs: Any) -> Any:
-        outputs, found = self.planner.of_forward(
-            self.module, lambda: self.original(*args, **kwargs)
-        )
-        ways.add(found)
-        self.latest = found
-        return outputs
+    def _traces_for(self, spec: "InputSpec") -> "Traces":
+        """Returns the traces for inputs like these, or begins with those of larger ones.
 
-    def _similar(self, kind: Any) -> "Ways | None":
-        """Returns the ways for inputs of other sizes that need no more memory than known ones."""
-        for known, ways in reversed(self.known.items()):
-            if ways.found and kind.is_within(known):
-                return Ways(list(ways.found))
-        return None
+        Smaller inputs need no more memory by the same plan.
+        """
+        traces = self.traces.pop(spec, None)
+        if traces is None:
+            larger = [
+                traces.branches
+                for known, traces in self.traces.items()
+                if traces.branches and spec.is_within(known)
+            ]
+            traces = Traces([*larger[-1]] if larger else [])
+        self.traces[spec] = traces
+        if len(self.traces) > MOST_KINDS:
+            del self.traces[next(iter(self.traces))]
+        return traces
 
-    def __reduce__(self) -> Any:
-        return _patched, (), (self.module, self.before, self.planner, self.marks)
 
-    def __setstate__(self, state: Any) -> None:
-        module, self.before, self.planner, self.marks = state
-        self._module = weakref.ref(module)
-        self.known, self.latest = {}, None
+def _is_compiled(module: nn.Module) -> bool:
+    """Says whether a module is compiled, which shows none of its kernels."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def take_back_all(model: nn.Module) -> None:
-    """Gives a model, and all that is in it, the forwards that they had, and plain training."""
+    """Restores the original forwards of a model and of all modules in it."""
     for module in model.modules():
         for patch in [*vars(module).values()]:
             if isinstance(patch, Patch):
@@ -240,68 +298,63 @@ def take_back_all(model: nn.Module) -> None:
             module.runner = None
 
 
-class Ways:
-    """The ways that a forward went for one kind of inputs; the latest one last."""
+def patched_forward(model: nn.Module) -> PatchedForward | None:
+    """Returns the patch of a model's forward; None where no plan is in force."""
+    patch = vars(model).get(NAME)
+    return patch if isinstance(patch, PatchedForward) else None
 
-    def __init__(self, found: list[Traced] | None = None) -> None:
-        self.found = found or []
-        self.strayed = False
-        self.is_planned_for = True
+
+def named_steps(model: nn.Module) -> tuple[str, ...] | None:
+    """Returns the modules that the user named as blocks."""
+    patched = patched_forward(model)
+    return None if patched is None else patched.planner.patterns
+
+
+def runner_of(model: nn.Module) -> Runner | None:
+    """Returns the runner that decides a model's plans by the option in force; None without one."""
+    if isinstance(model, Chain):
+        return model.runner
+    patched = patched_forward(model)
+    return None if patched is None else patched.planner.runner()
+
+
+@dataclass
+class Traces:
+    """Scripts of the forwards traced for inputs of one kind, one for each branch, latest last."""
+
+    branches: list[Script]
+    strayed: bool = False
+    can_be_planned: bool = True
 
     def must_trace(self) -> bool:
-        """Says whether the next forward is traced: the first, and one that follows a new way."""
-        is_new = not self.found or (self.strayed and len(self.found) < MOST_WAYS)
-        return is_new and self.is_planned_for
-
-    def note(self, conductor: Conductor) -> None:
-        """Notes after a forward by which script it went, and whether by any."""
-        self.strayed = conductor.lost
-        for place, traced in enumerate(self.found):
-            if traced.script is conductor.script:
-                self.found.append(self.found.pop(place))
-                return
-
-    def add(self, found: Traced | None) -> None:
-        """Adds a way; None where it cannot be planned for, after which none is tried again."""
-        if found is None:
-            self.is_planned_for = False
-        else:
-            self.found.append(found)
-        self.strayed = False
+        """Says whether the next forward is traced: the first, and one after a new branch."""
+        is_new = not self.branches or (self.strayed and len(self.branches) < MOST_BRANCHES)
+        return is_new and self.can_be_planned
 
 
-class Kind(NamedTuple):
-    """What tells the arguments of one call from those of another: structure, and sizes."""
+class InputSpec(NamedTuple):
+    """The structure and the sizes of the arguments of a call, by which traces are cached."""
 
     structure: Any
     sizes: tuple[tuple[int, ...], ...]
 
-    def is_within(self, other: "Kind") -> bool:
+    @classmethod
+    def of(cls, given: Invocation) -> "InputSpec":
+        """Describes arguments; values that are no tensors count by their types."""
+        leaves, tree = pytree.tree_flatten((given.args, given.kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        sizes = tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)
+        return cls((str(tree), *map(_leaf_spec, leaves)), sizes)
+
+    def is_within(self, other: "InputSpec") -> bool:
         """Says whether arguments are like others, with no size above theirs."""
         return self.structure == other.structure and all(
-            len(one) == len(two) and all(a <= b for a, b in zip(one, two, strict=True))
+            len(one) == len(two) and all(map(operator.le, one, two))
             for one, two in zip(self.sizes, other.sizes, strict=True)
         )
 
 
-def numbered_spec(args: Any, kwargs: Any) -> Kind:
-    """Returns the kind of arguments; values that are no tensors count by their types."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    kinds: list[Any] = [structure]
-    sizes: list[tuple[int, ...]] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            nested = leaf.is_nested
-            sizes.append(() if nested else tuple(leaf.shape))
-            kinds.append((leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout))
-        else:
-            kinds.append(type(leaf))
-    return Kind((tuple(map(str, kinds[:1])), *kinds[1:]), tuple(sizes))
-
-
-def _mark() -> BlockMark:
-    return BlockMark.__new__(BlockMark)
-
-
-def _patched() -> PatchedForward:
-    return PatchedForward.__new__(PatchedForward)
+def _leaf_spec(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout
+    return type(leaf)
