@@ -30,11 +30,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import zoo
 from zoo.chain import Chain, outline
 from zoo.harness.training import step_digests
-from zoo.planner.costs import StepCosts
+from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import frontier
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import each_block, sqrt
-from zoo.planner.simulate import simulate
 from zoo.profiling.allocator import gradient_addresses, trace
 from zoo.profiling.chain_profile import Profile
 

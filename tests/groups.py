@@ -220,11 +220,11 @@ def one_plan() -> None:
     rank, world = distributed.get_rank(), distributed.get_world_size()
 
     def decide(*given: Any) -> zoo.Plan:
-        count = len(given[3].steps)
+        count = len(given[2].steps)
         return zoo.Plan([tuple(range(rank + 1)), *range(rank + 1, count)])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zoo.policy.options._planned", decide)
+        patch.setattr("zoo.policy.options.PlannedRunner._planned", decide)
         for build in (Net, Residuals):
             model = zoo.checkpoint(build(), "auto", memory_budget="1GiB")
             model(images()).sum().backward()

@@ -11,7 +11,7 @@ from torch import nn
 import zoo
 from zoo.errors import ArgumentError, BudgetError
 from zoo.invocation import Invocation
-from zoo.sizing.trial_step import train_twice
+from zoo.sizing.max_size import train_twice
 
 images, meta = torch.rand(3, 4), torch.empty(3, 4, device="meta")
 DIGITS = "9" * 400

@@ -93,7 +93,7 @@ MISTAKES = [
     (["info", "torch.nn.Lin", "--input", "2"], "has no 'Lin'. Did you mean .*Linear"),
     (["info", "torhc.nn.Linear", "--input", "2"], "no module 'torhc' here. Did you mean .*torch"),
     (["info", "torch..Linear", "--input", "2"], "is no import path; write package.module:Name"),
-    (["info", "torch.nn.Linear"], "is not of the catalog; say its inputs by --input"),
+    (["info", "torch.nn.Linear"], "is not in the catalog; give its inputs: --input"),
     (["info", "torch.nn.Linear", "--input", "2"], "cannot be built: TypeError: .*in_features"),
     (["info", "torch.pi", "--input", "2"], "is a float, which cannot be called"),
     (["info", "torch.Size", "--input", "2"], "makes no torch.nn.Module but a value of type Size"),

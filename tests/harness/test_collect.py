@@ -10,8 +10,7 @@ from tests.harness.test_worker import CELLS
 from zoo.harness import collect
 from zoo.harness.collect import summary
 from zoo.harness.worker import work
-from zoo.planner.plan import Plan
-from zoo.planner.subsample import thinned
+from zoo.planner.plan import Plan, thinned
 from zoo.policy.budget import STREAM
 from zoo.profiling.timeline import CATEGORIES, Allocation, Mark, Timeline
 

@@ -10,10 +10,10 @@ import zoo
 from tests.planner.chains import chains, nested_plans
 from tests.planner.test_planner import uniform
 from zoo.chain import Chain, outline
-from zoo.planner.costs import StepCosts
-from zoo.planner.optimal import NEAR, Point, default_cuts, frontier, least
+from zoo.planner.costs import StepCosts, simulate
+from zoo.planner.optimal import Point, frontier, least
 from zoo.planner.plan import DEEPEST, Plan
-from zoo.planner.simulate import simulate
+from zoo.planner.search_space import NEAR, default_cuts
 from zoo.profiling.chain_profile import Profile
 
 
@@ -140,7 +140,7 @@ def test_no_chain_is_cut_so_often_that_plans_nest_too_deep(blocks: int, steps: i
 def test_a_plan_nests_no_deeper_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = uniform(40)
     assert least(costs).depth() > 3
-    monkeypatch.setattr("zoo.planner.dp_table.DEEPEST", 3)
+    monkeypatch.setattr("zoo.planner.optimal.DEEPEST", 3)
     points = frontier(costs)
     assert max(point.plan.depth() for point in points) == least(costs).depth() == 3
     assert all(simulate(point.plan, costs).peak == point.peak for point in points)

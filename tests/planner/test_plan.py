@@ -45,10 +45,10 @@ def test_runs_counts_the_last_inner_segment_once_less() -> None:
     assert Plan(((0, (1, 2)), 3)).runs() == (2, 2, 2, 1)
 
 
-def test_text_says_what_is_kept_and_what_runs_again() -> None:
+def test_text_says_what_is_kept_and_what_is_recomputed() -> None:
     plan = Plan(((0, 1), (2, (3, 4)), 5))
     assert plan.text() == "(0-1) (2 (3-4)) 5"
-    assert str(plan).startswith("6 steps: 1 kept, 5 run again in 2 segments, nested 2 deep")
+    assert str(plan).startswith("6 steps: 1 kept, 5 recomputed in 2 segments, nested 2 deep")
 
 
 def test_drawing_has_a_line_per_step_with_its_name() -> None:

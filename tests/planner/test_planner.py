@@ -9,10 +9,9 @@ from tests.planner.chains import chains, flat_plans
 from tests.planner.test_plan import plans
 from zoo.errors import ArgumentError, PlanError
 from zoo.planner import schemes
-from zoo.planner.costs import StepCosts
+from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan
-from zoo.planner.simulate import simulate
 
 
 def uniform(steps: int, size: int = 10, flops: int = 1) -> StepCosts:

@@ -17,8 +17,8 @@ from tests.training import Residuals, assert_same, everything, images
 from zoo.api.plan import planner_for
 from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.planner.costs import simulate
 from zoo.planner.plan import Plan
-from zoo.planner.simulate import simulate
 from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import attach
 from zoo.policy.report import FixedBytes, PlanReport
@@ -226,7 +226,7 @@ def test_a_peak_in_a_real_optimizers_step_keeps_to_the_budget(make: Any) -> None
 def test_what_is_impossible_is_refused_with_the_least() -> None:
     found = prospect("resnet")
     with pytest.raises(
-        BudgetError, match=rf"at least .*{found.points[0].peak} bytes.*keeping"
+        BudgetError, match=rf"at least .*{found.points[0].peak} bytes.*baseline"
     ) as e:
         found.report(found.points[0].peak - 1, None)
     assert str(found.points[-1].peak) in str(e.value)
@@ -347,9 +347,9 @@ def test_a_budget_alone_means_auto_and_no_other_option() -> None:
         zoo.resnet18(checkpoint="sqrt", memory_budget="1GiB")
 
 
-def test_what_kernels_take_is_said_to_be_left_out_where_none_were_run() -> None:
+def test_kernel_workspaces_are_said_to_be_left_out_where_no_kernel_was_measured() -> None:
     model, x = Residuals(), images(8, 4, 32)
-    words = "\nwithout what kernels take inside of themselves\n"
+    words = "\nwithout kernel workspaces: no kernel was measured\n"
     here, paper = (zoo.plan(model, x, max_overhead=0.1, device=name) for name in (None, "cpu"))
     assert (here.tried, paper.tried) == (True, False)
     assert words in str(paper)

@@ -50,8 +50,8 @@ def test_the_table_is_markdown_and_adds_up() -> None:
     found = report()
     tables = [line for line in found.table().splitlines() if line.startswith("|")]
     assert len({len(line) for line in tables[-13:]}) == 1, "columns are aligned"
-    assert "| in all                | 20.0 MiB | 100.0% |" in tables
-    assert "| activations kept      | 3.00 MiB |  15.0% |" in tables
+    assert "| total                  | 20.0 MiB | 100.0% |" in tables
+    assert "| activations kept       | 3.00 MiB |  15.0% |" in tables
     assert any("budget" in line and "21.0 MiB" in line and "×0.53" in line for line in tables)
     assert "At the peak, backward of conv1:" in str(found)
     assert found.at_peak.total == found.predicted_peak
@@ -81,7 +81,7 @@ def test_a_frontier_reads_as_a_table_that_says_what_it_leaves_out() -> None:
     assert [line.split(" | ")[0].strip("| ") for line in text.splitlines()[4:-2]] == [
         "optimal", "blocks", "optimal", "sqrt", "optimal", "baseline",
     ]  # fmt: skip
-    assert "20.0 MiB |          ×0.50 | ×1.20 |" in text
+    assert "20.0 MiB |           ×0.50 | ×1.20 |" in text
     assert text.endswith("no plan goes below 15.0 MiB")
     few = curve().table(points=2)
     assert "3 best plans, 2 of them shown" in few

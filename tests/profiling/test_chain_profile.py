@@ -13,9 +13,8 @@ from tests.training import Residuals, assert_same, everything, images
 from zoo.chain import Chain, Steps, outline
 from zoo.engine.executor import run_plan
 from zoo.layers.shared_weight import SharedWeight
-from zoo.planner.costs import StepCosts
+from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
-from zoo.planner.simulate import simulate
 from zoo.profiling.allocator import trace
 from zoo.profiling.chain_profile import Profile
 

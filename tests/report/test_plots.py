@@ -53,7 +53,7 @@ def test_a_picture_of_a_plan_names_stages_and_categories(tmp_path: Path, blocks:
         "layer1",
         "classify",
         "activations kept 3.00 MiB",
-        "activations run again 1.00 MiB",
+        "activations recomputed 1.00 MiB",
         f"kept: {4 * blocks - 2} steps",
         "recomputed: 4 steps",
     ):

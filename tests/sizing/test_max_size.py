@@ -20,8 +20,8 @@ from zoo.errors import ArgumentError, BudgetError, InputError, PlanError
 from zoo.invocation import Invocation
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet, basic
-from zoo.sizing.max_size import Largest, largest
-from zoo.sizing.trial_step import train_twice
+from zoo.profiling.allocator import measure_step
+from zoo.sizing.max_size import Largest, largest, train_twice
 
 SEARCH = "zoo.sizing.max_size"
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -371,3 +371,30 @@ def test_the_details_and_the_number_agree() -> None:
     )
     assert type(number) is int
     assert number == found.size
+
+
+class Named(nn.Module):
+    """Returns a loss, which is small, beside logits (N, 4096) that its backward does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 512), nn.Linear(8, 4096)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits: Tensor = self.last(x)
+        return {"loss": self.first(x).exp().sum() + logits.mean(), "logits": logits}
+
+
+def test_what_the_model_returned_is_held_until_the_optimizer_has_stepped() -> None:
+    model, x = Named(), torch.ones(64, 8)
+    found = train_twice(model, Invocation.of(x), sgd, None)
+    optimizer = sgd(model.parameters())
+
+    def step() -> None:
+        outputs = model(x)
+        loss = outputs["loss"]
+        loss.backward()
+        optimizer.step()
+
+    step()
+    assert found == measure_step(step, model, optimizer, [x]).peak

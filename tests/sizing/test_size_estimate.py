@@ -10,8 +10,7 @@ from tests.training import Residuals, images
 from zoo.chain import outline
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.kernel_costs import KernelCosts
-from zoo.sizing.input_sizes import input_sizes
-from zoo.sizing.size_estimate import SizeEstimates, extrapolated, plan_policy
+from zoo.sizing.size_estimate import SizeEstimates, extrapolated, input_sizes, plan_policy
 
 
 def profile(size: int) -> Profile:
@@ -50,7 +49,7 @@ def test_a_size_that_takes_long_is_extrapolated_from_one_that_takes_less(
     model = Residuals(1)
     estimates = SizeEstimates(
         model,
-        input_sizes(images(1, 4, 8), 0),
+        input_sizes(images(1, 4, 8), 0)[0],
         plan_policy(model, False, None),
         max_overhead=None,
         unit=1,

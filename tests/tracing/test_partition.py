@@ -15,9 +15,8 @@ from tests.tracing.runs import MODELS, Keeping, traced
 from zoo.chain import fold
 from zoo.engine.recompute import segment
 from zoo.invocation import Invocation, own_loss, with_loss
-from zoo.planner.costs import StepCosts
+from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
-from zoo.planner.simulate import simulate
 from zoo.profiling.allocator import trace
 from zoo.profiling.chain_profile import Profile
 from zoo.tracing.ahead import graph_of

@@ -17,7 +17,7 @@ from zoo.invocation import Invocation
 from zoo.planner.plan import Plan
 from zoo.policy.budget import STREAM, BudgetPlanner
 from zoo.profiling.allocator import tensors_in
-from zoo.sizing.trial_step import train_twice
+from zoo.sizing.max_size import train_twice
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.api import Entry
 

@@ -1,17 +1,17 @@
 """`zoo.plan`, `zoo.frontier` and `zoo.plan_rank`: plans for any model before its first step.
 
-The model and its inputs may be on the meta device; the model is left as it is. `policy.budget`
-plans for one process. On a rank the best plan may be another: gradients and the optimizer's state
-are spread, and a segment that is recomputed gathers all weights in it until its backward. So steps
-are tracked there until the plan of one keeps to the budget:
+The model and its inputs may be on the meta device; the model does not change. `policy.budget` plans
+for one process. On a rank another plan may be the best: gradients and the optimizer's state are
+sharded, and a segment that is recomputed gathers all its weights until its backward. So steps by
+several plans are tracked until one keeps to the budget:
 
-    costs of the steps in one process     plans that may be the best, some twenty, the fastest first
-    a fake group of so many processes     this one is rank 0, its collectives send nothing
+    costs of the steps in one process     some twenty plans that may be the best, the fastest first
+    a fake process group                  this process is rank 0, its collectives send nothing
     a fake copy of the model, sharded     by FSDP2's own code, whose hooks then run
     a step of it by one of the plans      tracked: bytes of rank 0, the largest of all ranks
 
-Bytes are those of tensors. Kernel workspace and what the library that communicates allocates are
-left out: gloo, for one, copies gradients before it reduces them.
+Bytes are those of tensors. Kernel workspace and buffers of the communication library are left out:
+gloo, for one, copies gradients before it reduces them.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from zoo.errors import ArgumentError, BudgetError, shortened
 from zoo.invocation import Inputs, Invocation, Loss, check_loss, check_training, place_of
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
-from zoo.policy.report import Frontier, PlanReport, Point
+from zoo.policy.report import Frontier, PlanReport, peak_table
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.profiling.timeline import Timeline
 from zoo.report.markdown import markdown_table
@@ -62,20 +62,19 @@ def plan(
 
     Args:
         model: in training mode.
-        inputs: what it is called with: a tensor, a tuple of arguments or a dict of keyword
-            arguments, real or on the meta device. Targets are among them where the model takes
-            them: `(tokens, targets)` for GPT-2, `(tokens, None, targets)` for an LSTM,
-            `{"input_ids": tokens, "labels": tokens}` for transformers, whose loss is then the
-            output of that name.
+        inputs: a tensor, a tuple of arguments or a dict of keyword arguments, real or on the meta
+            device. Targets are among them where the model takes them: `(tokens, targets)` for
+            GPT-2, `(tokens, None, targets)` for an LSTM, `{"input_ids": tokens, "labels": tokens}`
+            for transformers, whose loss is then the output of that name.
         memory_budget: the peak of the whole step: bytes, "8GiB", "8GB", "device" for what is free
-            there, or a fraction of what keeping everything takes, `0.5`.
+            there, or a fraction of the baseline's peak, `0.5`.
         max_overhead: instead, `0.2` asks for the least memory in at most 1.2 times the baseline's
             time.
-        optimizer: makes the optimizer whose state is counted; None counts none. A step is counted
-            that begins without gradients: where they are accumulated, or zeroed in place, take
-            `report.fixed.gradients` off the budget. Autocast's cache of weights is not counted.
-        loss: where it is outside of the model, so that its bytes count: a function of what the
-            model returns that knows its targets, `lambda scores: cross_entropy(scores, targets)`;
+        optimizer: makes the optimizer whose state is counted; None counts none. The step is assumed
+            to begin without gradients: where they are accumulated, or zeroed in place, subtract
+            `report.fixed.gradients` from the budget. Autocast's cache of weights is not counted.
+        loss: where it is outside of the model, so that its bytes count: a function of the model's
+            output that knows its targets, `lambda logits: cross_entropy(logits, targets)`;
             targets that are meta tensors count as zeros. Wherever zoo takes a loss it is called as
             in `loss(model(x))`: a tuple, dict or dataclass is its one argument.
         device: plans for a device that may not be here ("a100"; see `zoo.profiling.kernel_costs`)
@@ -83,13 +82,13 @@ def plan(
 
     Raises:
         ArgumentError: no module, one that reads numbers which only a real step has, a loss that
-            does not take what the model returns, not one of budget and overhead, or no such form
-            of them.
+            does not take the model's output, both or neither of budget and overhead, or a wrong
+            form of them.
         BudgetError: no plan keeps to the budget, with the least that one needs.
     """
     check_bounds(memory_budget, max_overhead)
-    found = planner_for(model, inputs, optimizer=optimizer, loss=loss, device=device)
-    return found.report(memory_budget, max_overhead)
+    planner = planner_for(model, inputs, optimizer=optimizer, loss=loss, device=device)
+    return planner.report(memory_budget, max_overhead)
 
 
 def frontier(
@@ -102,8 +101,8 @@ def frontier(
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
-    It is a sequence of points, each with `peak`, `time_ratio`, `plan` and `name`, and can be drawn
-    and written: see `Frontier`. Arguments and errors are those of `plan`.
+    Each point has `peak`, `time_ratio`, `plan` and `name`; `Frontier` draws and writes them.
+    Arguments and errors are those of `plan`.
     """
     return planner_for(model, inputs, optimizer=optimizer, loss=loss, device=device).frontier()
 
@@ -116,32 +115,32 @@ def planner_for(
     loss: Loss | None = None,
     device: str | None = None,
 ) -> BudgetPlanner:
-    """Returns the costs of a model's steps for these inputs; arguments are those of `plan`.
+    """Traces a model for these inputs; arguments are those of `plan`.
 
-    The bytes of an optimizer may be given where they are known: they are those of any inputs.
+    Known bytes of an optimizer may be given in its place: they do not depend on the inputs.
     """
     check_training(model, "planning")
     check_loss(loss)
     with torch.inference_mode(False), torch.enable_grad():
-        found = Entry.of(model, Invocation.of(inputs), loss)
+        entry = Entry.of(model, Invocation.of(inputs), loss)
         return BudgetPlanner(
-            model, found.outline, found.state, optimizer=optimizer, loss=found.loss, device=device
+            model, entry.outline, entry.state, optimizer=optimizer, loss=entry.loss, device=device
         )
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """A plan and what it should cost each rank.
+    """A plan and its predicted cost on each rank.
 
     Attributes:
-        world_size: how many ranks there are.
-        strategy: what spreads the model over them.
+        world_size: the number of ranks.
+        strategy: how the model is spread over them.
         predicted_peak: bytes of the whole training step at its peak, on rank 0.
-        baseline_peak: likewise, when everything is kept.
+        baseline_peak: the same of the baseline.
         budget: bytes, None where time was given.
         phase: of the step at the peak: "forward", "backward", "recompute" or "optimizer".
-        at_peak: `predicted_peak` by category; "parameters" are shards and what is gathered.
-        alone: the plan and what it should cost in one process that has all of the model.
+        at_peak: `predicted_peak` by category; "parameters" are shards and gathered ones.
+        alone: the plan and its predicted cost in one process that has all of the model.
     """
 
     world_size: int
@@ -160,7 +159,7 @@ class RankReport:
 
     @property
     def predicted_time_ratio(self) -> float:
-        """Seconds of forward and backward against keeping everything, communication left out."""
+        """Seconds of forward and backward against the baseline's, without communication."""
         return self.alone.predicted_time_ratio
 
     def to_json(self) -> str:
@@ -175,25 +174,20 @@ class RankReport:
         def share(size: int) -> tuple[str, str]:
             return format_bytes(size), f"×{size / max(self.baseline_peak, 1):.2f}"
 
-        time = f"×{self.predicted_time_ratio:.2f}"
         predicted = [
             ("peak", *share(self.predicted_peak)),
             *([] if self.budget is None else [("budget", *share(self.budget))]),
-            ("keeping everything", *share(self.baseline_peak)),
+            ("baseline", *share(self.baseline_peak)),
             ("the plan in one process", format_bytes(self.alone.predicted_peak), ""),
-            ("forward and backward, without communication", "", time),
-        ]
-        at_peak = [
-            (what, format_bytes(size), f"{size / max(self.predicted_peak, 1):.1%}")
-            for what, size in {**self.at_peak, "in all": self.predicted_peak}.items()
+            ("time without communication", "", f"×{self.predicted_time_ratio:.2f}"),
         ]
         parts = (
             f"{self.alone.title}, one training step on each of {self.world_size} ranks, "
             f"{self.strategy}",
-            markdown_table(("predicted for a rank", "", "of keeping everything"), predicted),
+            markdown_table(("predicted for a rank", "", "of the baseline"), predicted),
             f"At the peak, in the {self.phase}:",
-            markdown_table(("what", "bytes", "share"), at_peak),
-            "without what kernels and the communicating library take inside of themselves",
+            peak_table(self.at_peak, self.predicted_peak),
+            "without kernel workspaces and buffers of the communication library",
             str(self.plan),
         )
         return "\n\n".join(parts)
@@ -213,28 +207,28 @@ def plan_rank(
 ) -> RankReport:
     """Finds the plan of least time whose training step keeps to a budget on each of many ranks.
 
-    None of them need be here: a fake process group stands for them and fake tensors for all others,
-    so that nothing of the model's size is allocated. Bytes are those of the step's tensors on rank
-    0, which of uneven shards has the larger; kernel workspace is not counted. Some twenty plans are
-    tried, so that a faster one may be missed.
+    The ranks are simulated, by a fake process group and fake tensors, so that nothing of the
+    model's size is allocated. Bytes are those of the step's tensors on rank 0, which of uneven
+    shards has the larger; kernel workspace is not counted. Some twenty plans are compared, so that
+    a faster one may be missed.
 
     Args:
-        model: whole, on no rank yet; may be on the meta device. A copy is spread.
-        inputs: what one rank's model is called with: its part of the batch.
-        world_size: how many ranks there are.
+        model: whole, not spread over ranks; may be on the meta device. A copy is spread.
+        inputs: of one rank: its part of the batch.
+        world_size: the number of ranks.
         strategy: "fsdp2" shards each block and then the whole (`fully_shard`, ZeRO-3, as in
             arXiv:1910.02054), "ddp" keeps all on each rank and a copy of the gradients in buckets
-            (`DistributedDataParallel`, arXiv:2006.15704). Or a function that spreads the copy of
-            the model that it is given, in place, as `fully_shard` and `parallelize_module` do: it
-            is called where `torch.distributed` has the group of `world_size` processes.
-        memory_budget: the peak of a rank: bytes, "8GiB", or a fraction of what keeping everything
-            takes there, `0.5`.
+            (`DistributedDataParallel`, arXiv:2006.15704). Or a function that spreads a copy of the
+            model in place, as `fully_shard` and `parallelize_module` do: it is called while
+            `torch.distributed` has a group of `world_size` processes.
+        memory_budget: the peak of a rank: bytes, "8GiB", or a fraction of the baseline's peak
+            there, `0.5`.
         max_overhead, optimizer, loss, device: those of `zoo.plan`; kernels are never timed, and
             time is without communication.
 
     Raises:
-        ArgumentError: no module, one whose forward cannot be traced or that is spread already, or
-            no such strategy or bound; a process group that is there already.
+        ArgumentError: no module, one whose forward cannot be traced or that is spread already, no
+            such strategy or bound, or a process group that exists already.
         BudgetError: no plan keeps to the budget, with the least that one needs.
     """
     check_bounds(memory_budget, max_overhead)
@@ -242,7 +236,7 @@ def plan_rank(
     if memory_budget == "device":
         raise ArgumentError(
             "memory_budget='device' is what is free here; for a rank that is elsewhere give bytes, "
-            "'80GiB' or a fraction of what keeping everything takes"
+            "'80GiB' or a fraction of the baseline"
         )
     is_whole = isinstance(world_size, int) and not isinstance(world_size, bool)
     if not is_whole or not 1 <= world_size <= MOST_RANKS:
@@ -254,18 +248,18 @@ def plan_rank(
     with random_state_restored(), _fake_group(world_size):
         step = FakeStep(model, Invocation.of(inputs), optimizer, loss or mean_of, spread)
         hooked = _hooked_as(step.model, model)
-        prospect = planner_for(
+        planner = planner_for(
             hooked, inputs, optimizer=optimizer, loss=loss, device=device or "cpu"
         )
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         buckets = sum(parameter.nbytes for parameter in trained) if name == "ddp" else 0
         rank = _Rank(world_size, name, functools.cache(step.track), buckets)
-        return rank.report(prospect, memory_budget, max_overhead)
+        return rank.report(planner, memory_budget, max_overhead)
 
 
 @dataclass
 class _Rank:
-    """Rank 0 of so many: what tracks a step by a plan, and bytes of buckets beside it."""
+    """Rank 0: `track` tracks a step by a plan; `buckets` are bytes of gradients beside it."""
 
     world_size: int
     strategy: str
@@ -273,21 +267,25 @@ class _Rank:
     buckets: int
 
     def report(
-        self, prospect: BudgetPlanner, memory_budget: Budget | None, max_overhead: float | None
+        self, planner: BudgetPlanner, memory_budget: Budget | None, max_overhead: float | None
     ) -> RankReport:
-        """Chooses among plans of which one may be the best on a rank, too."""
-        found = ((point, prospect.of_model(point).plan) for point in prospect.trades)
-        plans = {point: plan if plan.depth() else None for point, plan in found}
+        """Chooses among the plans that may be the best on a rank, the fastest first."""
+        points = {point: planner.of_model(point).plan for point in planner.trades}
+        plans = {point: plan if plan.depth() else None for point, plan in points.items()}
+        budget = None
         if max_overhead is not None:
             quick = [point for point in plans if point.time_ratio <= 1 + max_overhead]
-            chosen, budget = min(quick, key=lambda point: self._peak(plans[point])), None
+            chosen = min(quick, key=lambda point: self._peak(plans[point]))
         else:
             budget = (
                 int(memory_budget * self._peak(None))
                 if isinstance(memory_budget, float)
                 else parse_bytes(memory_budget, "memory_budget")
             )
-            chosen = self._fastest_within(budget, plans)
+            within = (point for point in plans if self._peak(plans[point]) <= budget)
+            if (fastest := next(within, None)) is None:
+                raise self._refusal(min(map(self._peak, plans.values())), budget)
+            chosen = fastest
         timeline = self.track(plans[chosen])
         buckets = {"buckets of gradients": self.buckets} if self.buckets else {}
         return RankReport(
@@ -298,30 +296,25 @@ class _Rank:
             budget=budget,
             phase=timeline.phase_at(timeline.peak_point),
             at_peak=timeline.by("category") | buckets,
-            alone=prospect.describe(chosen, None),
+            alone=planner.describe(chosen, None),
         )
 
     def _peak(self, plan: Plan | None) -> int:
         return self.track(plan).peak + self.buckets
 
-    def _fastest_within(self, budget: int, plans: Mapping[Point, Plan | None]) -> Point:
-        # the fastest come first
-        for point, plan in plans.items():
-            if self._peak(plan) <= budget:
-                return point
-        least = min(map(self._peak, plans.values()))
-        raise BudgetError(
+    def _refusal(self, least: int, budget: int) -> BudgetError:
+        return BudgetError(
             f"a rank of {self.world_size} by {self.strategy} needs at least {exact_bytes(least)} "
-            f"by the plans tried; the budget is {exact_bytes(budget)}; keeping everything takes "
+            f"by the plans compared; the budget is {exact_bytes(budget)}; the baseline takes "
             f"{exact_bytes(self._peak(None))}. Raise the budget to {at_least(least)!r}, lower the "
             "batch of a rank, or spread over more ranks."
         )
 
 
 def _hooked_as(spread: nn.Module, model: nn.Module) -> nn.Module:
-    """Returns a copy that shares a model's tensors, with hooks where spreading it leaves some.
+    """Returns a copy that shares a model's tensors, with a hook wherever the spread model has one.
 
-    A module that has hooks runs as a whole, so that they fire: the steps are those of a rank.
+    A module with hooks runs as a whole, so that they fire: the steps are those of a rank.
     """
     hooked = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for path, module in spread.named_modules():
@@ -331,7 +324,7 @@ def _hooked_as(spread: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _spreading(strategy: Any) -> tuple[str, Callable[[nn.Module], object] | None]:
-    """Returns a strategy's name and what it does to a model."""
+    """Returns a strategy's name and the function that spreads a model by it."""
     if callable(strategy):
         return getattr(strategy, "__name__", type(strategy).__name__), strategy
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
@@ -357,15 +350,15 @@ STRATEGIES: dict[str, Callable[[nn.Module], object] | None] = {"fsdp2": _shard, 
 
 @contextlib.contextmanager
 def _fake_group(world_size: int) -> Iterator[None]:
-    """Makes this process rank 0 of a group whose others are not there."""
+    """Makes this process rank 0 of a group whose other ranks are simulated."""
     if not distributed.is_available():
         raise ArgumentError("this build of torch has no torch.distributed, which spreads models")
     if distributed.is_initialized():
         raise ArgumentError(
-            "there is a process group already, and a fake one takes its place; call this before "
+            "there is a process group already, and a fake one would replace it; call this before "
             "init_process_group, or in a process of its own"
         )
-    # it has every uncaught error begin with the rank from then on, once more for each group
+    # each group makes uncaught errors begin with the rank, once more than before
     report_uncaught = sys.excepthook
     try:
         distributed.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())

@@ -1,7 +1,7 @@
 """`zoo compare`, which `test_memory_optimized.py` runs, too, and `zoo report`.
 
-Under torchrun each process compares by itself, all at the same time, and exchanges no gradients:
-measured is what a plan saves and costs on each device while all are at work.
+Under torchrun each process runs a comparison of its own, all at the same time, without exchanging
+gradients: it measures what a plan saves and costs on each device while all are busy.
 """
 
 import argparse
@@ -32,21 +32,21 @@ from zoo.report.rows import Row, heading, rows
 
 
 def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answer:
-    """Runs the comparison that a command line asks for; `program` is what repeats it."""
+    """Runs the comparison of a command line; `program` is what the report names to repeat it."""
     as_json = "--json" in arguments
     console = _console(as_json)
     config = load([argument for argument in arguments if argument != "--json"], program)
     earlier = read_earlier(config)
     try:
-        found = run(config, console)
+        results = run(config, console)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            "interrupted; what was measured is kept, and the same command goes on from there"
+            "interrupted; finished measurements are kept, and the same command goes on from there"
         ) from None
     line = shlex.join([*program.split(), *arguments])
     folder = Path(config.output) / config.name
-    answer = _report(found, config.name, line, folder, console)
-    if earlier and has_grown(earlier, found, config, console):
+    answer = _report(results, config.name, line, folder, console)
+    if earlier and has_grown(earlier, results, config, console):
         answer = replace(answer, code=1)
     if as_json:
         return answer.as_json()
@@ -56,15 +56,15 @@ def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answe
 
 @command(
     {
-        "path PATH=results": "a file of results (.jsonl), or a folder with such files",
-        "--output FOLDER": "for the reports; default: the same",
+        "path PATH=results": "a file of results (.jsonl), or a folder of such files",
+        "--output FOLDER": "where to write the report; default: beside the results",
     },
     no="a cell failed or is not exact",
 )
 def run_report(options: argparse.Namespace) -> Answer:
-    """Writes the report of a comparison again, from its results.
+    """Rewrites the report of a comparison from its results.
 
-    Nothing is measured; what the config promised is not judged.
+    Nothing is measured, and limits of the config are not checked.
 
     examples:
       zoo report
@@ -74,14 +74,14 @@ def run_report(options: argparse.Namespace) -> Answer:
     answers = []
     for path in _result_files(Path(options.path)):
         passed_over: list[str] = []
-        found = comparisons(Results(path).read(passed_over.append).values())
-        if not found:
+        results = comparisons(Results(path).read(passed_over.append).values())
+        if not results:
             raise ArgumentError(f"{shortened(str(path))} holds no results of a comparison")
         for line in passed_over:
             console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
         folder = Path(options.output or path.parent) / path.stem
         line = f"zoo report {options.path}"
-        answers.append(_report(found, path.stem, line, folder, console))
+        answers.append(_report(results, path.stem, line, folder, console))
     return Answer(
         "\n".join(answer.text for answer in answers),
         [answer.data for answer in answers],
@@ -104,21 +104,20 @@ def _result_files(path: Path) -> list[Path]:
 def _report(
     comparisons: Sequence[Mapping[str, Any]], name: str, line: str, folder: Path, console: Console
 ) -> Answer:
-    """Shows a comparison, writes its report, and returns its rows: 1 where one failed."""
-    found = rows(comparisons)
-    above = heading(comparisons, name, line)
-    show(found, above.title, console)
+    """Prints a comparison, writes its report, and returns its rows; code 1 if one has a fault."""
+    table, title = rows(comparisons), heading(comparisons, name, line)
+    show(table, title.title, console)
     try:
-        write_report(found, above, folder)
+        write_report(table, title, folder)
         path = folder / "report.html"
-        path.write_text(page(comparisons, above), encoding="utf-8")
+        path.write_text(page(comparisons, title), encoding="utf-8")
     except OSError as error:
         raise ArgumentError(
             f"{shortened(str(folder))} cannot be written: {error.strerror}; the results are kept, "
-            "and zoo report writes it again, --output FOLDER elsewhere"
+            "and zoo report writes the report, --output FOLDER elsewhere"
         ) from error
-    data = {"name": name, "report": str(path), "rows": list(map(_row_data, found))}
-    return Answer(f"report:  {path}", data, int(any(row.faults for row in found)))
+    data = {"name": name, "report": str(path), "rows": list(map(_row_data, table))}
+    return Answer(f"report:  {path}", data, int(any(row.faults for row in table)))
 
 
 def _row_data(row: Row) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def _row_data(row: Row) -> dict[str, Any]:
 
 
 def _console(as_json: bool) -> Console:
-    """Returns where tables and progress are shown: on stderr beside JSON."""
+    """Returns the console of tables and progress: stderr beside JSON."""
     return Console(width=None if sys.stdout.isatty() else 130, stderr=as_json)
 
 
@@ -144,9 +143,10 @@ def is_one_of_many() -> bool:
 
 @plain_signs()
 def in_ranks(arguments: Sequence[str], program: str, main: Callable[[Sequence[str]], int]) -> int:
-    """Runs a command in each process with a folder `rank0`, `rank1`, ... of its own for results.
+    """Runs a command in each process, with results in a folder `rank0`, `rank1`, ... of its own.
 
-    The first shows its progress; what the others print comes at the end. Returns the largest code.
+    The first process shows its progress; the output of the others comes at the end. Returns the
+    largest exit code.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _choose_device(int(os.environ.get("LOCAL_RANK", rank)))
@@ -163,7 +163,7 @@ def in_ranks(arguments: Sequence[str], program: str, main: Callable[[Sequence[st
         if rank == 0:
             for number, (_, text) in list(enumerate(gathered))[1:]:
                 print(f"\nrank {number} of {world}\n{text}", end="", flush=True)
-        # a launcher ends all others as soon as one has failed
+        # a launcher ends all processes as soon as one has failed
         distributed.barrier()
     finally:
         distributed.destroy_process_group()
@@ -171,7 +171,7 @@ def in_ranks(arguments: Sequence[str], program: str, main: Callable[[Sequence[st
 
 
 def _in_folder(arguments: Sequence[str], program: str, rank: int) -> list[str]:
-    """Adds the folder for a rank's results, inside the one that the arguments name."""
+    """Adds the folder of a rank's results, inside the one that the arguments name."""
     try:
         output = load([word for word in arguments if word != "--json"], program).output
     except BaseException:  # the command itself will say what is wrong
@@ -180,7 +180,7 @@ def _in_folder(arguments: Sequence[str], program: str, rank: int) -> list[str]:
 
 
 def _choose_device(local_rank: int) -> None:
-    """Leaves this process, and those that it starts, one of the devices that are visible."""
+    """Makes one of the visible devices the only one of this process and of those it starts."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
     if devices:

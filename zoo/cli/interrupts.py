@@ -1,8 +1,8 @@
-"""Ctrl-C while `import zoo` runs for the command: importing torch takes a second or two.
+"""Handles Ctrl-C (SIGINT) while the `zoo` command imports torch, which takes a second or two.
 
 Python imports the package before the first line of the command, so `zoo/__init__.py` imports this
-file first. A signal handler ends the process; an exception would be caught by libraries that look
-for optional parts of themselves. Any other program that imports zoo keeps its own handling.
+file first. A signal handler ends the process; an exception would be caught by libraries that try to
+import optional parts of themselves. Any other program that imports zoo keeps its own handler.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def end_on_interrupt() -> None:
-    """Makes Ctrl-C end the process with exit code 130, if the process is the `zoo` command."""
+    """Makes Ctrl-C end the process with exit code 130, if it is the `zoo` command."""
     is_main = threading.current_thread() is threading.main_thread()
     # a shell has its background jobs ignore SIGINT
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,11 +1,11 @@
-"""Chooses the command and turns whatever becomes of it into an exit code.
+"""Runs the command that a command line names and turns its outcome into an exit code.
 
-    0      done; where the command asks something, yes
+    0      done, or yes
     1      no: not exact, no plan keeps to the budget, a cell failed
     2      a usage error of one line: wrong command, option, model or input
     130    interrupted by Ctrl-C, also while torch is imported (`interrupts`)
 
-A command is imported when it is asked for, so that those that need no extra run without it.
+A command is imported when it is run: most need none of the optional packages.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from zoo.cli.parser import Answer
 from zoo.errors import ArgumentError, BudgetError, RecomputeError, ZooError, nearest, shortened
 from zoo.version import __version__
 
-# each with its module and what it shows
+# each with its module and a summary
 COMMANDS = {
-    "list": ("models", "models of the catalog"),
-    "info": ("models", "a model's chain: steps, parameters, shapes"),
+    "list": ("models", "list the models of the catalog"),
+    "info": ("models", "list the steps of a model: parameters, output shapes"),
     "compare": ("comparison", "train with and without checkpointing: memory, time, exactness"),
-    "plan": ("planning", "the plan of least time within a memory budget"),
-    "frontier": ("planning", "what each memory budget costs in time"),
-    "anatomy": ("training_step", "where the memory of a training step goes"),
-    "max-batch": ("planning", "the largest batch within a memory budget"),
+    "plan": ("training_step", "find the fastest plan within a memory budget"),
+    "frontier": ("training_step", "list what each memory budget costs in time"),
+    "anatomy": ("training_step", "show where the memory of a training step goes"),
+    "max-batch": ("training_step", "find the largest batch within a memory budget"),
     "verify": ("training_step", "train with and without checkpointing and compare every bit"),
-    "report": ("comparison", "write the report of results again"),
+    "report": ("comparison", "rewrite the report of a comparison from its results"),
 }
 USAGE = """\
 usage: zoo COMMAND ...
 
-PyTorch models that train in less memory, exactly.
+PyTorch models with exact activation checkpointing: training in less memory, bit for bit the same.
 
 commands:
 {commands}
@@ -47,18 +47,18 @@ commands:
 example:
   zoo plan resnet50 --input 32,3,224,224 --memory-budget 2GiB
 
-zoo COMMAND --help shows options and examples; zoo --version the version.
-exit code: 0 done; 1 no (not exact, beyond the budget); 2 wrong option, model or input; \
+zoo COMMAND --help shows its options and examples; zoo --version the version.
+exit code: 0 done; 1 no (not exact, no plan within the budget); 2 wrong option, model or input; \
 130 interrupted"""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, by default the program's own, and returns the exit code."""
     if arguments is None:
-        # imported modules stay: no garbage collection need visit them again
+        # no garbage collection need visit imported modules again
         gc.freeze()
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    # help that is asked for goes to stdout even so
+    # help goes to stdout even with --json
     is_json = "--json" in rest and not {"-h", "--help"} & set(rest)
 
     def command() -> Answer:
@@ -67,7 +67,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
     code = exit_code(f"zoo {name}" if name in COMMANDS else "zoo", command)
     if arguments is None and is_json:
-        # what a model prints as the process ends is no JSON either
+        # a model may print as the process ends
         redirect_prints()
     return code
 
@@ -78,7 +78,7 @@ def exit_code(program: str, command: Callable[[], Answer]) -> int:
     try:
         try:
             answer = command()
-        except SystemExit as end:  # a parser has printed the help that was asked for
+        except SystemExit as end:  # argparse has printed the help
             answer = Answer("", code=int(end.code or 0))
         print_answer(answer.text)
         return answer.code
@@ -98,10 +98,9 @@ def _answer(name: str, arguments: Sequence[str]) -> Answer:
     if name == "--version":
         return Answer(f"zoo {__version__}")
     if name not in COMMANDS:
-        kind = "option" if name.startswith("-") else "command"
+        noun = "option" if name.startswith("-") else "command"
         raise ArgumentError(
-            f"there is no {kind} {shortened(name)}.{nearest(name, COMMANDS)} "
-            "zoo --help lists what there is"
+            f"there is no {noun} {shortened(name)}.{nearest(name, COMMANDS)} zoo --help lists all"
         )
     module = importlib.import_module(f"zoo.cli.{COMMANDS[name][0]}")
     answer: Answer = getattr(module, f"run_{name.replace('-', '_')}")(arguments)
@@ -115,12 +114,12 @@ def _verdict(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ZooError):
         return str(error), 1 if isinstance(error, BudgetError | RecomputeError) else 2
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return f"it does not fit here: {in_a_line(error)}", 1
+        return f"out of memory: {in_a_line(error)}", 1
     if isinstance(error, ModuleNotFoundError):
         return f"this needs {error.name}: pip install 'zoo-checkpoint[compare]'", 2
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        # what is written to a file names it; a line of progress has none
-        where = shortened(error.filename) if error.filename else "stdout"
-        return f"{where} cannot be written: {error.strerror}; make room, then go on", 2
-    # nearly always the model's own forward, of inputs that it cannot take
+        # an error of stdout has no file name
+        name = shortened(error.filename) if error.filename else "stdout"
+        return f"{name} cannot be written: {error.strerror}; make room, then go on", 2
+    # nearly always raised by the model's own forward, for inputs that it cannot take
     return f"{in_a_line(error)}; ZOO_TRACEBACK=1 shows where it comes from", 2

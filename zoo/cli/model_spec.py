@@ -1,8 +1,8 @@
-"""Which model a command is about, and on what inputs.
+"""The model and the inputs that a command line names.
 
-resnet50                              of the catalog; inputs are those of its recipe unless said
-timm.create_model --args resnet50     whatever can be imported and makes a torch.nn.Module
-mypackage.models:Net                  the same, the module's part set apart by a colon
+resnet50                              of the catalog; its recipe has inputs for want of others
+timm.create_model --args resnet50     import path of anything that makes a torch.nn.Module
+mypackage.models:Net                  the same, with a colon after the module
 """
 
 import argparse
@@ -28,17 +28,15 @@ from zoo.harness.recipes import recipe
 from zoo.invocation import Inputs
 
 Specs = tuple[InputSpec | None, ...]
-# torch's devices that a command runs steps on
-TORCH_DEVICES = ("cpu", "cuda")
-# numbers that --size takes, by the data that a recipe names
+# how many numbers --size takes, by the data of a recipe
 AXES = {"photographs": 2, "digits": 2, "volume": 3, "text": 1, "stream": 1}
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that can be built, and its inputs, all with names or none.
+    """A model that can be built, and its inputs, either all with names or none.
 
-    `make` builds it on the device that is the default then; `batch_axis` is an axis of the inputs.
+    `make` builds it on torch's default device; `batch_axis` is an axis of the inputs.
     """
 
     name: str
@@ -60,12 +58,12 @@ class ModelSpec:
         except Exception as error:
             raise ArgumentError(f"{self.name} cannot be built: {in_a_line(error)}") from error
         if not isinstance(model, nn.Module):
-            kind = type(model).__name__
-            raise ArgumentError(f"{self.name} makes no torch.nn.Module but a value of type {kind}")
+            made = type(model).__name__
+            raise ArgumentError(f"{self.name} makes no torch.nn.Module but a value of type {made}")
         return model.train()
 
     def build_on_meta(self) -> nn.Module:
-        """Builds the model on the meta device, or, where its code cannot, with memory."""
+        """Builds the model on the meta device, or with memory if its code does not run there."""
         try:
             with torch.device("meta"):
                 return self.build()
@@ -74,9 +72,9 @@ class ModelSpec:
             return self.build()
 
     def build_unwritten(self) -> nn.Module:
-        """Builds the model on the CPU with parameters that are never written, so take no memory.
+        """Builds the model on the CPU with parameters that are never written and take no memory.
 
-        On the meta device attention and LSTMs would choose other kernels, and so other bytes.
+        On the meta device attention and LSTMs would choose other kernels of other bytes.
         """
         model = self.build_on_meta()
         on_cpu: dict[int, Any] = {}
@@ -103,20 +101,20 @@ class ModelSpec:
     def inputs_on(self, device: str) -> Inputs:
         """Returns inputs of random numbers on a device; on "meta" they take no memory."""
         names = [spec.name for spec in self.inputs if spec is not None and spec.name]
-        made = tuple(None if spec is None else spec.random(device) for spec in self.inputs)
+        values = tuple(None if spec is None else spec.random(device) for spec in self.inputs)
         if not names:
-            return made
-        if len(set(names)) < len(made):
+            return values
+        if len(set(names)) < len(values):
             raise ArgumentError("--input takes a name for each input, no two the same, or for none")
-        return dict(zip(names, made, strict=True))
+        return dict(zip(names, values, strict=True))
 
 
 def model_spec(options: argparse.Namespace, batch_size: int | None = None) -> ModelSpec:
-    """Finds the model and the inputs that the options name, and builds nothing yet.
+    """Returns the model and the inputs that the options name, and builds nothing yet.
 
-    `batch_size` is that of a model of the catalog where the options say none.
+    `batch_size` is the default for a model of the catalog.
     """
-    name, arguments = options.model, _arguments(options.args or [])
+    name, (positional, named) = options.model, _arguments(options.args or [])
     if "." not in name and ":" not in name:
         if name not in list_models():
             raise ModelNameError(
@@ -124,62 +122,17 @@ def model_spec(options: argparse.Namespace, batch_size: int | None = None) -> Mo
                 "`zoo list` shows all; of another package, give the import path: "
                 "timm.create_model --args resnet50"
             )
-        return _of_catalog(options, *arguments, batch_size)
+        return _of_catalog(options, positional, named, batch_size)
     if options.size or options.batch_size or not options.input:
         raise ArgumentError(
-            f"{shortened_text(name)} is not of the catalog; say its inputs by --input 32,3,224,224"
+            f"{shortened_text(name)} is not in the catalog; give its inputs: --input 32,3,224,224"
         )
-    found, inputs = _imported(name), tuple(options.input)
-    if isinstance(found, nn.Module) and options.args is None:
-        return ModelSpec(name, lambda: found, inputs)
-    if not callable(found) or isinstance(found, nn.Module):
-        raise ArgumentError(f"{name} is a {type(found).__name__}, which cannot be called to build")
-    positional, named = arguments
-    return ModelSpec(name, lambda: found(*positional, **named), inputs)
-
-
-def usual_inputs(
-    name: str,
-    named: Mapping[str, Any],
-    batch_size: int | None = None,
-    size: Sequence[int] | None = None,
-) -> Specs:
-    """Returns inputs for a model of the catalog that is built with these arguments."""
-    settings, known = recipe(name), _with_defaults(name, named)
-    data, count = settings["data"], batch_size or settings["batch_size"]
-    axes, sides = AXES[data], list(size or [settings["size"]])
-    if len(sides) not in (1, axes):
-        raise ArgumentError(f"--size takes 1 or {axes} numbers for this model; got {len(sides)}")
-    if axes > 1:
-        sides = sides if len(sides) == axes else sides * axes
-        return (InputSpec((count, known["in_channels"], *sides)),)
-    # an LSTM takes (T, N)
-    shape = (*sides, count) if data == "stream" else (count, *sides)
-    return _with_targets([InputSpec(shape)], data, known)
-
-
-@contextlib.contextmanager
-def working_folder_first() -> Iterator[None]:
-    """Lets Python find modules in the folder where the command was given."""
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-def in_a_line(error: BaseException) -> str:
-    """Returns what an error of another library says, on one line and not without end."""
-    return shortened_text(" ".join(f"{type(error).__name__}: {error}".split()), 300)
-
-
-def is_torch_device(device: str) -> bool:
-    """Returns whether torch knows a device of this name, be it in this machine or not."""
-    try:
-        return torch.device(device).type != "meta"
-    except RuntimeError:
-        return False
+    maker, inputs = _imported(name), tuple(options.input)
+    if isinstance(maker, nn.Module) and options.args is None:
+        return ModelSpec(name, lambda: maker, inputs)
+    if not callable(maker) or isinstance(maker, nn.Module):
+        raise ArgumentError(f"{name} is a {type(maker).__name__}, which cannot be called to build")
+    return ModelSpec(name, lambda: maker(*positional, **named), inputs)
 
 
 def _of_catalog(
@@ -194,27 +147,49 @@ def _of_catalog(
             f"--args of {name} have names: classes=10; got {shortened(positional[0])}"
         )
     if options.input and (options.size or options.batch_size):
-        raise ArgumentError("--input says all of --size and --batch-size; give it alone")
-    known = _with_defaults(name, named)
+        raise ArgumentError("--input includes --size and --batch-size; give it alone")
+    arguments = _with_defaults(name, named)
     if options.input:
-        inputs = _with_targets(options.input, data, known)
+        inputs = _with_targets(options.input, data, arguments)
     else:
         inputs = usual_inputs(name, named, options.batch_size or batch_size, options.size)
-    if "image_size" in known and "image_size" not in named and inputs[0] is not None:
+    if "image_size" in arguments and "image_size" not in named and inputs[0] is not None:
         named = {**named, "image_size": inputs[0].shape[-1]}
     return ModelSpec(name, lambda: create(name, **named), inputs, int(data == "stream"))
+
+
+def usual_inputs(
+    name: str,
+    named: Mapping[str, Any],
+    batch_size: int | None = None,
+    size: Sequence[int] | None = None,
+) -> Specs:
+    """Returns the inputs of a model of the catalog that is built with these arguments."""
+    settings, arguments = recipe(name), _with_defaults(name, named)
+    data, count = settings["data"], batch_size or settings["batch_size"]
+    axes, sides = AXES[data], list(size or [settings["size"]])
+    if len(sides) not in (1, axes):
+        raise ArgumentError(f"--size takes 1 or {axes} numbers for this model; got {len(sides)}")
+    if axes > 1:
+        sides = sides if len(sides) == axes else sides * axes
+        return (InputSpec((count, arguments["in_channels"], *sides)),)
+    # an LSTM takes (T, N)
+    shape = (*sides, count) if data == "stream" else (count, *sides)
+    return _with_targets([InputSpec(shape)], data, arguments)
 
 
 def _with_defaults(name: str, named: Mapping[str, Any]) -> dict[str, Any]:
     return {key: entry.default for key, entry in model_arguments(name).items()} | dict(named)
 
 
-def _with_targets(inputs: Sequence[InputSpec | None], data: str, known: Mapping[str, Any]) -> Specs:
-    """Makes the inputs of a language model integers; after tokens alone come the next tokens."""
+def _with_targets(
+    inputs: Sequence[InputSpec | None], data: str, arguments: Mapping[str, Any]
+) -> Specs:
+    """Makes the inputs of a language model integers; tokens alone get targets of their shape."""
     if data not in ("text", "stream"):
         return tuple(inputs)
     tokens = [
-        spec and replace(spec, dtype=spec.dtype or torch.int64, below=known["vocabulary"])
+        spec and replace(spec, dtype=spec.dtype or torch.int64, below=arguments["vocabulary"])
         for spec in inputs
     ]
     if len(tokens) > 1:
@@ -222,8 +197,24 @@ def _with_targets(inputs: Sequence[InputSpec | None], data: str, known: Mapping[
     return (*tokens, *tokens) if data == "text" else (*tokens, None, *tokens)
 
 
+@contextlib.contextmanager
+def working_folder_first() -> Iterator[None]:
+    """Lets Python find modules in the working folder of the command."""
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def in_a_line(error: BaseException) -> str:
+    """Returns an error of another library as one line of at most 300 characters."""
+    return shortened_text(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+
+
 def _arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Reads 'resnet50' and 'classes=10': Python's literals, and all else as text."""
+    """Reads 'resnet50' and 'classes=10': values are Python literals, anything else text."""
     positional, named = [], {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -253,19 +244,19 @@ def _imported(path: str) -> Any:
     module, colon, rest = path.partition(":")
     name, *parts = [module, *rest.split(".")] if colon else path.split(".")
     with working_folder_first():
-        found = _module(name, path)
+        value = _module(name, path)
         for part in parts:
             owner, name = name, f"{name}.{part}"
-            if hasattr(found, part):
-                found = getattr(found, part)
-            elif hasattr(found, "__path__") and importlib.util.find_spec(name) is not None:
-                found = _module(name, path)
+            if hasattr(value, part):
+                value = getattr(value, part)
+            elif hasattr(value, "__path__") and importlib.util.find_spec(name) is not None:
+                value = _module(name, path)
             else:
                 raise ArgumentError(
                     f"{shortened_text(path)}: {shortened_text(owner)} has no {shortened(part)}."
-                    f"{nearest(part, dir(found))}"
+                    f"{nearest(part, dir(value))}"
                 )
-    return found
+    return value
 
 
 def _module(name: str, path: str) -> Any:

@@ -1,4 +1,4 @@
-"""`zoo list` and `zoo info`: which models there are, and what a model is made of."""
+"""`zoo list` and `zoo info`: the models of the catalog, and the steps of a model (a summary)."""
 
 import argparse
 import contextlib
@@ -31,7 +31,7 @@ from zoo.units import format_bytes
 
 @dataclass(frozen=True)
 class Part:
-    """A step of a model, several steps together, or a child of a module that cannot be traced.
+    """A step of a model, a block of steps, or a child of a module that cannot be traced.
 
     `shapes` are those of its outputs; a parameter counts where it is first used.
     """
@@ -43,7 +43,7 @@ class Part:
     steps: int = 1
 
 
-@command({"pattern PATTERN=*": "as a shell has them: 'resnet*'"})
+@command({"pattern PATTERN=*": "pattern of names, as in a shell: 'resnet*'"})
 def run_list(options: argparse.Namespace) -> Answer:
     """Lists the models of the catalog.
 
@@ -55,7 +55,7 @@ def run_list(options: argparse.Namespace) -> Answer:
     if not names:
         near = nearest(options.pattern, list_models())
         raise ArgumentError(f"no model matches {shortened(options.pattern)}.{near}")
-    found = [
+    models = [
         {
             "name": name,
             "kind": inspect.signature(getattr(zoo.catalog, name)).return_annotation.__name__,
@@ -64,13 +64,13 @@ def run_list(options: argparse.Namespace) -> Answer:
         }
         for name in names
     ]
-    rows = [(entry["name"], entry["kind"], shapes_text(entry["inputs"])) for entry in found]
-    return Answer(markdown_table(("model", "kind", "inputs unless said"), rows), found)
+    rows = [(entry["name"], entry["kind"], shapes_text(entry["inputs"])) for entry in models]
+    return Answer(markdown_table(("model", "class", "default inputs"), rows), models)
 
 
-@command({**MODEL, "--steps": "list each step, not each block"})
+@command({**MODEL, "--steps": "list single steps instead of blocks"})
 def run_info(options: argparse.Namespace) -> Answer:
-    """Lists what a model is made of: steps, parameters, shapes. Nothing is run or allocated.
+    """Lists the steps of a model, their parameters and output shapes, without allocating it.
 
     examples:
       zoo info resnet50
@@ -80,32 +80,32 @@ def run_info(options: argparse.Namespace) -> Answer:
     spec = model_spec(options)
     model = spec.build_on_meta()
     parts, reason = parts_of(model, spec.inputs_on("meta"))
-    described = {**_described(spec, model), "reason": reason}
-    named = ", ".join(f"{name}={value!r}" for name, value in described["arguments"].items())
+    summary = {**_summary(spec, model), "reason": reason}
+    named = ", ".join(f"{name}={value!r}" for name, value in summary["arguments"].items())
     texts = (
-        _heading(described, parts),
+        _heading(summary, parts),
         _table(parts if options.steps else _by_block(parts)),
         reason,
         named and f"--args {named}",
     )
-    data = {**described, "parts": [asdict(part) for part in parts]}
+    data = {**summary, "parts": [asdict(part) for part in parts]}
     return Answer("\n\n".join(filter(None, texts)), data)
 
 
 def parts_of(model: nn.Module, inputs: Inputs) -> tuple[list[Part], str | None]:
-    """Runs a forward without gradients; returns the steps of a model in their order.
+    """Runs a forward without gradients; returns the steps of a model in order, and None.
 
-    Of a module that cannot be traced these are its children, and the second value says why.
+    A module that cannot be traced has its children returned instead, and the reason.
     """
-    given = Invocation.of(inputs)
+    invocation = Invocation.of(inputs)
     try:
-        return _steps(Entry.of(model, given)), None
+        return _steps(Entry.of(model, invocation)), None
     except TraceError as error:
-        return _children(model, given, error), str(error)
+        return _children(model, invocation, error), str(error)
 
 
 class _UsedParameters(TorchFunctionMode):
-    """Counts the elements of the parameters that functions of torch are called with, each once."""
+    """Counts the elements of the parameters that functions of torch use, each once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _UsedParameters(TorchFunctionMode):
 def _steps(entry: Entry) -> list[Part]:
     used, counted, value, outline = _UsedParameters(), 0, entry.state, entry.outline
     parts = []
-    # a chain is on the meta device, where its steps run much faster
+    # a chain is on the meta device, where its steps run faster than on fake tensors
     is_chain = isinstance(entry.model, Chain)
     fake = contextlib.nullcontext() if is_chain else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), fake, used:
@@ -134,23 +134,23 @@ def _steps(entry: Entry) -> list[Part]:
     return parts
 
 
-def _children(model: nn.Module, given: Invocation, refused: TraceError) -> list[Part]:
+def _children(model: nn.Module, invocation: Invocation, untraceable: TraceError) -> list[Part]:
     """Returns the children in the order of their first calls, then those that were not called."""
     outputs: dict[str, Any] = {}
     children = dict(model.named_children())
     names = {child: name for name, child in children.items()}
 
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
         if module in names:
             outputs.setdefault(names[module], _shapes(output))
 
-    handle = nn.modules.module.register_module_forward_hook(note)
+    handle = nn.modules.module.register_module_forward_hook(record)
     try:
         with torch.no_grad():
-            given.on(model)
+            invocation.on(model)
     except Exception:
-        # else it reads a number, which is not there on the meta device
-        if refused.raised:
+        # else it reads a number, which does not exist on the meta device
+        if untraceable.raised:
             raise
     finally:
         handle.remove()
@@ -170,8 +170,8 @@ def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
 
 
-def _described(spec: ModelSpec, model: nn.Module) -> dict[str, Any]:
-    known = model_arguments(spec.name) if spec.name in list_models() else {}
+def _summary(spec: ModelSpec, model: nn.Module) -> dict[str, Any]:
+    arguments = model_arguments(spec.name) if spec.name in list_models() else {}
     parameters = list(model.parameters())
     return {
         "name": spec.name,
@@ -182,7 +182,7 @@ def _described(spec: ModelSpec, model: nn.Module) -> dict[str, Any]:
         "trained_parameters": _count(p for p in parameters if p.requires_grad),
         "parameter_bytes": sum(parameter.nbytes for parameter in parameters),
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
-        "arguments": {name: _default(argument) for name, argument in known.items()},
+        "arguments": {name: _default(argument) for name, argument in arguments.items()},
     }
 
 
@@ -191,14 +191,14 @@ def _default(argument: inspect.Parameter) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
-def _heading(described: dict[str, Any], parts: Sequence[Part]) -> str:
-    kind = "chain" if described["is_chain"] else "module"
-    what = "steps" if described["reason"] is None else "parts"
+def _heading(summary: dict[str, Any], parts: Sequence[Part]) -> str:
+    base = "chain" if summary["is_chain"] else "module"
+    noun = "steps" if summary["reason"] is None else "children"
     return (
-        f"{described['name']}: {kind} {described['kind']} on {shapes_text(described['inputs'])}\n"
-        f"{described['parameters']:,} parameters ({format_bytes(described['parameter_bytes'])}), "
-        f"buffers {format_bytes(described['buffer_bytes'])}, "
-        f"{len(parts)} {what} in {len({part.block for part in parts})} blocks"
+        f"{summary['name']}: {base} {summary['kind']} on {shapes_text(summary['inputs'])}\n"
+        f"{summary['parameters']:,} parameters ({format_bytes(summary['parameter_bytes'])}), "
+        f"buffers {format_bytes(summary['buffer_bytes'])}, "
+        f"{len(parts)} {noun} in {len({part.block for part in parts})} blocks"
     )
 
 
@@ -211,11 +211,11 @@ def _table(parts: Sequence[Part]) -> str:
         )
         for part in parts
     ]
-    return markdown_table(("step", "hands on", "parameters"), rows)
+    return markdown_table(("step", "outputs", "parameters"), rows)
 
 
 def _by_block(parts: Sequence[Part]) -> list[Part]:
-    """Merges the steps of each block; its outputs are those of its last step."""
+    """Merges the steps of each block; the outputs are those of the last step."""
     blocks = [list(group) for _, group in groupby(parts, key=lambda part: part.block)]
     return [
         replace(

@@ -1,4 +1,4 @@
-"""What a command writes: its answer, files, log messages, and what a model prints meanwhile."""
+"""Output of a command: its answer, files, log messages, and stdout kept clean beside JSON."""
 
 import codecs
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from zoo.errors import ArgumentError, shortened
 
-# for terminals whose encoding lacks a sign (PYTHONIOENCODING=ascii), where Python would raise
+# for terminals whose encoding lacks a character (PYTHONIOENCODING=ascii), where Python would raise
 PLAIN = {
     "×": "x", "→": "->", "√": "sqrt ", "±": "+-", "≤": "<=", "≥": ">=", "…": "...", "–": "-",
     "─": "-", "━": "-", "╺": "-", "╸": "-", "│": "|", "┃": "|", "┌": "+", "└": "+", "├": "+",
@@ -18,7 +18,7 @@ PLAIN = {
 
 
 def print_answer(text: str) -> None:
-    """Prints an answer, also to a reader who has read enough and closed the pipe, as `head` does.
+    """Prints an answer; a reader such as `head` may close the pipe before its end.
 
     Raises:
         ArgumentError: stdout cannot be written.
@@ -26,7 +26,7 @@ def print_answer(text: str) -> None:
     try:
         print(text, end="\n" if text else "", flush=True)
     except OSError as error:
-        # or Python complains when it flushes at its end
+        # or Python raises when it flushes stdout as it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise ArgumentError(
@@ -49,10 +49,10 @@ def write(path: str | None, save: Callable[[str], object]) -> None:
 
 @contextlib.contextmanager
 def plain_signs() -> Iterator[None]:
-    """Replaces signs that stdout's encoding lacks: × by x, → by ->, those not in PLAIN by ?."""
+    """Replaces characters that stdout's encoding lacks: by those of PLAIN, any other by ?."""
     stream = sys.stdout
     before = getattr(stream, "errors", None)
-    # an error handler that the user chose stays; surrogateescape is that of the locale C
+    # an error handler that the user chose stays in force; surrogateescape is that of the locale C
     raises = before == "strict" or (
         before == "surrogateescape" and codecs.lookup(stream.encoding).name != "utf-8"
     )
@@ -80,21 +80,21 @@ codecs.register_error("zoo.plain", _plain)
 def prints_to_stderr() -> Iterator[None]:
     """Sends to stderr what Python, libraries in C and other programs print to stdout."""
     out, descriptors = sys.stdout, _descriptors()
-    kept = os.dup(descriptors[0]) if descriptors else None
+    original = os.dup(descriptors[0]) if descriptors else None
     redirect_prints()
     try:
         yield
     finally:
         sys.stdout = out
-        if descriptors and kept is not None:
-            # what was written past sys.stdout, to the stream that it was before
+        if descriptors and original is not None:
+            # buffered text goes to stderr, too
             out.flush()
-            os.dup2(kept, descriptors[0])
-            os.close(kept)
+            os.dup2(original, descriptors[0])
+            os.close(original)
 
 
 def redirect_prints() -> None:
-    """Sends to stderr what is printed from here to the end of the process."""
+    """Sends to stderr what is printed until the process ends."""
     descriptors = _descriptors()
     if descriptors:
         sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""What the commands share: a strict parser of options, options of several commands, the answer.
+"""A strict argument parser, the options that several commands share, and a command's answer.
 
 argparse guesses what `--batch` abbreviates and answers a mistake with its whole usage. Here a wrong
-option is an `ArgumentError` of one line that offers the nearest right one.
+option is an `ArgumentError` of one line that suggests the nearest right one.
 """
 
 import argparse
@@ -26,8 +26,8 @@ OPTIMIZERS: dict[str, MakeOptimizer | None] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "none": None,
 }
-# settings of argparse for the value of an option; that of any other name is text
-KINDS: dict[str, dict[str, Any]] = {
+# what argparse is told about the value of an option, by its metavar; any other is text
+METAVARS: dict[str, dict[str, Any]] = {
     "AXIS": {"type": number},
     "COUNT": {"type": count},
     "FILE": {"type": file},
@@ -36,34 +36,34 @@ KINDS: dict[str, dict[str, Any]] = {
     "PICTURE": {"type": picture},
     "PLAN": {"type": plan},
     "RATIO": {"type": ratio},
-    # once for each input
+    # given once for each input
     "SHAPE": {"type": shape, "action": "append"},
     "SIZE": {"type": size},
     "STRATEGY": {"choices": list(STRATEGIES), "metavar": None},
 }
 MODEL = {
-    "model": "a name of `zoo list`, or an import path, whose code is run: timm.create_model, "
-    "package:Class",
-    "--args VALUE...": "arguments to build it with: classes=10, or for an import path also without "
-    "a name",
-    "--input SHAPE": "shape of an input: 32,3,224,224, with a type 8,128:int64, by its name "
-    "input_ids=8,128:int64; once for each; 'none' is None. For a language model of the catalog the "
-    "tokens are enough",
-    "--batch-size COUNT": "in place of --input, for models of the catalog",
-    "--size COUNT...": "likewise: side of the images, sides of a volume, or length of the text; "
-    "default: what the model is compared on",
+    "model": "a name of `zoo list`, or the import path of a class or function that makes a model, "
+    "whose code is run: timm.create_model, package:Class",
+    "--args VALUE...": "arguments to build the model with: classes=10; for an import path also "
+    "positional ones: resnet50",
+    "--input SHAPE": "shape of an input: 32,3,224,224; with a type: 8,128:int64; with the name of "
+    "its argument: input_ids=8,128:int64. Repeat the option for each input; none stands for None. "
+    "A language model of the catalog needs the shape of the tokens only",
+    "--batch-size COUNT": "samples in the batch, for a model of the catalog without --input",
+    "--size COUNT...": "side of the images, sides of a volume, or length of the text, for a model "
+    "of the catalog without --input; default: as `zoo compare` trains it",
 }
-OPTIMIZER = {"--optimizer OPTIMIZER=adamw": "whose state counts; sgd is with momentum"}
-PLOT = {"--plot PICTURE": "draw it: .svg, .png or .pdf"}
+OPTIMIZER = {"--optimizer OPTIMIZER=adamw": "optimizer whose state counts; sgd has momentum"}
+PLOT = {"--plot PICTURE": "write a picture: .svg, .png or .pdf"}
 PLANS = (
-    "true, false, a number of segments, sqrt, blocks, cheap, '(0-1) 2', or a .json file, of "
-    "`zoo plan --save` or of a plan alone: [[0, 1], 2]"
+    "true, false, a number of segments, sqrt, blocks, cheap, a plan such as '(0-1) 2', or a .json "
+    "file: of `zoo plan --save`, or a plan alone, [[0, 1], 2]"
 )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command prints: text, or with `--json` the data, which may be text that is JSON.
+    """What a command prints: text, or with `--json` the data, which may be JSON text already.
 
     The exit code is 0 for yes or done, 1 for no.
     """
@@ -88,8 +88,8 @@ def command(
     """Makes a function `run_name(options)` the command `zoo name`, and its docstring the help.
 
     Args:
-        options: a help text for each: 'name', '--flag', '--name KIND', '--name KIND=default' or
-            '--name KIND...' for several values, where KINDS says what KIND reads.
+        options: help texts by 'name', '--flag', '--name METAVAR', '--name METAVAR=default' or
+            '--name METAVAR...' for several values, where METAVAR is one of METAVARS.
         either: options of which exactly one must be given.
         no: what exit code 1 means, if the command has one.
     """
@@ -104,9 +104,9 @@ def command(
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        # as in Python 3.14; before, -8GiB passes for an option, and its value for missing
+        # as in Python 3.14; before, -8GiB is read as an option, so that the value is missing
         parser._negative_number_matcher = re.compile(r"-\.?\d")
-        parser.add_argument("--json", action="store_true", help="print JSON, for machines")
+        parser.add_argument("--json", action="store_true", help="print JSON")
         group = parser.add_mutually_exclusive_group(required=True) if either else parser
         for signature, text in options.items():
             name, settings = _settings(signature, text)
@@ -117,7 +117,7 @@ def command(
             parsed = parser.parse(arguments)
             try:
                 answer = run(parsed)
-            except SystemExit as end:  # sys.exit(0) in a forward would say yes
+            except SystemExit as end:  # sys.exit(0) in a forward would mean yes
                 argument = "" if end.code is None else shortened(end.code)
                 raise ArgumentError(
                     f"the model, or something that it imports, called sys.exit({argument}), so "
@@ -137,24 +137,23 @@ class Parser(argparse.ArgumentParser):
         """Reads a command line.
 
         Raises:
-            ArgumentError: an option that does not exist, with the nearest that do, or its value.
+            ArgumentError: an unknown option, with the nearest known ones, or a wrong value.
         """
         known = [option for action in self._actions for option in action.option_strings]
         for argument in arguments:
             option = argument.partition("=")[0]
             if option.startswith("--") and option not in ("--", *known):
-                near = nearest(option, known)
-                self.error(f"there is no option {shortened_text(option)}.{near}")
+                self.error(f"there is no option {shortened_text(option)}.{nearest(option, known)}")
         return self.parse_args(arguments)
 
     def error(self, message: str) -> NoReturn:
-        """Raises ArgumentError with what is wrong and where help is."""
+        """Raises ArgumentError with argparse's message and the command that shows help."""
         sentence = shortened_text(message.removeprefix("argument ").rstrip(), 4 * LONGEST)
         end = "" if sentence.endswith(("?", ".")) else ";"
-        raise ArgumentError(f"{sentence}{end} {self.prog} --help lists what there is")
+        raise ArgumentError(f"{sentence}{end} {self.prog} --help lists all options")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Keeps the message of a ZooError, of which argparse would only say 'invalid value'."""
+        """Keeps the message of a ZooError, which argparse would replace by 'invalid value'."""
         try:
             return action.type(arg_string) if callable(action.type) else arg_string
         except ZooError as error:
@@ -168,16 +167,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def _settings(signature: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name of an option and what argparse takes for it."""
+    """Returns the name of an option and the arguments of `add_argument`."""
     name, _, value = signature.partition(" ")
     if name.startswith("--") and not value:
         return name, {"help": text, "action": "store_true"}
-    kind, _, default = value.partition("=")
+    metavar, _, default = value.partition("=")
     settings: dict[str, Any] = {"help": text}
     if default:
         settings = {"help": f"{text}; default {default}", "default": default}
         if not name.startswith("--"):
             settings["nargs"] = "?"
-    if kind.endswith("..."):
-        kind, settings["nargs"] = kind.removesuffix("..."), "+"
-    return name, settings | {"metavar": kind or None} | KINDS.get(kind, {})
+    if metavar.endswith("..."):
+        metavar, settings["nargs"] = metavar.removesuffix("..."), "+"
+    return name, settings | {"metavar": metavar or None} | METAVARS.get(metavar, {})

@@ -1,39 +1,204 @@
-"""`zoo anatomy` and `zoo verify`: a training step taken apart, and compared with the baseline's."""
+"""`zoo plan`, `frontier`, `max-batch`, `anatomy`, `verify`: memory and time of a training step."""
 
 import argparse
 import contextlib
 import gc
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zoo.api import plan as planning
 from zoo.api.track import anatomy
 from zoo.api.verify import verify
-from zoo.cli.model_spec import TORCH_DEVICES, is_torch_device, model_spec
-from zoo.cli.output import write
+from zoo.cli.model_spec import ModelSpec, model_spec
+from zoo.cli.output import log_to_stderr, write
 from zoo.cli.parser import MODEL, OPTIMIZER, OPTIMIZERS, PLANS, PLOT, Answer, command
 from zoo.errors import ArgumentError, nearest, shortened
+from zoo.policy.report import PlanReport
+from zoo.profiling.kernel_costs import DEVICES
 from zoo.profiling.timeline import Timeline
+from zoo.sizing.max_size import largest
+
+# torch's devices that a command runs steps on
+TORCH_DEVICES = ("cpu", "cuda")
+# devices of which the peak rates are known
+RATED = [name for name in DEVICES if name not in TORCH_DEVICES]
+# options of the commands that plan
+PLANNED = {
+    **MODEL,
+    **OPTIMIZER,
+    "--device DEVICE": "cpu or cuda: measure each kind of kernel here, its time and workspace; "
+    f"{', '.join(RATED)}: an analytical estimate from that device's peak rates; default: the same "
+    "for a small CPU",
+}
+
+
+@command(
+    {
+        **PLANNED,
+        "--memory-budget SIZE": "peak of the whole training step: 8GiB, 8GB, bytes, 0.5 or 50%% of "
+        "the baseline, or device for the memory that is free here",
+        "--max-overhead RATIO": "instead of a budget: the plan of least memory that takes at most "
+        "so much more time, 0.2 for 20%%",
+        "--world-size COUNT": "plan for each of so many simulated ranks; --input is that of one",
+        "--strategy STRATEGY": "how the ranks share the model: fsdp2 (default) shards each block, "
+        "then the rest; ddp copies it",
+        "--save FILE": "write the plan to a JSON file that --checkpoint reads",
+        **PLOT,
+        "--draw": "also print the plan step by step",
+    },
+    either=("--memory-budget", "--max-overhead"),
+    no="no plan keeps to the budget",
+)
+def run_plan(options: argparse.Namespace) -> Answer:
+    """Finds the plan of least time whose whole training step keeps to a memory budget.
+
+    examples:
+      zoo plan resnet50 --input 32,3,224,224 --memory-budget 2GiB --save plan.json
+      zoo plan gpt2_small --batch-size 8 --size 512 --memory-budget 50% --device a100
+      zoo plan gpt2_xl --batch-size 1 --memory-budget 24GiB --world-size 64 --device nvidia-h200
+      zoo plan mypackage.models:Net --args width=64 --input 8,3,64,64 --max-overhead 0.2
+    """
+    spec = model_spec(options)
+    _check_ranks(options)
+    arguments = _planning_arguments(spec, options)
+    arguments |= {"memory_budget": options.memory_budget, "max_overhead": options.max_overhead}
+    report: PlanReport | planning.RankReport
+    if options.world_size is None:
+        report = alone = planning.plan(**arguments)
+    else:
+        ranks = {"world_size": options.world_size, "strategy": options.strategy or "fsdp2"}
+        report = planning.plan_rank(**arguments, **ranks)
+        alone = report.alone
+    write(options.save, alone.save)
+    write(options.plot, alone.plot)
+    text = f"{report}\n\n{alone.draw()}" if options.draw else str(report)
+    return Answer(text, report.to_json())
+
+
+def _check_ranks(options: argparse.Namespace) -> None:
+    """Raises ArgumentError for options that exclude each other."""
+    if options.world_size is None:
+        if options.strategy:
+            raise ArgumentError("--strategy says how ranks share a model; give --world-size, too")
+    elif options.plot:
+        raise ArgumentError("--plot draws a plan for one process; leave out --world-size")
+    elif _is_torch_device(options.device, RATED):
+        raise ArgumentError(
+            f"--device {options.device} runs kernels here, and a rank's are never run; leave it "
+            f"out, or take one of {', '.join(RATED)}"
+        )
+
+
+@command(
+    {
+        **PLANNED,
+        "--points COUNT=12": "how many of the best plans to print, evenly spread",
+        "--csv FILE": "write all plans as CSV",
+        **PLOT,
+    }
+)
+def run_frontier(options: argparse.Namespace) -> Answer:
+    """Lists what each memory budget costs in time: the best plans and the classic schemes.
+
+    examples:
+      zoo frontier resnet50 --input 32,3,224,224
+      zoo frontier densenet121 --plot frontier.svg --csv frontier.csv
+    """
+    frontier = planning.frontier(**_planning_arguments(model_spec(options), options))
+    write(options.csv, lambda path: Path(path).write_text(frontier.to_csv(), encoding="utf-8"))
+    write(options.plot, frontier.plot)
+    return Answer(frontier.table(options.points), frontier.to_json())
+
+
+@command(
+    {
+        **PLANNED,
+        "--memory-budget SIZE": "peak of the whole training step: 8GiB, 8GB, bytes, or device for "
+        "the memory that is free here",
+        "--checkpoint PLAN=false": f"auto for the best plan of each size, {PLANS}",
+        "--max-overhead RATIO": "with --checkpoint auto: at most so much more time, 0.2 for 20%%",
+        "--vary AXIS...": "axes of the inputs that grow together; default: the batch",
+        "--multiple-of COUNT=1": "consider only multiples of this",
+    },
+    either=("--memory-budget",),
+    no="no size keeps to the budget",
+)
+def run_max_batch(options: argparse.Namespace) -> Answer:
+    """Finds the largest batch whose whole training step keeps to a memory budget.
+
+    examples:
+      zoo max-batch resnet50 --input 1,3,224,224 --memory-budget 8GiB --checkpoint auto
+      zoo max-batch vnet --vary 2 3 4 --multiple-of 16 --memory-budget 4GiB
+      zoo max-batch resnet18 --memory-budget device --device cuda
+    """
+    spec = model_spec(options, batch_size=1)
+    arguments = _planning_arguments(spec, options)
+    arguments["sample"] = arguments.pop("inputs")
+    with log_to_stderr("zoo.largest"):
+        result = largest(
+            **arguments,
+            memory_budget=options.memory_budget,
+            checkpoint=options.checkpoint,
+            max_overhead=options.max_overhead,
+            vary=tuple(options.vary or [spec.batch_axis]),
+            multiple_of=options.multiple_of,
+            # on a device of this machine one step is measured
+            verify=None if arguments["device"] is None else False,
+        )
+    return Answer(str(result), {**asdict(result), "plan": result.plan.text()})
+
+
+def _planning_arguments(spec: ModelSpec, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments that planning functions share, with the model built for its device."""
+    is_here = _is_torch_device(options.device, RATED)
+    return {
+        "model": spec.build_on(options.device) if is_here else spec.build_unwritten(),
+        "inputs": spec.inputs_on("meta"),
+        "optimizer": OPTIMIZERS[options.optimizer],
+        "device": None if is_here else options.device or "cpu",
+    }
+
+
+def _is_torch_device(device: str | None, others: Sequence[str] = ()) -> bool:
+    """Returns whether an option names a device of torch, in this machine or not.
+
+    Raises:
+        ArgumentError: it names neither one of torch's nor of the others.
+    """
+    if device is None or device in others:
+        return False
+    try:
+        if torch.device(device).type != "meta":
+            return True
+    except RuntimeError:
+        pass
+    known = [*TORCH_DEVICES, *others]
+    raise ArgumentError(
+        f"--device takes {', '.join(known[:-1])} or {known[-1]}; got {shortened(device)}."
+        f"{nearest(device, known)}"
+    )
 
 
 @command(
     {
         **MODEL,
-        "--checkpoint PLAN": f"also by this plan: {PLANS}",
+        "--checkpoint PLAN": f"also show a step by this plan: {PLANS}",
         **OPTIMIZER,
         "--device DEVICE": "cpu or cuda: run a real step there; default: fake tensors of a CPU",
-        "--holders NUMBER=10": "largest tensors to list",
-        "--save FILE": "write every allocation, as JSON",
+        "--holders NUMBER=10": "how many of the largest tensors to list",
+        "--save FILE": "write every allocation as JSON",
         **PLOT,
     }
 )
 def run_anatomy(options: argparse.Namespace) -> Answer:
-    """Takes the memory of one training step apart, without and with a plan.
+    """Shows where the memory of a training step goes: by category, block and tensor.
 
-    By category, block and tensor. Nothing is run or allocated, unless a device is named.
+    Fake tensors stand for real ones, so that no memory is needed, unless a device is named.
 
     examples:
       zoo anatomy resnet50 --input 32,3,224,224
@@ -41,39 +206,51 @@ def run_anatomy(options: argparse.Namespace) -> Answer:
       zoo anatomy timm.create_model --args resnet50 --input 32,3,224,224 --plot step.svg
     """
     spec, device = model_spec(options), options.device
-    if device is not None and not is_torch_device(device):
-        raise ArgumentError(
-            f"--device takes {' or '.join(TORCH_DEVICES)}, where a step is run; got "
-            f"{shortened(device)}.{nearest(device, TORCH_DEVICES)}"
-        )
+    is_real = _is_torch_device(device)
     with contextlib.ExitStack() as stack:
-        if device is None:
+        if not is_real:
             # saves a fifth of the time; no cycle of fake tensors holds memory
             gc.disable()
             stack.callback(gc.enable)
-        found = anatomy(
-            spec.build_on(device) if device else spec.build_on_meta(),
+        steps = anatomy(
+            spec.build_on(device) if is_real else spec.build_on_meta(),
             spec.inputs_on(device or "meta"),
             optimizer=OPTIMIZERS[options.optimizer],
             checkpoint=options.checkpoint,
         )
-    plan, planned = found.plan, found.planned
-    write(options.save, lambda path: Path(path).write_text(found.to_json(), encoding="utf-8"))
-    write(options.plot, (planned or found.baseline).plot)
+    plan, planned = steps.plan, steps.planned
+    write(options.save, lambda path: Path(path).write_text(steps.to_json(), encoding="utf-8"))
+    write(options.plot, (planned or steps.baseline).plot)
     data = {
         "plan": None if plan is None else plan.text(),
-        "baseline": _at_peak(found.baseline, options.holders),
+        "baseline": _at_peak(steps.baseline, options.holders),
         "planned": None if planned is None else _at_peak(planned, options.holders),
     }
-    return Answer(found.table(options.holders), data)
+    return Answer(steps.table(options.holders), data)
+
+
+def _at_peak(timeline: Timeline, holders: int) -> dict[str, Any]:
+    """Returns the numbers of the tables; `Anatomy.to_json` has every allocation."""
+    return {
+        "title": timeline.title,
+        "device": timeline.device,
+        "peak": timeline.peak,
+        "phase": timeline.phase_at(timeline.peak_point),
+        "tensor_peak": timeline.tensor_peak,
+        "activation_peak": timeline.activation_peak,
+        "unseen": timeline.unseen,
+        "categories": timeline.by("category"),
+        "blocks": Counter(timeline.blocks(resident=True)) + Counter(timeline.blocks()),
+        "holders": [asdict(holder) for holder in timeline.holders(holders)],
+    }
 
 
 @command(
     {
         **MODEL,
         "--checkpoint PLAN=true": PLANS,
-        "--steps COUNT=3": "steps of training",
-        "--device DEVICE=cpu": "as torch names it",
+        "--steps COUNT=3": "training steps to compare",
+        "--device DEVICE=cpu": "device of torch to train on",
         "--seed NUMBER=0": "of weights and inputs",
     },
     no="not exact, or refused by the engine",
@@ -94,19 +271,3 @@ def run_verify(options: argparse.Namespace) -> Answer:
     )
     data = {**asdict(report), "plan": None if report.plan is None else report.plan.text()}
     return Answer(str(report), data, int(not report.exact))
-
-
-def _at_peak(timeline: Timeline, holders: int) -> dict[str, Any]:
-    """Returns the numbers of the tables; `Anatomy.to_json` has every allocation."""
-    return {
-        "title": timeline.title,
-        "device": timeline.device,
-        "peak": timeline.peak,
-        "phase": timeline.phase_at(timeline.peak_point),
-        "tensor_peak": timeline.tensor_peak,
-        "activation_peak": timeline.activation_peak,
-        "unseen": timeline.unseen,
-        "categories": timeline.by("category"),
-        "blocks": Counter(timeline.blocks(resident=True)) + Counter(timeline.blocks()),
-        "holders": [asdict(holder) for holder in timeline.holders(holders)],
-    }

@@ -1,9 +1,10 @@
-"""Text of a command line as values of the library: each function is the `type` of an option.
+"""Parses the text of an option into a value of the library: functions for argparse's `type`.
 
-A wrong text raises an error of zoo's, which `Parser` shows below the option's name.
+A wrong text raises a ZooError, which `Parser` shows after the option's name.
 """
 
 import errno
+import functools
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -32,9 +33,9 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Shape and type of an input; integers are drawn from 0 up to, not including, `below`.
+    """Shape and type of an input; integers are drawn from 0 to `below` - 1.
 
-    `name` is that of the argument of the forward; "" where the order says which.
+    `name` is that of the forward's argument, "" for a positional one.
     """
 
     shape: tuple[int, ...]
@@ -56,19 +57,25 @@ def shapes(specs: Iterable[InputSpec | None]) -> list[list[int] | None]:
     return [None if spec is None else list(spec.shape) for spec in specs]
 
 
-def shapes_text(found: Iterable[Sequence[int] | None]) -> str:
+def shapes_text(shapes: Iterable[Sequence[int] | None]) -> str:
     """Writes shapes as people read them: '8×128, none, 8×128'."""
-    return ", ".join("none" if shape is None else "×".join(map(str, shape)) for shape in found)
+    return ", ".join("none" if shape is None else "×".join(map(str, shape)) for shape in shapes)
 
 
-def count(text: str) -> int:
-    """Reads a whole number from 1."""
-    return _integer(text, least=1)
+def number(text: str, least: int = 0) -> int:
+    """Reads a whole number."""
+    value = -1
+    if text.isdecimal():
+        # Python refuses to read thousands of digits
+        value = int(text) if len(text) <= 30 else LARGEST + 1
+    if not least <= value <= LARGEST:
+        limit = f"up to {LARGEST}" if value > LARGEST else f"from {least}"
+        raise ArgumentError(f"takes a whole number {limit}; got {shortened(text)}")
+    return value
 
 
-def number(text: str) -> int:
-    """Reads a whole number from 0."""
-    return _integer(text, least=0)
+# a whole number from 1
+count = functools.partial(number, least=1)
 
 
 def ratio(text: str) -> float:
@@ -92,30 +99,28 @@ def size(text: str) -> Budget:
 
 
 def shape(text: str) -> InputSpec | None:
-    """Reads a shape, '8,128', maybe with name and type, 'input_ids=8,128:int64'; 'none' is None."""
+    """Reads '8,128', or with a name and a type 'input_ids=8,128:int64', or 'none'."""
     if text.lower() == "none":
         return None
-    found = re.fullmatch(r"(?:([^\W\d]\w*)=)?(\d{1,30}(?:,\d{1,30})*)(?::(.*))?", text)
-    lengths = tuple(map(int, found[2].split(","))) if found else ()
-    if found is None or not all(0 < length <= LARGEST for length in lengths):
+    match = re.fullmatch(r"(?:([^\W\d]\w*)=)?(\d{1,30}(?:,\d{1,30})*)(?::(.*))?", text)
+    lengths = tuple(map(int, match[2].split(","))) if match else ()
+    if match is None or not all(0 < length <= LARGEST for length in lengths):
         raise ArgumentError(
             f"takes a shape such as 32,3,224,224 or 8,128:int64; got {shortened(text)}"
         )
-    name, dtype = found[1] or "", found[3]
-    if dtype is None:
-        return InputSpec(lengths, name=name)
-    if dtype not in DTYPES:
+    name, dtype = match[1] or "", match[3]
+    if dtype is not None and dtype not in DTYPES:
         near, known = nearest(dtype, DTYPES), ", ".join(DTYPES)
         raise ArgumentError(f"knows no type {dtype!r}.{near} It takes {known}")
-    return InputSpec(lengths, DTYPES[dtype], name=name)
+    return InputSpec(lengths, DTYPES[dtype] if dtype else None, name=name)
 
 
 def plan(text: str) -> Checkpoint:
-    """Reads what `zoo.create` takes, or a file: of `zoo plan --save`, or of a plan alone."""
+    """Reads a `checkpoint=` option, or a file: of `zoo plan --save`, or of a plan alone."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text.isdecimal():
-        return _integer(text, least=0)
+        return number(text)
     if text.endswith(".json"):
         saved = read_file(text)
         is_plan = saved.lstrip().startswith("[")
@@ -128,11 +133,11 @@ def plan(text: str) -> Checkpoint:
 
 
 def file(text: str) -> str:
-    """Reads the path of a file to write, which is refused before the work if it has no place."""
-    place = Path(text)
-    if place.is_dir() or not place.parent.is_dir():
-        wrong = errno.EISDIR if place.is_dir() else errno.ENOENT
-        raise ArgumentError(f"{text!r} cannot be written: {os.strerror(wrong)}")
+    """Reads the path of a file to write; a wrong folder is refused before any work is done."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        code = errno.EISDIR if path.is_dir() else errno.ENOENT
+        raise ArgumentError(f"{text!r} cannot be written: {os.strerror(code)}")
     return text
 
 
@@ -141,14 +146,3 @@ def picture(text: str) -> str:
     if Path(text).suffix.lower() not in PICTURES:
         raise ArgumentError(f"{text!r} must end in one of {', '.join(PICTURES)}")
     return file(text)
-
-
-def _integer(text: str, least: int) -> int:
-    number = -1
-    if text.isdecimal():
-        # Python refuses to read thousands of digits
-        number = int(text) if len(text) <= 30 else LARGEST + 1
-    if not least <= number <= LARGEST:
-        limit = f"up to {LARGEST}" if number > LARGEST else f"from {least}"
-        raise ArgumentError(f"takes a whole number {limit}; got {shortened(text)}")
-    return number

@@ -18,7 +18,7 @@ from zoo.api.plan import planner_for
 from zoo.harness.cells import Cell
 from zoo.harness.data import Batch
 from zoo.harness.training import Training
-from zoo.planner.subsample import thinned
+from zoo.planner.plan import thinned
 from zoo.policy.report import Frontier
 from zoo.profiling.timeline import CATEGORIES, RESIDENT, Timeline
 

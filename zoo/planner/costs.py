@@ -1,20 +1,33 @@
-"""What each step of a chain costs, as numbers: the only thing that a planner looks at.
+"""The cost model of planners: what each step of a chain costs, and what a plan of them costs.
+
+`simulate` is the definition by which every planner is judged. Its clock moves step by step as the
+engine does: the forward of all steps, then the backward from the last item to the first, where a
+segment is recomputed before the backwards of its steps. The bytes of a tick are: what is held for
+later, the state in hand, what the step itself allocates, and in the backward the gradient of the
+state.
 
 Bytes are counted by distinct storage. States share storage (a skip connection is handed on by many
 steps, DenseNet's features by all that follow), so a sum over shapes would count it many times.
 """
 
+import math
 import operator
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from zoo.planner.plan import Item, Plan, indices
+
+FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs of a chain of n steps for one kind of input.
+    """The costs of a chain of n steps for one signature of inputs.
 
     Storages of parameters, buffers and the chain's inputs are left out: no plan can change them.
-    A recomputation that ends with a step stops when its last tensor is saved: `until_saved`.
+    The last step of a recomputation stops when its last tensor is saved: `until_saved`.
 
     Attributes:
         sizes: bytes of each storage; the sets below hold indices into it.
@@ -34,10 +47,10 @@ class StepCosts:
         blocks: for each step, the number of its block.
         parameter_gradients: for each of the n + 1 states, bytes of the gradients of parameters that
             exist when the backward comes to it; none where it is empty.
-        returned: storages that the caller holds until the backward is over: what the chain returned
-            to it. Empty where nobody does. A recomputation that makes one again makes another.
-        gradients_made: for each step, bytes of such gradients that its forward makes beside the
-            bytes above; none where it is empty.
+        returned: storages of the chain's outputs if the caller holds them until the backward is
+            over. A recomputation of one makes another.
+        gradients_made: for each step, bytes of gradients of parameters that its forward makes
+            beside the bytes above; none where it is empty.
         draws: for each step, how many of its kernels draw random numbers; none where it is empty.
     """
 
@@ -79,12 +92,170 @@ class StepCosts:
     def newly_saved(self) -> tuple[int, ...]:
         """Returns for each step the bytes that it saves and no step before it did."""
         known: set[int] = set()
-        found = []
+        sizes = []
         for storages in self.saved:
-            found.append(self.bytes_of(storages - known))
+            sizes.append(self.bytes_of(storages - known))
             known |= storages
-        return tuple(found)
+        return tuple(sizes)
 
     def bytes_of(self, storages: Collection[int]) -> int:
         """Returns the bytes of a set of storages."""
         return sum(map(self.sizes.__getitem__, storages)) if storages else 0
+
+
+class Moment(NamedTuple):
+    """What the bytes of one tick are, each counted once.
+
+    phase: "forward", "recompute" or "backward".
+    step: the current step.
+    kept: held since the forward, also by the caller of the chain.
+    again: held by recomputations, and not since the forward.
+    state: the state in hand, where nobody holds it.
+    work: the most that the current step allocates: outputs, saved tensors and temporaries.
+    gradient: the gradient of state `gradient_of`, with those of parameters if the costs have them.
+    gradient_of: None in the forward.
+    """
+
+    phase: str
+    step: int
+    kept: int
+    again: int
+    state: int
+    work: int
+    gradient: int
+    gradient_of: int | None
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a plan costs: peak bytes of activations, and the work that it recomputes.
+
+    `turns` holds the peak in the backward of each item, `moment` is the first tick at the peak.
+    """
+
+    peak: int
+    recomputed_flops: int
+    recomputed_seconds: float
+    turns: tuple[int, ...]
+    moment: Moment
+
+
+def simulate(plan: Plan, costs: StepCosts) -> Simulation:
+    """Returns what a plan costs, without running it.
+
+    Raises:
+        PlanError: the plan is for another number of steps.
+    """
+    plan.check(len(costs))
+    clock = _Clock(costs)
+    clock.run(plan)
+    peaks = [(clock.peak, clock.moment)]
+    clock.hold(costs.returned)
+    for item in reversed(plan):
+        # here no recomputed tensor is held
+        clock.kept, clock.peak = clock.held, 0
+        clock.give_away(item)
+        clock.backward(item)
+        peaks.append((clock.peak, clock.moment))
+    peak, moment = max(peaks, key=operator.itemgetter(0))
+    turns = tuple(turn for turn, _ in reversed(peaks[1:]))
+    # an exact sum: plans that repeat equal steps in another order take equal time
+    return Simulation(peak, clock.flops, math.fsum(clock.seconds), turns, moment)
+
+
+def least_possible(costs: StepCosts) -> int:
+    """Returns bytes that every plan reaches: each step runs once and goes backward once.
+
+    In its forward there are its inputs and what it allocates; in its backward its saved tensors,
+    the chain's outputs, the gradient that it begins with, and what it allocates. Whatever else a
+    plan holds comes on top, also in any other order of the steps that keeps states on the device.
+    """
+    peaks = [0]
+    for step, (live, saved) in enumerate(zip(costs.live, costs.saved, strict=False)):
+        behind = costs.bytes_of(saved | costs.returned) + costs.gradients[step + 1]
+        peaks += costs.bytes_of(live) + costs.forward[step], behind + costs.backward[step]
+    return max(peaks)
+
+
+class _Clock:
+    """The storages held, by how many holders, and the peak since `peak` was last set to 0."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
+        self.holders: Counter[int] = Counter()
+        self.held = self.kept = self.peak = self.flops = 0
+        self.moment = Moment(FORWARD, 0, 0, 0, 0, 0, 0, None)
+        self.seconds: list[float] = []
+
+    def run(self, items: Sequence[Item], end: int | None = None) -> None:
+        """Runs the forward of items; in a recomputation the gradient of state `end` is in hand."""
+        costs = self.costs
+        phase = FORWARD if end is None else RECOMPUTE
+        for item in items:
+            steps = (item,) if isinstance(item, int) else tuple(indices(item))
+            if isinstance(item, tuple):
+                self.hold(costs.live[steps[0]])
+            for step in steps:
+                self.tick(phase, step, self.extra(costs.live[step]), costs.forward[step], end)
+                if end is not None:
+                    self.flops += costs.flops[step]
+                    self.seconds.append(costs.seconds[step])
+            if isinstance(item, int):
+                self.hold(costs.saved[item])
+
+    def backward(self, item: Item) -> None:
+        costs = self.costs
+        if isinstance(item, int):
+            self.tick(BACKWARD, item, 0, costs.backward[item], item + 1)
+            self.release(costs.saved[item])
+            return
+        steps = tuple(indices(item))
+        last, end = item[-1], steps[-1] + 1
+        self.run(item[:-1], end)
+        if isinstance(last, tuple):
+            # it is handed over without being run: its own backward recomputes it
+            self.hold(costs.live[next(indices(last))])
+        else:
+            work = costs.forward_until_saved[last]
+            self.tick(RECOMPUTE, last, self.extra(costs.live[last]), work, end)
+            self.flops += costs.flops_until_saved[last]
+            self.seconds.append(costs.seconds_until_saved[last])
+            self.hold(costs.saved[last])
+        for inner in reversed(item):
+            self.backward(inner)
+        self.release(costs.live[steps[0]])
+
+    def tick(self, phase: str, step: int, state: int, work: int, end: int | None) -> None:
+        """Records the bytes of a moment; `end` is the state whose gradient is in hand."""
+        gradient = 0 if end is None else self.costs.gradients[end]
+        total = self.held + state + work + gradient
+        if total > self.peak:
+            self.peak, kept = total, self.held if end is None else self.kept
+            again = self.held - kept
+            self.moment = Moment(phase, step, kept, again, state, work, gradient, end)
+
+    def extra(self, storages: Iterable[int]) -> int:
+        return sum(self.costs.sizes[s] for s in storages if not self.holders[s])
+
+    def hold(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            if not self.holders[storage]:
+                self.held += self.costs.sizes[storage]
+            self.holders[storage] += 1
+
+    def give_away(self, item: Item) -> None:
+        """Leaves outputs of the chain to the caller alone: recomputing a segment makes new ones.
+
+        Their bytes stay. Nobody else holds them: all that came after the segment is done.
+        """
+        if isinstance(item, tuple):
+            inputs = self.costs.live[next(indices(item))]
+            made = {s for step in indices(item) for s in self.costs.live[step + 1]}
+            for storage in (made - inputs) & self.costs.returned:
+                self.holders[storage] = 0
+
+    def release(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            self.holders[storage] -= 1
+            if not self.holders[storage]:
+                self.held -= self.costs.sizes[storage]

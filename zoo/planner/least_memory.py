@@ -1,18 +1,17 @@
-"""The plan of least peak memory in which no step runs more than twice: `checkpoint=True`.
+"""The plan of least peak memory that recomputes no step more than once: `checkpoint=True`.
 
 Such a plan is a row of segments and kept steps. For a given peak, paths through the n + 1 states
 are searched: a path to state i is a label, the bytes that its items hold and which of the storages
 in state i are among them. Only those can matter later, since a storage in two states is in all
-states between them. A label is dropped when another could hold what it holds for fewer bytes.
+states between them. A label is dropped when another could hold the same for fewer bytes.
 
-    segment [i, j)   holds live(i); its turn needs  need(i, j)  beside what is held
-    kept step i      holds saved(i); its turn needs its forward, and later its backward
+    segment [i, j)   holds live(i); its backward needs  need(i, j)  beside the bytes held
+    kept step i      holds saved(i); needs bytes in its forward, and later in its backward
 
 The least peak for which a path reaches the end is found by bisection, to a thousandth. A second
-search within that peak looks for the path that recomputes least arithmetic. It goes on from at most
-`MOST` labels of a state, those that hold or recompute the least, so a path may be missed that
-recomputes less. Segments whose backward leaves room are kept instead, the most arithmetic first:
-that costs no peak.
+search within that peak looks for the path that recomputes the fewest operations. It extends at most
+`MOST` labels of a state, those that hold or recompute the least, so it may miss the best path.
+Then segments are kept while the peak allows it, those of the most operations first.
 
 Source: the dynamic programs of Feng and Huang 2018 (arXiv:1808.00079) and Kusumoto et al. 2019
 (arXiv:1905.11722), here over tuple states with shared storage.
@@ -21,17 +20,15 @@ Source: the dynamic programs of Feng and Huang 2018 (arXiv:1808.00079) and Kusum
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Optional
 
-from zoo.planner.costs import StepCosts
-from zoo.planner.plan import Item, Plan
-from zoo.planner.simulate import simulate
-from zoo.planner.subsample import thinned
+from zoo.planner.costs import StepCosts, simulate
+from zoo.planner.plan import Item, Plan, thinned
 
 Storages = frozenset[int]
-# where a segment ends, the bytes that its turn needs, what it holds of the state there, and the
-# operations of its recomputation
+# where a segment ends, the bytes that its recomputation and backward need, the storages of the
+# state there that it holds, and the operations of its recomputation
 Segment = tuple[int, int, Storages, int]
 
-# labels of a state that the second search goes on from; twice as many find hardly more
+# labels of a state that the second search extends; twice as many improve hardly any plan
 MOST = 8
 
 
@@ -47,15 +44,12 @@ class Label(NamedTuple):
 
 
 Labels = list[Label]
-# of a state's labels, those that a kept step is to follow and those that a segment is
+# of a state's labels, those to extend by a kept step and those to extend by a segment
 Narrow = Callable[[Labels, int, StepCosts], tuple[Labels, Labels]]
 
 
 def least_memory(costs: StepCosts) -> Plan:
-    """Returns a plan of least peak in which no step runs more than twice: of those, a cheap one.
-
-    What is cheap is counted in operations, not timed.
-    """
+    """Returns a plan of least peak that recomputes no step more than once, and few operations."""
     ceiling = min(simulate(plan, costs).peak for plan in _uniform(len(costs)))
     segments = [list(_segments_from(costs, start, ceiling)) for start in range(len(costs))]
     low, high = 0, ceiling
@@ -68,11 +62,11 @@ def least_memory(costs: StepCosts) -> Plan:
         else:
             best, high = path, middle
     assert best is not None, "one of the uniform plans reaches the ceiling"
-    plan = _keep_what_is_free(best, costs)
+    plan = _keep_within_peak(best, costs)
     cheaper = _path(costs, segments, simulate(plan, costs).peak, _by_arithmetic)
     if cheaper is None:
         return plan
-    other = _keep_what_is_free(cheaper, costs)
+    other = _keep_within_peak(cheaper, costs)
     return min(plan, other, key=lambda plan: simulate(plan, costs).recomputed_flops)
 
 
@@ -88,7 +82,7 @@ def _segments_from(costs: StepCosts, start: int, ceiling: int) -> Iterator[Segme
     base = costs.live[start]
     held: set[int] = set(base)
     kept = 0  # bytes saved so far in the recomputation
-    through = 0  # largest need of the recomputation, the last step run in full
+    through = 0  # largest need of the recomputation whose last step does not stop early
     behind = 0  # largest need of the backwards
     shared = base
     flops = 0
@@ -127,20 +121,20 @@ def _path(
             if max(whole + costs.forward[start], turn) <= peak:
                 storages = (label.storages | saved) & costs.live[start + 1]
                 step = range(start, start + 1)
-                found = Label(held, label.recomputed_flops, storages, step, True, label)
-                labels[start + 1].append(found)
+                after = Label(held, label.recomputed_flops, storages, step, True, label)
+                labels[start + 1].append(after)
         for label in cut:
             whole = label.held + costs.bytes_of(live - label.storages)
             for stop, need, shared, flops in segments[start]:
                 if whole + need <= peak:
-                    again = label.recomputed_flops + flops
-                    found = Label(whole, again, shared, range(start, stop), False, label)
-                    labels[stop].append(found)
+                    recomputed = label.recomputed_flops + flops
+                    after = Label(whole, recomputed, shared, range(start, stop), False, label)
+                    labels[stop].append(after)
     return min(labels[-1], key=lambda label: (label.recomputed_flops, label.held), default=None)
 
 
 def _by_bytes(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
-    """Keeps a step after all labels that may hold least; begins a segment after that which does."""
+    """Extends all labels that may hold least by a kept step; by a segment that which does."""
     best: Labels = []
     for label in sorted(labels, key=lambda label: label.held):
         if all(
@@ -152,7 +146,7 @@ def _by_bytes(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Lab
 
 
 def _by_arithmetic(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
-    """Goes on after few labels, from those that then hold least to those that recompute least."""
+    """Extends few labels, from those that then hold least to those that recompute least."""
     return (
         thinned(_front(labels, costs.saved[start], costs), MOST),
         thinned(_front(labels, costs.live[start], costs), MOST),
@@ -160,7 +154,7 @@ def _by_arithmetic(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels
 
 
 def _front(labels: Labels, also: Storages, costs: StepCosts) -> Labels:
-    """Returns the labels of which none holds less, with some storages also, and recomputes less."""
+    """Returns the Pareto front of bytes held, `also` among them, and operations recomputed."""
 
     def bytes_and_flops(label: Label) -> tuple[int, int]:
         return label.held + costs.bytes_of(also - label.storages), label.recomputed_flops
@@ -172,8 +166,8 @@ def _front(labels: Labels, also: Storages, costs: StepCosts) -> Labels:
     return best
 
 
-def _keep_what_is_free(path: Label, costs: StepCosts) -> Plan:
-    """Makes a plan of a path, and keeps the segments whose backward leaves room for that."""
+def _keep_within_peak(path: Label, costs: StepCosts) -> Plan:
+    """Makes a plan of a path, and keeps the segments that raise no peak when they are kept."""
     labels = [path]
     while labels[-1].before is not None:
         labels.append(labels[-1].before)
@@ -194,7 +188,7 @@ def _keep_what_is_free(path: Label, costs: StepCosts) -> Plan:
     }
     turns = list(before.turns)
     for number in sorted(flops, key=lambda number: (-flops[number], -number)):
-        # what is kept is there in the turns of all later items; most segments fail by this alone
+        # kept tensors are there in the backwards of all later items: most segments fail by this
         later = max(turns[number + 1 :], default=0)
         if (
             later + _growth(labels, number, costs) <= before.peak
@@ -206,15 +200,11 @@ def _keep_what_is_free(path: Label, costs: StepCosts) -> Plan:
 
 
 def _growth(labels: Labels, number: int, costs: StepCosts) -> int:
-    """Returns how many bytes more are held, at the least, when a segment is kept."""
+    """Returns a lower bound of the additional bytes that a segment holds when it is kept."""
     steps = labels[number].steps
     beside = [*labels[max(number - 1, 0) : number], *labels[number + 1 : number + 2]]
-    elsewhere = {
-        storage
-        for label in beside
-        for step in label.steps
-        for storage in costs.saved[step] | costs.live[step]
-    }
+    neighbors = [costs.saved[step] | costs.live[step] for label in beside for step in label.steps]
     saved = frozenset().union(*(costs.saved[step] for step in steps))
     before = costs.live[steps[0]]
-    return costs.bytes_of(saved - before - elsewhere) - costs.bytes_of(before - saved)
+    new = saved.difference(before, *neighbors)
+    return costs.bytes_of(new) - costs.bytes_of(before - saved)

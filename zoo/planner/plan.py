@@ -1,28 +1,27 @@
-"""A plan says which steps of a chain are kept for the backward pass and which are recomputed.
+"""A plan, or checkpointing schedule: which steps of a chain are kept and which are recomputed.
 
 torch has no such object: its checkpointing is a call at each place. As data, a plan can be
-computed, compared, stored, drawn and simulated without a model. Sources of the schemes that it
-expresses: uniform and sqrt(n) segments (Chen et al. 2016, arXiv:1604.06174), nested optimal
-schedules (Beaumont et al. 2019, arXiv:1911.13214).
-
-A plan does not know what its steps cost; `planner` does.
+computed, compared, stored, drawn and simulated without a model. It expresses uniform and sqrt(n)
+segments (Chen et al. 2016, arXiv:1604.06174) and nested optimal schedules (Beaumont et al. 2019,
+arXiv:1911.13214).
 """
 
 import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any, TypeVar, Union
 
 from zoo.errors import PlanError, shortened
-from zoo.planner.serialization import bracket_depth, read_json
+from zoo.planner.serialization import read_json
 
 Item = Union[int, tuple["Item", ...]]
+Entry = TypeVar("Entry")
 
 # a mistyped range must not fill memory
 LARGEST = 10**6
-# segments in segments, at most: to print, compare or store a plan takes a call for each, and
-# Python's stack holds 1,000 to begin with, those of the caller among them
+# levels of segments, at most: to print, compare or store a plan takes a call for each, and Python's
+# stack holds 1,000 by default, those of the caller among them
 DEEPEST = 500
 # of the text form: an index, a range, or a parenthesis
 _TOKEN = r"\d+(?:-\d+)?|[()]"
@@ -37,9 +36,9 @@ class Plan(tuple[Item, ...]):
 
         plan            ((0, 1),        (2, (3, 4)),              5)
         forward         0 1             2 3 4                     5
-        backward of 5                                             uses what was kept
-        backward of 2-4                 2 again, then 3 4 again
-        backward of 0-1 0 1 again
+        backward of 5                                             saved tensors
+        backward of 2-4                 2, then 3 4 recomputed
+        backward of 0-1 0 1 recomputed
 
     Raises:
         PlanError: an entry that is neither an index nor a tuple, an empty segment, segments that
@@ -81,10 +80,10 @@ class Plan(tuple[Item, ...]):
             if token == "(":
                 stack.append([])
             elif token != ")":
-                found = _range(token, text)
-                # at once, or a text of many ranges would fill memory
-                position = _check_index(found.start, position) + len(found)
-                stack[-1].extend(found)
+                steps = _range(token, text)
+                # checked at once, or a text of many ranges would fill memory
+                position = _check_index(steps.start, position) + len(steps)
+                stack[-1].extend(steps)
             elif len(stack) > 1:
                 closed = stack.pop()
                 stack[-1].append(closed)
@@ -134,17 +133,18 @@ class Plan(tuple[Item, ...]):
     def runs(self) -> tuple[int, ...]:
         """Returns how often each step's forward runs in one training step: 1 for a kept step.
 
-        A segment's recomputation hands its last inner segment over without running it: that one is
-        recomputed for its own backward anyway.
+        A recomputation that ends with an inner segment does not run that one, which is recomputed
+        for its own backward anyway.
         """
         return tuple(itertools.chain.from_iterable(map(_runs, self)))
 
     def depth(self) -> int:
         """Returns how deep segments nest: 0 when every step is kept."""
-        return bracket_depth(self.to_json()) - 1
+        brackets = re.findall(r"[][]", self.to_json())
+        return max(itertools.accumulate(1 if bracket == "[" else -1 for bracket in brackets)) - 1
 
     def __deepcopy__(self, known: dict[int, Any]) -> "Plan":
-        # nothing in it can change, and to copy a deep one takes more calls than the stack holds
+        # it is immutable, and to copy a deep one takes more calls than the stack holds
         return self
 
     def __repr__(self) -> str:
@@ -155,7 +155,7 @@ class Plan(tuple[Item, ...]):
         kept = runs.count(1)
         segments = sum(isinstance(item, tuple) for item in self)
         return (
-            f"{len(runs)} steps: {kept} kept, {len(runs) - kept} run again in {segments} "
+            f"{len(runs)} steps: {kept} kept, {len(runs) - kept} recomputed in {segments} "
             f"segment{'s' * (segments != 1)}, "
             f"{f'nested {depth} deep' if depth > 1 else 'not nested'}\n{self.text()}"
         )
@@ -267,3 +267,9 @@ def _bars(items: Sequence[Item], depth: int) -> Iterator[str]:
         for position, rest in enumerate(inner):
             first, last = position == 0, position == len(inner) - 1
             yield ("─" if first and last else "┌" if first else "└" if last else "│") + rest
+
+
+def thinned(entries: Sequence[Entry], count: int) -> list[Entry]:
+    """Chooses at most `count` entries, evenly, the first and the last among them."""
+    count = min(count, len(entries))
+    return [entries[n * (len(entries) - 1) // max(count - 1, 1)] for n in range(count)]

@@ -1,6 +1,6 @@
-"""The field's classic plans, by name, for use and for comparison.
+"""The classic checkpointing schemes, by name.
 
-They look at which step belongs to which block, or at where the arithmetic is, never at bytes.
+They depend on the blocks of steps, or on the operations of each, never on bytes.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from zoo.planner.plan import Item, Plan
 def segments(blocks: Sequence[int], count: int) -> Plan:
     """Cuts a chain into `count` segments of as equal numbers of blocks as possible.
 
-    `blocks` gives each step's block number. As in `torch.utils.checkpoint`'s
-    `checkpoint_sequential`, the last segment is kept: its backward comes at once.
+    `blocks` holds the block number of each step. The last segment is kept, as in torch's
+    `checkpoint_sequential`: its backward comes at once.
 
     Raises:
         ArgumentError: fewer than 1 or more segments than blocks.
@@ -27,7 +27,7 @@ def segments(blocks: Sequence[int], count: int) -> Plan:
             f"checkpoint={count} asks for {count} segments; this chain has {total} blocks, "
             f"so choose 1 to {total}"
         )
-    order = {block: place for place, block in enumerate(dict.fromkeys(blocks))}
+    order = {block: index for index, block in enumerate(dict.fromkeys(blocks))}
     groups = _grouped([order[block] * count // total for block in blocks])
     return Plan([*groups[:-1], *groups[-1]])
 
@@ -38,9 +38,9 @@ def sqrt(blocks: Sequence[int]) -> Plan:
 
 
 def each_block(blocks: Sequence[int], whole: Container[int] = ()) -> Plan:
-    """Makes each block of several steps a segment: what timm and torchvision users get.
+    """Makes each block of several steps a segment, as timm and torchvision do.
 
-    A block of a single step is one where that step is among those that call a `whole` module.
+    A single step is a segment if it is in `whole`: it calls a whole module.
     """
     return Plan([group if group[0] in whole else _segment(group) for group in _grouped(blocks)])
 
@@ -48,7 +48,7 @@ def each_block(blocks: Sequence[int], whole: Container[int] = ()) -> Plan:
 def cheap(costs: StepCosts) -> Plan:
     """Keeps convolutions and matrix products and recomputes the rest.
 
-    Each segment ends with a step that does arithmetic: its recomputation stops before it.
+    Each segment ends with a step that has operations: its recomputation stops before these.
     """
     items: list[Item] = []
     run: list[int] = []
@@ -63,7 +63,7 @@ def cheap(costs: StepCosts) -> Plan:
 def one_by_one(costs: StepCosts, steps: int) -> list[Plan]:
     """Makes more and more of the first `steps` steps segments of their own.
 
-    Those come first that free the most bytes for the seconds that their recomputation takes.
+    The first are those that free the most bytes per second of recomputation.
     """
     freed = costs.newly_saved()
     worth = [step for step in range(steps) if freed[step] > 0]
@@ -75,11 +75,16 @@ def one_by_one(costs: StepCosts, steps: int) -> list[Plan]:
     return plans
 
 
-# `each_block`, which takes more than the blocks
-BLOCKS = "blocks"
-FROM_BLOCKS: dict[str, Callable[[Sequence[int]], Plan]] = {"sqrt": sqrt}
-FROM_COSTS: dict[str, Callable[[StepCosts], Plan]] = {"cheap": cheap}
-NAMES = (*FROM_BLOCKS, BLOCKS, *FROM_COSTS)
+NAMES = ("sqrt", "blocks", "cheap")
+
+
+def named(
+    name: str, blocks: Sequence[int], whole: Container[int], costs: Callable[[], StepCosts]
+) -> Plan:
+    """Returns the plan of a scheme; `whole` is that of `each_block`, `costs` are for `cheap`."""
+    if name == "sqrt":
+        return sqrt(blocks)
+    return each_block(blocks, whole) if name == "blocks" else cheap(costs())
 
 
 def check_name(name: str) -> None:

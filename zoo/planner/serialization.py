@@ -1,8 +1,8 @@
-"""JSON from outside as checked values: each field of its type, and every fault a ValueError.
+"""Reads untrusted JSON into typed dataclasses; every fault is a ValueError that names the field.
 
-`json` knows no types, follows brackets by calls of its own until Python's stack ends, which lies
-at another depth for each caller, and reads numbers of any length. Here a text is measured before it
-is parsed, and dataclasses are made of it by their annotations:
+`json` knows no types, recurses until Python's stack ends, which lies at another depth for each
+caller, and reads numbers of any length. Here a text is measured before it is parsed, and its values
+are checked by the annotations of a dataclass:
 
     {"peak": 5, "shape": [2, 3]}    class Size: peak: int; shape: tuple[int, ...]
     Size(peak=5, shape=(2, 3))      "peak": null is "peak takes a whole number; got None"
@@ -26,11 +26,11 @@ from zoo.errors import FileError, ZooError, nearest, shortened, shortened_text
 Value = TypeVar("Value")
 Reader = Callable[[Any], Any]
 
-# brackets in brackets: those of the deepest plan (`zoo.plan.DEEPEST`), and of a file around it
+# levels of brackets: those of the deepest plan (`planner.plan.DEEPEST`), and of a file around it
 DEEPEST = 512
 # digits of a whole number: bytes and operations have less
 LONGEST = 30
-# all but the brackets that are not in a text; the end of one that is not closed is the file's
+# all but the brackets outside of strings; a string that is not closed ends with the file
 _BESIDE_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[^][{}"]+', re.DOTALL)
 
 
@@ -44,7 +44,9 @@ def read_json(text: str, what: str, error: type[ZooError], make: Callable[[Any],
     try:
         if not isinstance(text, str):
             raise ValueError(f"it is no text but a value of type {type(text).__name__}")
-        depth = bracket_depth(text)
+        brackets = _BESIDE_BRACKETS.sub("", text)
+        levels = itertools.accumulate(1 if bracket in "[{" else -1 for bracket in brackets)
+        depth = max(levels, default=0)
         if depth > DEEPEST:
             raise ValueError(f"its brackets nest {depth} deep; {DEEPEST} are read")
         return make(json.loads(text, parse_int=_integer, parse_constant=_no_number))
@@ -54,7 +56,7 @@ def read_json(text: str, what: str, error: type[ZooError], make: Callable[[Any],
         raise error(f"this is no {what} in JSON: {shortened_text(str(wrong))}") from wrong
 
 
-def read(kind: type[Value], values: Any) -> Value:
+def read(cls: type[Value], values: Any) -> Value:
     """Makes a dataclass of a mapping, each field by its annotation.
 
     A class in an annotation that has a method `from_value` is made by that.
@@ -62,14 +64,14 @@ def read(kind: type[Value], values: Any) -> Value:
     Raises:
         ValueError: a field is missing, unknown, or of another type.
     """
-    return cast(Value, _reader(kind)(values))  # type: ignore[arg-type]
+    return cast(Value, _reader(cls)(values))  # type: ignore[arg-type]
 
 
-def read_row(kind: type[Value], columns: Sequence[str], row: Any) -> Value:
+def read_row(cls: type[Value], columns: Sequence[str], row: Any) -> Value:
     """Makes a dataclass of a list of values, whose fields `columns` names; raises as `read`."""
     if not isinstance(row, list) or len(row) != len(columns):
         raise ValueError(f"a row takes {len(columns)} values; got {shortened(row)}")
-    return read(kind, dict(zip(columns, row, strict=True)))
+    return read(cls, dict(zip(columns, row, strict=True)))
 
 
 def read_file(path: str | Path) -> str:
@@ -86,13 +88,6 @@ def read_file(path: str | Path) -> str:
         raise FileError(f"{shortened(str(path))} cannot be read: {reason}") from error
 
 
-def bracket_depth(text: str) -> int:
-    """Returns how deep the brackets of a text in JSON nest, those in its strings left out."""
-    brackets = _BESIDE_BRACKETS.sub("", text)
-    steps = (1 if bracket in "[{" else -1 for bracket in brackets)
-    return max(itertools.accumulate(steps), default=0)
-
-
 def _integer(digits: str) -> int:
     # Python itself refuses some 4,000 digits, and floats overflow at 300
     if len(digits) > LONGEST:
@@ -105,7 +100,7 @@ def _no_number(text: str) -> Any:
 
 
 # each type as JSON has it, and the words for it
-_PLAIN = {
+_SCALARS = {
     bool: (bool, "true or false"),
     int: (int, "a whole number"),
     float: (int | float, "a number"),
@@ -118,8 +113,8 @@ def _reader(hint: Any) -> Reader:
     """Returns what makes a value of an annotation."""
     if hint is Any:
         return lambda value: value
-    if hint in _PLAIN:
-        return functools.partial(_plain, hint)
+    if hint in _SCALARS:
+        return functools.partial(_scalar, hint)
     if hasattr(hint, "from_value"):
         return cast(Reader, hint.from_value)
     if is_dataclass(hint):
@@ -132,33 +127,33 @@ def _reader(hint: Any) -> Reader:
     return functools.partial(_sequence, get_origin(hint), inner)
 
 
-def _plain(kind: Any, value: Any) -> Any:
-    known, words = _PLAIN[kind]
-    is_known = isinstance(value, known) and (kind is bool or not isinstance(value, bool))
+def _scalar(cls: Any, value: Any) -> Any:
+    known, words = _SCALARS[cls]
+    is_known = isinstance(value, known) and (cls is bool or not isinstance(value, bool))
     if not is_known or value in (math.inf, -math.inf):
         raise ValueError(f"takes {words}; got {shortened(value)}")
-    return kind(value)
+    return cls(value)
 
 
-def _sequence(kind: Callable[[Any], Any], entry: Reader, value: Any) -> Any:
+def _sequence(cls: Callable[[Any], Any], entry: Reader, value: Any) -> Any:
     if not isinstance(value, list | tuple):
         raise ValueError(f"takes a list; got {shortened(value)}")
-    return kind(map(entry, value))
+    return cls(map(entry, value))
 
 
-def _dataclass(kind: Any, readers: Mapping[str, Reader], values: Any) -> Any:
+def _dataclass(cls: Any, readers: Mapping[str, Reader], values: Any) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"it takes named fields; got {shortened(values)}")
     unknown = next((name for name in values if name not in readers), None)
     if unknown is not None:
         raise ValueError(f"it has no field {shortened(unknown)}.{nearest(str(unknown), readers)}")
-    required = (f.name for f in fields(kind) if f.default is f.default_factory is MISSING)
+    required = (f.name for f in fields(cls) if f.default is f.default_factory is MISSING)
     if missing := [name for name in required if name not in values]:
         raise ValueError(f"it lacks {', '.join(missing)}")
-    found = {}
+    arguments = {}
     for name, value in values.items():
         try:
-            found[name] = readers[name](value)
+            arguments[name] = readers[name](value)
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
-    return kind(**found)
+    return cls(**arguments)

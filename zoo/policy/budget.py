@@ -1,20 +1,20 @@
-"""From a memory budget to a plan, for a chain of steps whose first state is known.
+"""From a memory budget to a plan, for a chain whose inputs are known.
 
 A budget is the peak of a whole training step. A plan decides about activations only; the rest is
 counted here, and gradients of parameters from when the backward makes them:
 
     forward, backward    parameters + buffers + inputs + optimizer state + activations + gradients
-    optimizer            parameters + buffers + inputs + optimizer state + gradients + its scratch
+    optimizer            parameters + buffers + inputs + optimizer state + gradients + its workspace
 
 The larger of the two must keep to the budget. Nothing of the model's size is allocated: bytes come
-from fake tensors, seconds and workspaces from one real run of each kind of kernel
+from fake tensors, seconds and kernel workspaces from one real run of each kind of kernel
 (`profiling.chain_profile`).
 """
 
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,8 @@ from zoo.chain import Outline, State, step_names
 from zoo.errors import ArgumentError, BudgetError
 from zoo.invocation import place_of, title_of, with_loss
 from zoo.planner import schemes
-from zoo.planner.costs import StepCosts
-from zoo.planner.plan import Item, Plan
-from zoo.planner.simulate import least_possible, simulate
-from zoo.planner.subsample import thinned
+from zoo.planner.costs import StepCosts, least_possible, simulate
+from zoo.planner.plan import Item, Plan, thinned
 from zoo.policy.report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.allocator import resident_bytes
 from zoo.profiling.chain_profile import Profile
@@ -40,26 +38,23 @@ from zoo.units import at_least, exact_bytes, parse_bytes
 # bytes of the state of a random stream, and of one that a segment keeps, packed
 STREAM = 5056
 KEPT_STREAM = 2528 + 128
-# numbers that torch makes in C++ on the way, such as a learning rate: some bytes each
+# scalars that torch allocates in C++, such as a learning rate: some bytes each
 NUMBERS = 64
-# plans of a kind that are worth a look where each look takes a step
+# plans of a kind in `trades`, whose users track a whole step by each
 MOST = 10
-# segments in segments of such a plan: a step by one of 150 runs single steps 11,000 times again
+# levels of segments in such a plan: of 150 levels single steps are recomputed 11,000 times
 DEEPEST = 64
 
 Budget = int | float | str
 
 
 class BudgetPlanner:
-    """A chain's costs for one kind of inputs, and its best plans for any budget.
-
-    `model` is the chain, or the module whose steps these are.
-    """
+    """The costs of a chain, or of a module of which steps were traced, and its best plans."""
 
     def __init__(
         self,
         model: nn.Module,
-        found: Outline,
+        outline: Outline,
         state: State,
         *,
         optimizer: MakeOptimizer | OptimizerBytes | None = torch.optim.AdamW,
@@ -68,32 +63,32 @@ class BudgetPlanner:
     ) -> None:
         if any(map(is_spread, model.parameters())):
             raise ArgumentError(
-                f"the parameters of {type(model).__name__} are spread over processes, and what "
-                "comes and goes with them is not counted. Plan before they are, with "
-                "zoo.plan_rank, or choose checkpoint=True or a scheme"
+                f"the parameters of {type(model).__name__} are spread over processes, and "
+                "gathering them is not counted. Plan before they are, with zoo.plan_rank, or "
+                "choose checkpoint=True or a scheme"
             )
         self.title = title_of(model, state)
-        self.outline, self.state = found, state
-        self.names = tuple(step_names(model, found.steps))
-        self.steps = len(found.steps)
+        self.outline, self.state = outline, state
+        self.names = tuple(step_names(model, outline.steps))
+        self.steps = len(outline.steps)
         if not isinstance(optimizer, OptimizerBytes):
             optimizer = optimizer_bytes(optimizer, model.parameters())
         self.optimizer = optimizer
         self.fixed = _fixed_bytes(model, state, optimizer)
         self.place = place_of(model)
         named = device_named(device) if device is not None else None
-        self.profile = Profile(model, with_loss(found, loss), state)
+        self.profile = Profile(model, with_loss(outline, loss), state)
         is_here = named is None and self.place.type != "meta"
         kernels = self.profile.kernels() if is_here else ()
         self._count(self.profile.costs(named, kernels), bool(kernels))
 
     def with_kernels(self, kernels: Sequence[KernelCosts | None]) -> "BudgetPlanner":
-        """Returns what this is with what each kind of kernel takes."""
-        found = copy.copy(self)
-        for known in ("points", "least", "trades"):
-            vars(found).pop(known, None)
-        found._count(self.profile.costs(kernels=kernels), True)
-        return found
+        """Returns a planner that counts what each kind of kernel takes."""
+        planner = copy.copy(self)
+        for cached in ("points", "least", "trades"):
+            vars(planner).pop(cached, None)
+        planner._count(self.profile.costs(kernels=kernels), True)
+        return planner
 
     def _count(self, costs: StepCosts, timed: bool) -> None:
         self.timed = timed
@@ -103,21 +98,28 @@ class BudgetPlanner:
         self.baseline = self._point(Plan.keep_all(len(self.costs)))
 
     def report(self, memory_budget: Budget | None, max_overhead: float | None) -> PlanReport:
-        """Chooses a plan and says what it costs."""
+        """Chooses the plan for a budget and predicts what it costs."""
         check_bounds(memory_budget, max_overhead)
         if max_overhead is not None:
-            return self.describe(self._within_time(max_overhead), None)
+            limit = 1 + max_overhead
+            return self.describe(next(p for p in self.points if p.time_ratio <= limit), None)
         budget = self.bytes_of(memory_budget)
-        return self.describe(self._within_bytes(budget), budget)
+        within = [point for point in self.points if point.peak <= budget]
+        if not within:
+            least, baseline = self.points[0].peak, self.points[-1].peak
+            raise BudgetError(
+                f"a training step needs at least {exact_bytes(least)}; the budget is "
+                f"{exact_bytes(budget)}; the baseline takes {exact_bytes(baseline)}. Raise the "
+                f"budget to {at_least(least)!r}, lower the batch size, or choose an optimizer of "
+                "less state."
+            )
+        return self.describe(within[-1], budget)
 
     def frontier(self) -> Frontier:
         """Returns the best plans and the classic schemes."""
-        classic = {name: scheme(self.costs.blocks) for name, scheme in schemes.FROM_BLOCKS.items()}
-        classic[schemes.BLOCKS] = schemes.each_block(self.costs.blocks, self.outline.whole)
-        classic |= {name: scheme(self.costs) for name, scheme in schemes.FROM_COSTS.items()}
-        others = (
-            self._point(_kept_from(found, self.steps), name) for name, found in classic.items()
-        )
+        steps = self.costs.blocks, self.outline.whole, lambda: self.costs
+        classic = {name: schemes.named(name, *steps) for name in schemes.NAMES}
+        others = (self._point(_loss_kept(plan, self.steps), name) for name, plan in classic.items())
         during = self.fixed.beside_activations + least_possible(self.whole)
         return Frontier(
             tuple(map(self.of_model, (*self.points, *others))),
@@ -127,14 +129,14 @@ class BudgetPlanner:
             self.timed,
         )
 
-    def point(self, found: Plan) -> Point:
-        """Says what a plan of the chain costs.
+    def point(self, plan: Plan) -> Point:
+        """Predicts what a plan of the chain costs.
 
         Raises:
             PlanError: it is for another number of steps.
         """
-        found.check(self.steps)
-        return self._point(Plan([*found, *range(self.steps, len(self.costs))]))
+        plan.check(self.steps)
+        return self._point(Plan([*plan, *range(self.steps, len(self.costs))]))
 
     def bytes_of(self, budget: Any) -> int:
         """Returns a budget in bytes."""
@@ -148,7 +150,7 @@ class BudgetPlanner:
     def points(self) -> list[Point]:
         """The best plans by rising peak and falling time."""
         table = _planner().frontier(self.whole)
-        plans = dict.fromkeys(_kept_from(point.plan, self.steps) for point in table)
+        plans = dict.fromkeys(_loss_kept(point.plan, self.steps) for point in table)
         points = sorted(map(self._point, plans), key=lambda p: (p.time_ratio, p.peak))
         best: list[Point] = []
         for point in points:
@@ -158,69 +160,46 @@ class BudgetPlanner:
 
     @functools.cached_property
     def trades(self) -> list[Point]:
-        """Plans that may be the best where the rest of a step lies elsewhere; the fastest first.
+        """Plans that may be the best where parameters and gradients are sharded; fastest first.
 
-        Activations alone decide which: plans of all kinds, and with them those that run single
-        steps again.
+        They are chosen by activations alone, of all kinds, among them plans of single recomputed
+        steps.
         """
         table = _planner().frontier(self.costs)
-        best = [_kept_from(point.plan, self.steps) for point in table]
+        best = [_loss_kept(point.plan, self.steps) for point in table]
         single = [
-            Plan([*found, *range(self.steps, len(self.costs))])
-            for found in schemes.one_by_one(self.costs, self.steps)
+            Plan([*plan, *range(self.steps, len(self.costs))])
+            for plan in schemes.one_by_one(self.costs, self.steps)
         ]
-        kept = Plan.keep_all(len(self.costs))
-        chosen = dict.fromkeys([kept, *thinned(best, MOST), *thinned(single, MOST)])
-        shallow = (found for found in chosen if found.depth() <= DEEPEST)
+        keep_all = Plan.keep_all(len(self.costs))
+        chosen = dict.fromkeys([keep_all, *thinned(best, MOST), *thinned(single, MOST)])
+        shallow = (plan for plan in chosen if plan.depth() <= DEEPEST)
         return sorted(map(self._point, shallow), key=lambda point: point.time_ratio)
 
     @functools.cached_property
     def least(self) -> Point:
-        """The plan of least peak, without the other best ones."""
-        found = self._point(_kept_from(_planner().least(self.whole), self.steps))
-        # of what is tiny the random streams of a segment take more than it saves
-        return min(self.baseline, found, key=lambda point: point.peak)
+        """The plan of least peak, found without the other best ones."""
+        point = self._point(_loss_kept(_planner().least(self.whole), self.steps))
+        # of tiny activations the random states of a segment take more than it saves
+        return min(self.baseline, point, key=lambda point: point.peak)
 
-    def _point(self, found: Plan, name: str = "optimal") -> Point:
-        result = simulate(found, self.whole)
-        activations = self.fixed.beside_activations + result.peak + self._streams(found)
-        peak = max(activations, self.fixed.optimizer_peak) + NUMBERS
+    def _point(self, plan: Plan, name: str = "optimal") -> Point:
+        result, draws = simulate(plan, self.whole), sum(self.costs.draws)
+        # random states that segments keep, and one that a replay restores: as if each kernel that
+        # draws had a segment of its own, so that plans compare by the rest
+        streams = KEPT_STREAM * draws + STREAM if draws and plan.depth() else 0
+        during = self.fixed.beside_activations + result.peak + streams
+        seconds = sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
         return Point(
-            peak,
-            1 + result.recomputed_seconds / self._seconds(),
-            found,
+            max(during, self.fixed.optimizer_peak) + NUMBERS,
+            1 + result.recomputed_seconds / seconds,
+            plan,
             name,
             result.recomputed_flops / (sum(self.costs.flops) or 1),
         )
 
-    def _streams(self, found: Plan) -> int:
-        """Returns the bytes of random states that segments keep, and of one that a replay restores.
-
-        As if each kernel that draws had a segment of its own, so that plans compare by the rest.
-        """
-        draws = sum(self.costs.draws)
-        return KEPT_STREAM * draws + STREAM if draws and found.depth() else 0
-
-    def _seconds(self) -> float:
-        return sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
-
-    def _within_bytes(self, budget: int) -> Point:
-        found = [point for point in self.points if point.peak <= budget]
-        if not found:
-            least, baseline = self.points[0].peak, self.points[-1].peak
-            raise BudgetError(
-                f"a training step needs at least {exact_bytes(least)}; the budget is "
-                f"{exact_bytes(budget)}; keeping everything takes {exact_bytes(baseline)}. Raise "
-                f"the budget to {at_least(least)!r}, lower the batch size, or choose an optimizer "
-                "of less state."
-            )
-        return found[-1]
-
-    def _within_time(self, overhead: float) -> Point:
-        return next(point for point in self.points if point.time_ratio <= 1 + overhead)
-
     def describe(self, point: Point, budget: int | None) -> PlanReport:
-        """Says in full what a point costs that was chosen for a budget in bytes, or for a time."""
+        """Reports on a point that was chosen for a budget in bytes, or for a time."""
         result = simulate(point.plan, self.costs)
         return PlanReport(
             plan=self.of_model(point).plan,
@@ -243,22 +222,30 @@ class BudgetPlanner:
 
     def of_model(self, point: Point) -> Point:
         """Takes the loss, which is not the model's, out of a plan."""
-        return replace(point, plan=Plan(point.plan[:-1])) if self.has_loss else point
+        has_loss = len(self.costs) > self.steps
+        return replace(point, plan=Plan(point.plan[:-1])) if has_loss else point
 
     def _at_peak(self, point: Point) -> PeakBytes:
-        """Tells apart what the bytes of a plan's peak are."""
-        result = simulate(point.plan, self.whole)
-        if self.fixed.optimizer_peak > self.fixed.beside_activations + result.peak:
-            return PeakBytes.in_optimizer(self.fixed, point.peak)
-        moment, left = result.moment, self.costs.parameter_gradients
-        gradients = left[moment.gradient_of] if left and moment.gradient_of is not None else 0
-        step = (*self.names, "the loss")[moment.step]
-        return PeakBytes.in_run(self.fixed, point.peak, moment, gradients, step)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether a step of the costs is the loss, and not the model's."""
-        return len(self.costs) > self.steps
+        """Splits the bytes of a plan's peak into categories."""
+        fixed, result = self.fixed, simulate(point.plan, self.whole)
+        if fixed.optimizer_peak > fixed.beside_activations + result.peak:
+            phase = "step of the optimizer"
+            moving = {"gradients": fixed.gradients, "kept": 0, "again": 0, "between": 0}
+            moving["work"] = fixed.scratch
+        else:
+            moment, left = result.moment, self.costs.parameter_gradients
+            phase = f"{moment.phase} of {(*self.names, 'the loss')[moment.step]}"
+            gradients = left[moment.gradient_of] if left and moment.gradient_of is not None else 0
+            moving = {
+                "gradients": gradients,
+                "kept": moment.kept,
+                "again": moment.again,
+                "between": moment.state + moment.gradient - gradients,
+                "work": moment.work,
+            }
+        names = ("parameters", "buffers", "inputs", "optimizer")
+        known = {name: getattr(fixed, name) for name in names} | moving
+        return PeakBytes(phase, **known, reserve=point.peak - sum(known.values()))
 
 
 def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
@@ -284,13 +271,13 @@ def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
         raise ArgumentError(f"max_overhead={max_overhead} is below 0; 0.2 allows a fifth more time")
 
 
-def _kept_from(found: Plan, steps: int) -> Plan:
+def _loss_kept(plan: Plan, steps: int) -> Plan:
     """Takes the loss out of a segment that it ends, since it is not the chain's to recompute."""
-    total = len(found.flatten())
-    if total == steps or isinstance(found[-1], int):
-        return found
-    inner = _without_last(found[-1])
-    return Plan([*found[:-1], *([inner] if inner else []), total - 1])
+    total = len(plan.flatten())
+    if total == steps or isinstance(plan[-1], int):
+        return plan
+    inner = _without_last(plan[-1])
+    return Plan([*plan[:-1], *([inner] if inner else []), total - 1])
 
 
 def _without_last(item: tuple[Item, ...]) -> tuple[Item, ...]:
@@ -311,13 +298,12 @@ def _planner() -> Any:
 
 
 def _fixed_bytes(model: nn.Module, inputs: State, optimizer: OptimizerBytes) -> FixedBytes:
-    given = [value for value in inputs if isinstance(value, Tensor)]
-    resident = resident_bytes(model, inputs=given)
-    trained: Iterable[Tensor] = (p for p in model.parameters() if p.requires_grad)
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    resident = resident_bytes(model, inputs=tensors)
     return FixedBytes(
         parameters=resident.parameters,
         buffers=resident.buffers,
-        gradients=sum(parameter.nbytes for parameter in trained),
+        gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad),
         inputs=resident.inputs,
         optimizer=optimizer.state,
         scratch=optimizer.step,

@@ -1,25 +1,23 @@
-"""From what a user writes to a plan in force: `checkpoint=True`, a number, a name or a Plan.
+"""The `checkpoint=` option: True, a number of segments, a scheme's name, "auto" or a Plan.
 
-The decision is made at the first forward in training, when the inputs are known, once for each kind
-of inputs, and kept in the runner that this file attaches to a chain.
+A plan is chosen at the first training forward, when the inputs are known, once for each signature
+of inputs (shapes, types, devices, autocast), and cached in the runner that `attach` gives a chain.
 """
 
-import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from zoo._torch import are_functorch_transforms_active, is_exporting
 from zoo.chain import Chain, Outline, State, fold, step_names
 from zoo.engine.executor import run_compiled, run_plan
 from zoo.errors import ArgumentError
 from zoo.planner import schemes
-from zoo.planner.costs import StepCosts
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
@@ -28,8 +26,7 @@ from zoo.profiling.chain_profile import Profile
 from zoo.units import format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
-Decide = Callable[[Chain, Outline, State], Plan]
-# kinds of inputs whose plans are kept; the oldest goes first
+# signatures of inputs whose plans are cached; the oldest is dropped first
 MOST_PLANS = 64
 _log = logging.getLogger("zoo")
 AnyChain = TypeVar("AnyChain", bound=Chain)
@@ -44,11 +41,11 @@ def attach(
 ) -> AnyChain:
     """Puts a `checkpoint=` option in force on a chain, in place of an earlier one, and returns it.
 
-    The options are those of `zoo.checkpoint`.
-    All but `False` decide at the first forward in training, for each kind of inputs anew.
+    The options are those of `zoo.checkpoint`. All but `False` choose a plan at the first training
+    forward, for each signature of inputs anew.
 
     Raises:
-        ArgumentError: none of these, no chain, or a budget beside another option.
+        ArgumentError: no such option, no chain, or a budget beside another option.
         BudgetError: at that forward, when no plan keeps to the budget.
         PlanError: a malformed plan; one that does not fit raises at the first forward.
     """
@@ -64,40 +61,54 @@ def attach(
 def runner_for(
     checkpoint: Checkpoint, memory_budget: Budget | None, max_overhead: float | None
 ) -> "PlannedRunner | None":
-    """Returns what decides and runs by an option, None for the baseline; raises as `attach`."""
+    """Returns what chooses and runs plans for an option, None for False; raises as `attach`."""
     bounded = memory_budget is not None or max_overhead is not None
     if isinstance(checkpoint, PlanReport):
         checkpoint = checkpoint.plan
     if checkpoint == "auto" or (bounded and checkpoint is False):
         budget = memory_budget if bounded else "device"
         check_bounds(budget, max_overhead)
-        return PlannedRunner(functools.partial(_within, budget, max_overhead))
+        return PlannedRunner("auto", budget, max_overhead)
     if bounded:
         raise ArgumentError(
             f"memory_budget and max_overhead go with checkpoint='auto'; got {checkpoint!r}, which "
             "decides without them"
         )
-    runner = None if checkpoint is False else PlannedRunner(_decide_by(checkpoint))
-    if runner is not None and isinstance(checkpoint, tuple | list):
-        runner.force(Plan(checkpoint))
-    return runner
+    if checkpoint is False:
+        return None
+    if isinstance(checkpoint, tuple | list):
+        runner = PlannedRunner(Plan(checkpoint))
+        runner.force(runner.checkpoint)
+        return runner
+    if isinstance(checkpoint, str):
+        schemes.check_name(checkpoint)
+    elif not isinstance(checkpoint, int):
+        raise ArgumentError(
+            f"checkpoint={checkpoint!r} is none of True, False, 'auto', a number of segments, a "
+            f"Plan, {', '.join(schemes.NAMES)}"
+        )
+    elif checkpoint < 1:
+        raise ArgumentError(f"checkpoint={checkpoint} segments; choose 1 or more, or False")
+    return PlannedRunner(checkpoint)
 
 
 @dataclass
 class PlannedRunner:
-    """Runs a chain by a plan that is decided once for each kind of inputs."""
+    """Runs a chain by the plan that its option chooses for a signature of inputs."""
 
-    decide: Decide
+    checkpoint: Any
+    memory_budget: Budget | None = None
+    max_overhead: float | None = None
     plan: Plan | None = None
     plans: dict[Any, Plan] = field(default_factory=dict)
     compiled: tuple[tuple[Any, ...], ...] = ()
 
     def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
-        """Decides if need be, then runs.
+        """Chooses a plan if need be, then runs by it.
 
-        Under `torch.func` and `torch.export` the chain runs plainly and saves nothing. Under
-        `torch.compile` it runs by the latest plan for as many steps; deciding one is a break in the
-        graph, and so is a chain that cannot be compiled whole.
+        Under `torch.func` and `torch.export` the chain runs its own forward and saves nothing.
+        Under `torch.compile` it runs by the latest plan for as many steps; choosing one breaks the
+        graph, and so does a chain that cannot be compiled whole.
         """
         if are_functorch_transforms_active() or is_exporting():
             return fold(outline.steps, inputs)
@@ -110,21 +121,53 @@ class PlannedRunner:
 
     def settle(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Puts the plan for inputs like these in force and returns it."""
-        kind = (len(outline.steps), *map(_kind, inputs), *_autocast(inputs))
-        if kind not in self.plans:
+        signature = (len(outline.steps), *_signature(inputs))
+        if signature not in self.plans:
             plan = self.decide(chain, outline, inputs)
             plan.check(len(outline.steps))
             if len(self.plans) == MOST_PLANS:
                 del self.plans[next(iter(self.plans))]
-            self.plans[kind] = plan
-        if self.plan is not self.plans[kind]:
-            self.force(self.plans[kind])
-        return self.plans[kind]
+            self.plans[signature] = plan
+        if self.plan is not self.plans[signature]:
+            self.force(self.plans[signature])
+        return self.plans[signature]
 
     def force(self, plan: Plan) -> None:
         """Puts a plan in force."""
         self.plan = plan
         self.compiled = tuple((isinstance(item, tuple), *indices(item)) for item in plan)
+
+    def decide(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
+        """Returns the plan that the option means for a chain and its inputs."""
+        option = self.checkpoint
+        if isinstance(option, Plan):
+            return option
+        if option == "auto":
+            parameters = [(name, p.shape, p.dtype) for name, p in chain.named_parameters()]
+            steps = step_names(chain, outline.steps), outline.blocks, parameters
+            bounds = self.memory_budget, self.max_overhead
+            request = repr((*steps, _signature(inputs), *bounds))
+            return _first_decided(request, lambda: self._planned(chain, outline, inputs))
+        costs = Profile(chain, outline, inputs).costs
+        if option is True:
+            return least_memory(costs())
+        if isinstance(option, int):
+            return schemes.segments(outline.blocks, option)
+        return schemes.named(option, outline.blocks, outline.whole, costs)
+
+    def _planned(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
+        """Plans for the budget, AdamW's state counted, and logs the prediction."""
+        planner = BudgetPlanner(chain, outline, inputs)
+        report = planner.report(self.memory_budget, self.max_overhead)
+        _log.info(
+            "%s on %s: planned peak %s with AdamW, x%.2f of the baseline, time x%.2f",
+            type(chain).__name__,
+            ", ".join("x".join(map(str, value.shape)) for value in inputs if value is not None),
+            format_bytes(report.predicted_peak),
+            report.predicted_peak / report.baseline_peak,
+            report.predicted_time_ratio,
+        )
+        return report.plan
 
 
 def _settle_uncompiled(
@@ -141,116 +184,36 @@ vars(_settle_uncompiled).update(
 )
 
 
-def _decide_by(checkpoint: Any) -> Decide:
-    if checkpoint is True:
-        return functools.partial(_from_costs, least_memory)
-    if isinstance(checkpoint, tuple | list):
-        return functools.partial(_given, Plan(checkpoint))
-    if isinstance(checkpoint, str):
-        schemes.check_name(checkpoint)
-        if checkpoint == schemes.BLOCKS:
-            return _each_block
-        if checkpoint in schemes.FROM_BLOCKS:
-            return functools.partial(_from_blocks, schemes.FROM_BLOCKS[checkpoint])
-        return functools.partial(_from_costs, schemes.FROM_COSTS[checkpoint])
-    if isinstance(checkpoint, int):
-        if checkpoint < 1:
-            raise ArgumentError(f"checkpoint={checkpoint} segments; choose 1 or more, or False")
-        scheme = functools.partial(schemes.segments, count=checkpoint)
-        return functools.partial(_from_blocks, scheme)
-    raise ArgumentError(
-        f"checkpoint={checkpoint!r} is none of True, False, 'auto', a number of segments, a Plan, "
-        f"{', '.join(schemes.NAMES)}"
-    )
-
-
-def _within(
-    memory_budget: Budget | None,
-    max_overhead: float | None,
-    chain: Chain,
-    outline: Outline,
-    inputs: State,
-) -> Plan:
-    """Plans for a budget, AdamW's state counted, once for all processes of a group."""
-    kinds = (*map(_kind, inputs), *_autocast(inputs))
-    own = [(name, value.shape, value.dtype) for name, value in chain.named_parameters()]
-    names = step_names(chain, outline.steps)
-    question = repr((names, outline.blocks, own, kinds, memory_budget, max_overhead))
-    return _agreed(question, lambda: _planned(memory_budget, max_overhead, chain, outline, inputs))
-
-
-def _agreed(question: str, decide: Callable[[], Plan]) -> Plan:
-    """Returns the plan that the first process of a group to ask a question decided.
+def _first_decided(request: str, decide: Callable[[], Plan]) -> Plan:
+    """Returns the plan of the first process of a group that decided the same request.
 
     Clocks differ, and so do plans by measured times. Any of them is exact, but for collectives
     inside of steps: a recompute must issue these in the same order everywhere. No broadcast, since
     nobody may wait for a process that never has such inputs:
 
-        rank 0    asks, finds nothing, plans, writes
-        rank 1    asks, finds nothing, plans, writes too late and gets what rank 0 wrote
-        rank 2    asks, finds that
+        rank 0    asks the store, gets no plan, plans, writes
+        rank 1    asks, gets no plan, plans, writes too late and gets what rank 0 wrote
+        rank 2    asks, gets what rank 0 wrote
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return decide()
     store = distributed.distributed_c10d._get_default_store()
-    key = f"zoo/{hashlib.sha256(question.encode()).hexdigest()}"
+    key = f"zoo/{hashlib.sha256(request.encode()).hexdigest()}"
     if store.check([key]):
         return Plan.parse(store.get(key).decode())
     return Plan.parse(store.compare_set(key, "", decide().text()).decode())
 
 
-def _planned(
-    memory_budget: Budget | None,
-    max_overhead: float | None,
-    chain: Chain,
-    outline: Outline,
-    inputs: State,
-) -> Plan:
-    """Plans for a budget, and says so in the log."""
-    report = BudgetPlanner(chain, outline, inputs).report(memory_budget, max_overhead)
-    shapes = ", ".join("x".join(map(str, value.shape)) for value in inputs if value is not None)
-    _log.info(
-        "%s on %s: planned peak %s with AdamW, %s of keeping everything, time x%.2f",
-        type(chain).__name__,
-        shapes,
-        format_bytes(report.predicted_peak),
-        f"{report.predicted_peak / report.baseline_peak:.2f}",
-        report.predicted_time_ratio,
-    )
-    return report.plan
-
-
-def _given(plan: Plan, chain: Chain, outline: Outline, inputs: State) -> Plan:
-    return plan
-
-
-def _each_block(chain: Chain, outline: Outline, inputs: State) -> Plan:
-    return schemes.each_block(outline.blocks, outline.whole)
-
-
-def _from_blocks(
-    scheme: Callable[[Sequence[int]], Plan], chain: Chain, outline: Outline, inputs: State
-) -> Plan:
-    return scheme(outline.blocks)
-
-
-def _from_costs(
-    planner: Callable[[StepCosts], Plan], chain: Chain, outline: Outline, inputs: State
-) -> Plan:
-    """Measures the chain on fake tensors and plans."""
-    return planner(Profile(chain, outline, inputs).costs())
-
-
-def _kind(value: Tensor | None) -> Any:
-    if value is None:
-        return None
-    return tuple(value.shape), value.dtype, value.device, value.requires_grad
-
-
-def _autocast(inputs: State) -> list[Any]:
-    types = sorted({value.device.type for value in inputs if value is not None})
-    return [
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        for kind in types
-        if torch.amp.is_autocast_available(kind)
+def _signature(inputs: State) -> tuple[Any, ...]:
+    """Returns what a plan depends on: properties of each input, and autocast on their devices."""
+    tensors = [
+        value if value is None else (value.shape, value.dtype, value.device, value.requires_grad)
+        for value in inputs
     ]
+    devices = sorted({value.device.type for value in inputs if value is not None})
+    autocast = [
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        for device in devices
+        if torch.amp.is_autocast_available(device)
+    ]
+    return (*tensors, *autocast)

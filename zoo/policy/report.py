@@ -1,40 +1,37 @@
-"""What plans should cost, as data: a report on one plan, and the curve of the best plans.
+"""The predicted cost of plans: a report on one plan, and the Pareto frontier of memory and time.
 
-Both are for people to read and for files, and `zoo.checkpoint` takes a report. They know no torch.
-Pictures need matplotlib, which is imported when one is asked for.
+Both print as tables and are written to files and read back, without torch. `zoo.checkpoint` takes
+a report. Pictures need matplotlib, which is imported when one is drawn.
 """
 
-import contextlib
 import csv
 import functools
+import importlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from zoo.errors import ArgumentError, PlanError
-from zoo.planner.plan import Plan
+from zoo.planner.plan import Plan, thinned
 from zoo.planner.serialization import read, read_file, read_json
-from zoo.planner.simulate import Moment
-from zoo.planner.subsample import thinned
 from zoo.report.markdown import markdown_table
 from zoo.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# what a table says where kernel workspaces were not measured
-NOT_TRIED = "without what kernels take inside of themselves"
+NO_WORKSPACES = "without kernel workspaces: no kernel was measured"
 OPTIMAL = "optimal"
-# those of the bytes of a peak whose names do not say it
-_WORDS = {
+# labels of the categories of a peak whose field names do not explain them
+_LABELS = {
     "optimizer": "optimizer state",
     "kept": "activations kept",
-    "again": "activations run again",
-    "between": "between steps",
-    "work": "step at work",
+    "again": "activations recomputed",
+    "between": "state between steps",
+    "work": "current step",
 }
 
 
@@ -64,23 +61,23 @@ class FixedBytes:
 class PeakBytes:
     """What the bytes of a training step are at its predicted peak, each counted once.
 
-    A storage that is two of these counts as the first: parameters, buffers, inputs, kept, again.
+    A storage of two categories counts in the first: parameters, buffers, inputs, kept, again.
 
     Attributes:
-        moment: when that is: "forward of layer1.0.add", "second run of ..." (its recomputation),
-            "backward of ...", or "step of the optimizer".
+        moment: "forward of layer1.0.add", "recompute of ...", "backward of ...", or "step of the
+            optimizer".
         parameters: the model's, trained or not.
         buffers: the model's, such as running statistics.
         inputs: what the model is called with.
         optimizer: the optimizer's state.
         gradients: of parameters, as far as later steps have left them; in the optimizer's step all.
-        kept: activations held since the forward: what kept steps save, what segments begin with,
-            and what the model returned.
+        kept: activations held since the forward: saved tensors of kept steps, inputs of segments,
+            and the outputs of the model.
         again: activations that recomputations have made and hold: likewise, inside of a segment.
-        between: the state from which the step at work starts where nobody holds it, and the
-            gradient with which its backward, or that of its segment, begins.
-        work: the most that the step at work allocates: what it returns and saves, gradients that it
-            makes, and what it needs meanwhile; in the optimizer's step what that allocates.
+        between: the input of the current step where nobody holds it, and the gradient with which
+            its backward, or that of its segment, begins.
+        work: the most that the current step allocates: outputs, saved tensors, gradients and
+            temporaries; in the optimizer's step what that allocates.
         reserve: states of random streams that recomputations swap, and a margin where there is one.
     """
 
@@ -97,31 +94,22 @@ class PeakBytes:
     reserve: int
 
     def by_name(self) -> dict[str, int]:
-        """Returns the bytes of each category under the words for it, in order."""
-        return {
-            _WORDS.get(name, name): size for name, size in vars(self).items() if name != "moment"
-        }
-
-    @classmethod
-    def in_run(
-        cls, fixed: FixedBytes, peak: int, moment: Moment, gradients: int, step: str
-    ) -> "PeakBytes":
-        """Tells a peak in forward or backward apart; `gradients` is the parameters' share."""
-        between = moment.state + moment.gradient - gradients
-        parts = gradients, moment.kept, moment.again, between, moment.work
-        known = fixed.parameters, fixed.buffers, fixed.inputs, fixed.optimizer, *parts
-        return cls(f"{moment.phase} of {step}", *known, reserve=peak - sum(known))
-
-    @classmethod
-    def in_optimizer(cls, fixed: FixedBytes, peak: int) -> "PeakBytes":
-        """Tells a peak in the optimizer's step apart."""
-        moment = Moment("step", 0, 0, 0, 0, fixed.scratch, fixed.gradients, None)
-        return cls.in_run(fixed, peak, moment, fixed.gradients, "the optimizer")
+        """Returns the bytes of each category under a label, in order."""
+        return {_LABELS.get(name, name): n for name, n in vars(self).items() if name != "moment"}
 
     @property
     def total(self) -> int:
         """The sum of all categories: the predicted peak."""
         return sum(self.by_name().values())
+
+
+def peak_table(categories: Mapping[str, int], peak: int) -> str:
+    """Returns a Markdown table of the bytes of each category and its share of the peak."""
+    rows = [
+        (label, format_bytes(size), f"{size / max(peak, 1):.1%}")
+        for label, size in {**categories, "total": peak}.items()
+    ]
+    return markdown_table(("category", "bytes", "share"), rows)
 
 
 @dataclass(frozen=True)
@@ -134,17 +122,17 @@ class PlanReport:
         predicted_time_ratio: seconds of forward and backward against the baseline's.
         predicted_activations: bytes of activations at their peak, gradients of parameters left out.
         budget: bytes, None where time was given.
-        baseline_peak: `predicted_peak` of the baseline, which keeps everything.
+        baseline_peak: `predicted_peak` of the baseline.
         least_peak: the smallest that any plan reaches; in a chain of more than 150 steps, any whose
             long segments begin and end at some 400 states of it, chosen between blocks.
         fixed: bytes that no plan changes.
         at_peak: `predicted_peak` by category.
         flops: operations of the forward; `recomputed_flops` are those that are recomputed.
-        names: the steps.
+        names: of the steps.
         blocks: for each step, the number of its block.
         saved: for each step, bytes that it saves for its backward and no step before it does.
         title: the model and its inputs.
-        tried: whether each kind of kernel was run, so that kernel workspaces count.
+        tried: whether each kind of kernel was measured, so that kernel workspaces count.
     """
 
     plan: Plan
@@ -207,43 +195,37 @@ class PlanReport:
             *((name, format_bytes(size), self._of_baseline(size)) for name, size in peaks.items()),
             ("activations", format_bytes(self.predicted_activations), ""),
             ("time of forward and backward", "", f"×{self.predicted_time_ratio:.2f}"),
-            ("operations of the forward run again", "", f"{self._again():.1%}"),
+            ("operations of the forward recomputed", "", f"{self._recomputed():.1%}"),
         ]
-        parts = {**self.at_peak.by_name(), "in all": self.predicted_peak}
-        shares = [
-            (words, format_bytes(size), f"{size / max(self.predicted_peak, 1):.1%}")
-            for words, size in parts.items()
-        ]
-        not_tried = "" if self.tried else f"\n{NOT_TRIED}\n"
-        return (
-            f"{self.title}, one training step\n\n"
-            f"{markdown_table(('predicted', '', 'of keeping everything'), predicted)}\n\n"
-            f"At the peak, {self.at_peak.moment}:\n\n"
-            f"{markdown_table(('what', 'bytes', 'share'), shares)}\n"
-            f"{not_tried}\n{self.plan}"
+        parts = (
+            f"{self.title}, one training step",
+            markdown_table(("predicted", "", "of the baseline"), predicted),
+            f"At the peak, {self.at_peak.moment}:",
+            peak_table(self.at_peak.by_name(), self.predicted_peak),
+            "" if self.tried else NO_WORKSPACES,
+            str(self.plan),
         )
+        return "\n\n".join(filter(None, parts))
 
     def plot(self, target: "str | Path | Axes") -> None:
         """Draws the plan over its chain into a file (.svg, .png, .pdf) or a matplotlib Axes.
 
-        A bar per step, or per block of a long chain, is as high as what the step saves and colored
-        by whether that is kept or how often the step runs; below it are the segments, nested ones
-        below those around them. A file also gets the peak by category.
+        The bar of a step, or of a block of a long chain, is as high as the bytes that it saves, and
+        colored by how often it runs; below it are the segments, nested ones below those around
+        them. A file also gets the peak by category.
 
         Raises:
             ArgumentError: matplotlib is not installed, or a file of no known kind.
         """
-        with _optional_import():
-            from zoo.report.plot import draw_plan  # noqa: PLC0415
-        draw_plan(
+        _plots().draw_plan(
             target,
             self.plan,
             {"names": self.names, "blocks": self.blocks, "saved": self.saved},
             title=f"A plan for {self.title}",
             subtitle=f"predicted peak of a training step {format_bytes(self.predicted_peak)}, "
-            f"{self._of_baseline(self.predicted_peak)} of keeping everything; "
+            f"{self._of_baseline(self.predicted_peak)} of the baseline; "
             f"time ×{self.predicted_time_ratio:.2f}; "
-            f"{self._again():.1%} of the forward's operations run again",
+            f"{self._recomputed():.1%} of the forward's operations recomputed",
             peak=self.at_peak.by_name(),
             limits=self._limits(),
         )
@@ -253,12 +235,12 @@ class PlanReport:
 
     def _limits(self) -> dict[str, int]:
         budget = {} if self.budget is None else {"budget": self.budget}
-        return {**budget, "keeping everything": self.baseline_peak}
+        return {**budget, "baseline": self.baseline_peak}
 
     def _of_baseline(self, size: int) -> str:
         return f"×{size / max(self.baseline_peak, 1):.2f}"
 
-    def _again(self) -> float:
+    def _recomputed(self) -> float:
         return self.recomputed_flops / max(self.flops, 1)
 
 
@@ -271,9 +253,9 @@ def _report(values: Any) -> PlanReport:
     report = read(PlanReport, values)
     steps = len(report.plan.flatten())
     for field in ("names", "blocks", "saved"):
-        found = len(getattr(report, field))
-        if found != steps:
-            raise PlanError(f"its plan has {steps} steps, its {field} are those of {found}")
+        count = len(getattr(report, field))
+        if count != steps:
+            raise PlanError(f"its plan has {steps} steps, its {field} are those of {count}")
     return report
 
 
@@ -281,8 +263,8 @@ def _report(values: Any) -> PlanReport:
 class Point:
     """A plan on the frontier, or a scheme beside it: peak of a training step, time ratio.
 
-    `run_again` is the share of the forward's floating point operations that are recomputed; it may
-    be above 1, where steps run more than twice.
+    `run_again` is the share of the forward's floating point operations that are recomputed; above 1
+    where steps are recomputed more than once.
     """
 
     peak: int
@@ -301,13 +283,13 @@ class Frontier(Sequence[Point]):
 
     Attributes:
         points: the plans.
-        baseline: the plan that keeps everything, time ratio 1.
+        baseline: the plan without recomputation, time ratio 1.
         lower_bound: bytes that no plan goes below: what no plan changes (parameters, buffers,
             inputs, optimizer state), and the most that the forward or the backward of one step
-            takes alone, or the optimizer's step. It holds for any other schedule of these steps,
-            too, but one that moves states off the device or runs parts of a step.
+            takes alone, or the optimizer's step. It holds for any schedule of these steps that
+            neither moves states off the device nor runs parts of a step.
         title: the model and its inputs.
-        tried: whether each kind of kernel was run, so that kernel workspaces count.
+        tried: whether each kind of kernel was measured, so that kernel workspaces count.
     """
 
     points: tuple[Point, ...]
@@ -340,14 +322,14 @@ class Frontier(Sequence[Point]):
         return self.table()
 
     def table(self, points: int = 12) -> str:
-        """Returns a line per plan as text that is also Markdown, of `points` of the best at most.
+        """Returns a line per plan, by rising peak, as text that is also Markdown.
 
-        These are spread evenly, the first and the last among them; then come the classic schemes
-        and the baseline, all by rising peak.
+        Of the best plans at most `points` are shown, evenly spread, the first and the last among
+        them; of the classic schemes and the baseline all.
         """
         best = self.optimal
         shown = [*thinned(best, points), *self.schemes, self.baseline]
-        columns = ("plan", "step peak", "of keeping all", "time", "operations run again")
+        columns = ("plan", "step peak", "of the baseline", "time", "operations recomputed")
         rows = [
             (
                 point.name,
@@ -364,7 +346,7 @@ class Frontier(Sequence[Point]):
             f"{self.title}, one training step: {count}{left_out}\n\n"
             f"{markdown_table(columns, rows)}\n\n"
             f"no plan goes below {format_bytes(self.lower_bound)}"
-            f"{'' if self.tried else f'; {NOT_TRIED}'}"
+            f"{'' if self.tried else f'; {NO_WORKSPACES}'}"
         )
 
     def _of_baseline(self, point: Point) -> float:
@@ -395,30 +377,26 @@ class Frontier(Sequence[Point]):
         return file.getvalue()
 
     def plot(self, target: "str | Path | Axes") -> None:
-        """Draws the curve into a file (.svg, .png, .pdf) or a matplotlib Axes.
+        """Draws peak memory against predicted time into a file (.svg, .png, .pdf) or an Axes.
 
-        Peak memory against predicted time: the least time for every budget as a staircase, the
-        classic schemes by name, the baseline, the least memory of any plan and the lower bound.
+        It shows the least time for every budget as a staircase, the classic schemes by name, the
+        baseline, the least memory of any plan and the lower bound.
 
         Raises:
             ArgumentError: matplotlib is not installed, or a file of no known kind.
         """
-        with _optional_import():
-            from zoo.report.plot import draw_frontier  # noqa: PLC0415
         frontier = {
             "optimal": [(point.peak, point.time_ratio) for point in self.optimal],
             "schemes": {point.name: (point.peak, point.time_ratio) for point in self.schemes},
             "baseline": self.baseline.peak,
             "lower_bound": self.lower_bound,
         }
-        draw_frontier(target, frontier, f"Memory and time of {self.title}")
+        _plots().draw_frontier(target, frontier, f"Memory and time of {self.title}")
 
 
-@contextlib.contextmanager
-def _optional_import() -> Iterator[None]:
-    """Says what to install where drawing, which is optional, lacks what it needs."""
+def _plots() -> Any:
     try:
-        yield
+        return importlib.import_module("zoo.report.plot")
     except ImportError as error:
         raise ArgumentError(
             "a picture needs matplotlib: pip install 'zoo-checkpoint[compare]'"

@@ -1,37 +1,46 @@
 """The largest batch, sequence or volume whose whole training step keeps to a memory budget.
 
-Trying sizes until one runs out of memory, as in Lightning's batch size finder, needs the device,
-finds a power of two or some size near the limit, and cannot ask about another device or about less
-memory than there is. Here sizes are searched by predicted bytes (`zoo.sizing.size_estimate`); then
-one real training step of a copy of the model, where there is room for it, proves the answer. The
-logger "zoo.largest" names at level INFO each size that is evaluated.
+To try sizes until one runs out of memory, as Lightning's batch size finder does, needs the device,
+finds a size near the limit, and cannot ask about another device or about less memory. Here sizes
+are searched by predicted bytes (`zoo.sizing.size_estimate`); then one real training step of a copy
+of the model, where there is room for it, proves the answer. The logger "zoo.largest" names at level
+INFO each size that is evaluated.
 """
 
 import copy
 import functools
 import logging
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
 
 from zoo.errors import ArgumentError, BudgetError
-from zoo.invocation import Inputs, Loss, check_loss, nothing_trained, place_of, with_loss_errors
+from zoo.invocation import (
+    Inputs,
+    Invocation,
+    Loss,
+    check_loss,
+    nothing_trained,
+    own_loss,
+    place_of,
+    with_loss_errors,
+)
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint
-from zoo.profiling.optimizer import MakeOptimizer
-from zoo.sizing.input_sizes import Vary, input_sizes
-from zoo.sizing.size_estimate import SizeEstimates, plan_policy
+from zoo.profiling.allocator import measure_step, tensors_in
+from zoo.profiling.optimizer import MakeOptimizer, made_by
+from zoo.profiling.step_profile import ends_of, root_of
+from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within
-from zoo.sizing.trial_step import train_twice
 from zoo.tracing.api import checkpoint as put_in_force
 from zoo.units import at_least, exact_bytes, format_bytes, format_seconds
 from zoo.verification.training_record import random_state_restored
 
-# seconds that a real step may take where nobody asked for one
+# seconds that a real step may take unless verify=True
 QUICK = 20.0
-# where memory ran out, the search ends when so small a part of the budget is undecided
+# where memory ran out, the search ends when budget / NEAR bytes are undecided
 NEAR = 32
 _log = logging.getLogger("zoo.largest")
 
@@ -41,15 +50,15 @@ class Largest:
     """The largest size that keeps to a budget, and what its training step takes.
 
     Attributes:
-        size: of the batch, or of what else varies.
+        size: of the batch, or of the dimensions that vary.
         budget: bytes.
         predicted_peak: bytes of the whole training step.
-        next_peak: bytes, at the least, that the next larger size needs, with what real steps took
-            beyond what was predicted; None where the model takes no larger inputs.
+        next_peak: bytes that the next larger size needs at least, with the excess of real steps
+            over the prediction; None where the model takes no larger inputs.
         measured_peak: bytes of a real step; None where none was run.
-        plan: which steps are kept.
-        predicted_time_ratio: seconds of forward and backward against keeping everything.
-        predicted_seconds: of forward and backward here; None where the steps were not run.
+        plan: of the steps.
+        predicted_time_ratio: seconds of forward and backward against the baseline's.
+        predicted_seconds: of forward and backward here; None where no kernel was measured.
     """
 
     size: int
@@ -74,7 +83,7 @@ class Largest:
         return (
             f"size {self.size}: {format_bytes(self.predicted_peak)} of "
             f"{format_bytes(self.budget)}, {measured}; {larger}; "
-            f"time x{self.predicted_time_ratio:.2f} of keeping everything"
+            f"time x{self.predicted_time_ratio:.2f} of the baseline"
         )
 
 
@@ -97,7 +106,7 @@ def max_batch_size(
 ) -> int:
     """Returns the largest batch whose training step keeps to a memory budget.
 
-    Options and errors are those of `zoo.largest`, which also says what the step takes.
+    Options and errors are those of `zoo.largest`, which also returns what the step takes.
     """
     return largest(model, sample, **options).size
 
@@ -118,29 +127,28 @@ def largest(
 ) -> Largest:
     """Finds the largest size whose whole training step keeps to a budget in bytes.
 
-    The size found keeps to it and the next two do not, which makes it exact where bytes grow with
-    the size. The model is left as it is; nothing of its size is allocated, but for a real step.
+    The returned size keeps to it and the next two do not, which makes it exact where bytes grow
+    with the size. The model does not change; only a real step allocates memory of its size.
 
     Args:
-        model: in training mode; on the meta device if it is nowhere yet.
-        sample: what the model is called with: a tensor, a tuple or a dict of keyword arguments, in
-            any size, also of meta tensors. A real step repeats its values; meta tensors become
-            zeros.
+        model: in training mode; on the meta device if it has no memory yet.
+        sample: the inputs in any size: a tensor, a tuple or a dict of keyword arguments, also of
+            meta tensors. A real step repeats its values; meta tensors become zeros.
         memory_budget: bytes, "8GiB", or "device" for what is free where the model is.
-        checkpoint: what `zoo.create` takes; by default what is in force on the model. "auto" stands
-            for any plan that keeps to the budget, and chooses the fastest for the size found.
+        checkpoint: an option of `zoo.create`; by default that in force on the model. "auto" stands
+            for any plan that keeps to the budget, and chooses the fastest for the returned size.
         max_overhead: with "auto", at most so much more time: 0.2 for a fifth.
         optimizer, loss, device: those of `zoo.plan`.
-        vary: what grows: a dimension of every tensor in the sample, or several of one size, such as
-            `(2, 3, 4)` for a volume; or, without a sample, a function of the size that makes the
+        vary: the dimension that grows, in every tensor of the sample, or several of one size, such
+            as `(2, 3, 4)` for a volume; or, without a sample, a function of the size that makes the
             inputs, best of meta tensors.
         multiple_of: only multiples of this are sizes.
-        verify: whether a copy of the model trains at the size found, if the device is here and has
-            room beside the model. If that takes more than the budget, the size is lowered. By
-            default it does where its steps were run and one takes less than 20 seconds.
+        verify: whether a copy of the model trains at the returned size, if the device is here and
+            has room beside the model. If that takes more than the budget, the size is lowered. By
+            default it does where kernels were measured and a step takes less than 20 seconds.
 
     Raises:
-        ArgumentError: no module, one that cannot be followed, or an argument of no such form.
+        ArgumentError: no module, one that cannot be traced, or an argument of no such form.
         BudgetError: no size keeps to the budget, with the least bytes that one needs; or memory
             runs out in a real step of the smallest.
         InputError: the model does not take inputs like the sample.
@@ -149,15 +157,16 @@ def largest(
         raise ArgumentError(f"a largest size needs a torch.nn.Module; got {type(model).__name__}")
     if isinstance(memory_budget, float):
         raise ArgumentError(
-            f"memory_budget={memory_budget}, a float, is a fraction of what keeping everything "
-            "takes, which grows with the size; give an int of bytes, '8GiB' or 'device'"
+            f"memory_budget={memory_budget}, a float, is a fraction of the baseline's peak, which "
+            "grows with the size; give an int of bytes, '8GiB' or 'device'"
         )
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
         raise ArgumentError(f"multiple_of={multiple_of!r} is no number from 1")
     check_loss(loss)
+    make_inputs, start = input_sizes(sample, vary)
     estimates = SizeEstimates(
         model,
-        input_sizes(sample, vary),
+        make_inputs,
         plan_policy(model, checkpoint, max_overhead),
         max_overhead,
         multiple_of,
@@ -166,21 +175,21 @@ def largest(
         device,
     )
     with torch.inference_mode(False), torch.enable_grad():
-        return _Search(estimates, memory_budget).run(verify)
+        return _Search(estimates, start, memory_budget).run(verify)
 
 
 class _Search:
-    """Searches by predicted bytes, of which fewer are allowed where real steps need more."""
+    """Searches by predicted bytes, and lowers their limit where real steps need more."""
 
-    def __init__(self, estimates: SizeEstimates, memory_budget: int | str) -> None:
-        start = max(estimates.inputs.start // estimates.unit, 1)
+    def __init__(self, estimates: SizeEstimates, start: int, memory_budget: int | str) -> None:
+        start = max(start // estimates.unit, 1)
         # one example may be too few for a norm
         self.start = start if estimates.trace(start) is not None else 2 * start
         if estimates.trace(self.start) is None:
             assert estimates.refusal is not None
             raise estimates.refusal
         self.estimates, self.first = estimates, estimates.known(self.start)
-        inputs = estimates.inputs.make(self.start * estimates.unit, torch.device("meta"))
+        inputs = estimates.make_inputs(self.start * estimates.unit, torch.device("meta"))
         if not any(t.requires_grad for t in (*estimates.model.parameters(), *inputs.tensors)):
             raise ArgumentError(nothing_trained(estimates.model))
         self.budget = self.first.bytes_of(memory_budget)
@@ -188,8 +197,8 @@ class _Search:
     def run(self, verify: bool | None) -> Largest:
         """Returns the largest size that predictions allow and a real step proves.
 
-        By how much memory ran out is not known, so from then on bytes are bisected, between the
-        size that had no room and one that has, at first the smallest.
+        A step that runs out of memory does not tell how much it lacked, so from then on the limit
+        is bisected between that size's bytes and those of one that fits, at first the smallest.
         """
         room = 0 if verify is False else self._room()
         target, low, excess = self.budget, 0, 0
@@ -200,24 +209,24 @@ class _Search:
             if high is not None:
                 low = low or self.estimates.smallest()[1]
                 target = min((low + high) // 2, high - 1)
-            found = self._predicted(target)
-            if found is None:
+            candidate = self._predicted(target)
+            if candidate is None:
                 raise self._refusal(ran_out, excess)
-            if fitted is not None and found.size <= fitted.size:
+            if fitted is not None and candidate.size <= fitted.size:
                 low = target
                 continue
-            seconds = found.predicted_seconds
+            seconds = candidate.predicted_seconds
             is_quick = seconds is not None and seconds <= QUICK
-            if found.predicted_peak > room or not (verify or is_quick):
-                return fitted or found
-            peak = self._measured(found)
+            if candidate.predicted_peak > room or not (verify or is_quick):
+                return fitted or candidate
+            peak = self._measured(candidate)
             if peak is not None and peak <= self.budget:
-                fitted, low = replace(found, measured_peak=peak), target
+                fitted, low = replace(candidate, measured_peak=peak), target
                 continue
             if peak is None or high is not None:
-                high = found.predicted_peak
-            ran_out = found if peak is None else None
-            excess = 0 if peak is None else peak - found.predicted_peak
+                high = candidate.predicted_peak
+            ran_out = candidate if peak is None else None
+            excess = 0 if peak is None else peak - candidate.predicted_peak
             target = self.budget - excess
         return fitted
 
@@ -248,7 +257,7 @@ class _Search:
             size=count * unit,
             budget=self.budget,
             predicted_peak=point.peak,
-            # what real steps took beyond what was predicted, the next size would, too
+            # the excess of real steps over the prediction counts for the next size, too
             next_peak=larger and larger + self.budget - target,
             measured_peak=None,
             plan=point.plan,
@@ -257,13 +266,13 @@ class _Search:
         )
 
     def _refusal(self, ran_out: Largest | None, excess: int) -> BudgetError:
-        """Says why no size is left; `excess` bytes only a real step showed."""
+        """Returns why no size is left; `excess` bytes only a real step showed."""
         if ran_out is not None:
             return BudgetError(
                 f"memory ran out in a real training step of size {ran_out.size}, the smallest, "
                 f"which is predicted to take {exact_bytes(ran_out.predicted_peak)}; the budget is "
                 f"{exact_bytes(self.budget)}. Free memory on {self.first.place}, or pass "
-                "verify=False to go by what is predicted."
+                "verify=False to rely on the prediction."
             )
         count, least = self.estimates.smallest()
         least += excess
@@ -282,17 +291,52 @@ class _Search:
         fixed = self.first.fixed
         return self.first.bytes_of("device") - fixed.parameters - fixed.buffers
 
-    def _measured(self, found: Largest) -> int | None:
+    def _measured(self, candidate: Largest) -> int | None:
         """Trains a copy of the model; its peak in bytes, None where memory runs out."""
-        _log.info("size %d: a real step", found.size)
+        _log.info("size %d: a real step", candidate.size)
         estimates = self.estimates
         with random_state_restored():
             try:
                 model, loss = copy.deepcopy((estimates.model, estimates.loss))
                 place = place_of(model)
-                put_in_force(model, found.plan if found.plan.depth() else False)
-                inputs = estimates.inputs.make(found.size, place)
+                put_in_force(model, candidate.plan if candidate.plan.depth() else False)
+                inputs = estimates.make_inputs(candidate.size, place)
                 checked = loss and with_loss_errors(loss, place)
                 return train_twice(model, inputs, estimates.optimizer, checked)
             except torch.OutOfMemoryError:
                 return None
+
+
+def train_twice(
+    model: nn.Module, inputs: Invocation, make_optimizer: MakeOptimizer | None, loss: Loss | None
+) -> int:
+    """Trains a model two steps and returns the peak bytes of the second, when all state exists.
+
+    Without a loss, an output named `loss` or a scalar first output is the loss; else all outputs
+    are given gradients of ones. Without an optimizer the step ends with the backward.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    make = make_optimizer if trained else None
+    # where none steps, an optimizer without state stands in
+    optimizer = made_by(make or torch.optim.SGD, trained or [nn.Parameter(torch.empty(0))])
+
+    def step() -> None:
+        # a training loop holds the model's outputs and the loss until the optimizer steps
+        returned = inputs.on(model)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        own = loss(returned) if loss is not None else own_loss(outputs[0])
+        _backward(outputs if own is None else (own,))
+        if make is not None:
+            optimizer.step()
+
+    step()
+    return measure_step(step, model, optimizer, inputs.tensors).peak
+
+
+def _backward(outputs: tuple[Any, ...]) -> None:
+    ends = [value for value in tensors_in(outputs) if value.requires_grad]
+    if ends[0] is outputs[0] and ends[0].ndim == 0:
+        torch.autograd.backward(ends[0])
+    else:
+        # as in a loss, only autograd holds the gradients: a caller's list would to the end
+        torch.autograd.backward(root_of(ends_of(ends)))

@@ -1,4 +1,4 @@
-"""What a training step of each size needs, estimated as cheaply as will do.
+"""Predicts the bytes of a training step for any size of its inputs, as cheaply as will do.
 
 FakeTensor tracing    each size once: nothing of the model's size is allocated
 kernels               where that fits and the model's device is here, each kind of kernel also
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zoo.api.plan import planner_for
 from zoo.errors import ArgumentError, BudgetError, InputError
-from zoo.invocation import Loss
+from zoo.invocation import Inputs, Invocation, Loss
 from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import PlannedRunner, runner_for
@@ -26,13 +26,16 @@ from zoo.policy.report import Point
 from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.profiling.tensor_spec import KernelSpec
-from zoo.sizing.input_sizes import InputSizes
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.patched_forward import runner_of
 from zoo.units import format_bytes
 
+Vary = int | tuple[int, ...] | Callable[[int], Inputs]
+# makes the inputs of a size on a device
+MakeInputs = Callable[[int, torch.device], Invocation]
 # chooses the plan of least time within a budget in bytes, without one that of least bytes
 PlanPolicy = Callable[[BudgetPlanner, int | None], Point]
+Kernels = Sequence[KernelCosts | None]
 # seconds that one run of all kinds of kernels may take, about
 PATIENCE = 2.0
 _log = logging.getLogger("zoo.largest")
@@ -46,41 +49,41 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
     """
     if checkpoint == "auto" or (max_overhead is not None and checkpoint in (None, False)):
 
-        def best(prospect: BudgetPlanner, budget: int | None) -> Point:
+        def best(planner: BudgetPlanner, budget: int | None) -> Point:
             if budget is None and max_overhead is None:
-                return prospect.least
-            report = prospect.report(budget if max_overhead is None else None, max_overhead)
+                return planner.least
+            report = planner.report(budget if max_overhead is None else None, max_overhead)
             return Point(report.predicted_peak, report.predicted_time_ratio, report.plan)
 
         return best
-    asked = checkpoint is not None
-    runner = runner_for(checkpoint, None, max_overhead) if asked else runner_of(model)
+    is_given = checkpoint is not None
+    runner = runner_for(checkpoint, None, max_overhead) if is_given else runner_of(model)
     if not isinstance(runner, PlannedRunner | None):
         raise ArgumentError(
             f"the plans of a {type(runner).__name__} are not known; pass checkpoint="
         )
 
     @functools.cache
-    def decided(prospect: BudgetPlanner) -> Point:
-        plan = Plan.keep_all(prospect.steps)
+    def decided(planner: BudgetPlanner) -> Point:
+        plan = Plan.keep_all(planner.steps)
         try:
             if runner is not None:
-                plan = runner.decide(model, prospect.outline, prospect.state)  # type: ignore[arg-type]
-            return prospect.of_model(prospect.point(plan))
+                plan = runner.decide(model, planner.outline, planner.state)  # type: ignore[arg-type]
+            return planner.of_model(planner.point(plan))
         except BudgetError as error:
             raise ArgumentError(
                 "the model already has a budget, which ends the search; pass checkpoint='auto'"
             ) from error
 
-    return lambda prospect, budget: decided(prospect)
+    return lambda planner, budget: decided(planner)
 
 
 @dataclass
 class SizeEstimates:
-    """The needs of sizes, counted in units of `unit`; None where the model takes no such size."""
+    """The bytes that sizes need, counted in units of `unit`; None if the model refuses a size."""
 
     model: nn.Module
-    inputs: InputSizes
+    make_inputs: MakeInputs
     policy: PlanPolicy
     max_overhead: float | None
     unit: int
@@ -89,23 +92,23 @@ class SizeEstimates:
     device: str | None
     traced: dict[int, BudgetPlanner | None] = field(default_factory=dict)
     measured: dict[int, BudgetPlanner] = field(default_factory=dict)
-    kernels: dict[int, Sequence[KernelCosts | None]] = field(default_factory=dict)
+    kernels: dict[int, Kernels] = field(default_factory=dict)
     refusal: Exception | None = None
     # the optimizer's, the same for any size
-    counted: OptimizerBytes | None = None
+    optimizer_bytes: OptimizerBytes | None = None
 
     def needed(self, count: int, budget: float = math.inf) -> int | None:
         """Returns the bytes of a size; where they exceed the budget, a lower bound."""
-        prospect = self.trace(count)
-        if prospect is None:
+        planner = self.trace(count)
+        if planner is None:
             return None
-        is_here = self.device is None and prospect.place.type != "meta"
+        is_here = self.device is None and planner.place.type != "meta"
         # without seconds it is not known which plans keep to an overhead
         is_timed = is_here and self.max_overhead is not None
-        peak = (prospect.least if is_timed else self.policy(prospect, None)).peak
+        peak = (planner.least if is_timed else self.policy(planner, None)).peak
         if is_here and peak <= budget:
             if count not in self.measured:
-                self.measured[count] = prospect.with_kernels(self._kernels(count, prospect))
+                self.measured[count] = planner.with_kernels(self._kernels(count, planner))
             peak = self.policy(self.measured[count], None).peak
         _log.info("size %d needs %s", count * self.unit, format_bytes(peak))
         return peak
@@ -113,14 +116,14 @@ class SizeEstimates:
     def smallest(self) -> tuple[int, int]:
         """Returns the smallest known size that the model takes, and its bytes."""
         self.trace(1)
-        count = min(count for count, prospect in self.traced.items() if prospect is not None)
+        count = min(count for count, planner in self.traced.items() if planner is not None)
         return count, self.needed(count) or 0
 
     def known(self, count: int) -> BudgetPlanner:
         """Returns the costs of a size that the model takes, measured ones where there are some."""
-        prospect = self.measured.get(count) or self.trace(count)
-        assert prospect is not None
-        return prospect
+        planner = self.measured.get(count) or self.trace(count)
+        assert planner is not None
+        return planner
 
     def trace(self, count: int) -> BudgetPlanner | None:
         """Traces a size on fake tensors, once."""
@@ -130,53 +133,51 @@ class SizeEstimates:
 
     def _trace(self, size: int) -> BudgetPlanner | None:
         try:
-            prospect = planner_for(
+            planner = planner_for(
                 self.model,
-                self.inputs.make(size, torch.device("meta")),
-                optimizer=self.counted or self.optimizer,
+                self.make_inputs(size, torch.device("meta")),
+                optimizer=self.optimizer_bytes or self.optimizer,
                 loss=self.loss,
                 device=self.device or "cpu",
             )
         except Exception as error:
-            error.add_note(f"the size looked at was {size}")
+            error.add_note(f"this happened at size {size}")
             if isinstance(error, InputError) or (isinstance(error, TraceError) and error.raised):
                 self.refusal = self.refusal or error
                 return None
             raise
-        self.counted = prospect.optimizer
-        return prospect
+        self.optimizer_bytes = planner.optimizer
+        return planner
 
-    def _kernels(self, count: int, large: BudgetPlanner) -> Sequence[KernelCosts | None]:
+    def _kernels(self, count: int, large: BudgetPlanner) -> Kernels:
         """Runs each kind of kernel, or extrapolates from a size at which that takes less long.
 
         Sizes in between run, too: small ones tell little of large ones, since it takes time to
         launch a kernel, and another kernel may be chosen.
         """
         specs = large.profile.specs
-        size = min(count, *(known for known, found in self.traced.items() if found is not None))
-        found: Sequence[KernelCosts | None] = ()
+        size = min(count, *(known for known, planner in self.traced.items() if planner is not None))
+        estimate: Kernels = ()
         while size < count and (small := self.trace(size)) is not None:
             if _operators(small.profile.specs) != _operators(specs):
                 break
             kernels = self._run(size, small)
-            found = extrapolated(kernels, small.profile.specs, specs)
+            estimate = extrapolated(kernels, small.profile.specs, specs)
             taken = max(_seconds(kernels), 1e-9)
-            if taken > PATIENCE or _seconds(found) <= PATIENCE:
+            if taken > PATIENCE or _seconds(estimate) <= PATIENCE:
                 break
-            power = math.log(PATIENCE / taken) / math.log(_seconds(found) / taken)
+            power = math.log(PATIENCE / taken) / math.log(_seconds(estimate) / taken)
             size = max(2 * size, int(size * (count / size) ** power))
-        return found if _seconds(found) > PATIENCE else self._run(count, large)
+        return estimate if _seconds(estimate) > PATIENCE else self._run(count, large)
 
-    def _run(self, count: int, prospect: BudgetPlanner) -> Sequence[KernelCosts | None]:
+    def _run(self, count: int, planner: BudgetPlanner) -> Kernels:
         if count not in self.kernels:
-            self.kernels[count] = prospect.profile.kernels()
+            self.kernels[count] = planner.profile.kernels()
         return self.kernels[count]
 
 
 def extrapolated(
-    kernels: Sequence[KernelCosts | None],
-    small: Sequence[KernelSpec | None],
-    large: Sequence[KernelSpec | None],
+    kernels: Kernels, small: Sequence[KernelSpec | None], large: Sequence[KernelSpec | None]
 ) -> list[KernelCosts | None]:
     """Returns what the kernels of a large size would take, from what those of a small one took.
 
@@ -184,20 +185,80 @@ def extrapolated(
     oneDNN's convolution reorders its input, its output and its weights, and only the first two
     grow. Along a sequence attention takes longer than that.
     """
-    found: list[KernelCosts | None] = []
-    for kernel, here, there in zip(kernels, small, large, strict=True):
-        if kernel is None or here is None or there is None:
-            found.append(None)
+    costs: list[KernelCosts | None] = []
+    for kernel, before, after in zip(kernels, small, large, strict=True):
+        if kernel is None or before is None or after is None:
+            costs.append(None)
             continue
-        sizes = zip(here.sizes, there.sizes, strict=False)
+        sizes = zip(before.sizes, after.sizes, strict=False)
         ratio = max((size / known for known, size in sizes if known), default=1.0)
-        found.append(KernelCosts(kernel.seconds * ratio, math.ceil(kernel.workspace * ratio)))
-    return found
+        costs.append(KernelCosts(kernel.seconds * ratio, math.ceil(kernel.workspace * ratio)))
+    return costs
 
 
 def _operators(specs: Sequence[KernelSpec | None]) -> list[str | None]:
     return [spec and spec.operator for spec in specs]
 
 
-def _seconds(kernels: Sequence[KernelCosts | None]) -> float:
+def _seconds(kernels: Kernels) -> float:
     return sum(kernel.seconds for kernel in kernels if kernel is not None)
+
+
+def input_sizes(sample: Inputs | None, vary: Vary) -> tuple[MakeInputs, int]:
+    """Returns what makes inputs, by a sample's dimensions or a function, and the sample's size.
+
+    On the meta device they take no memory. Elsewhere the sample's values are repeated, so that
+    labels and tokens stay in range.
+
+    Raises:
+        ArgumentError: both or neither are given, or the dimensions are not those of every tensor.
+    """
+    if callable(vary):
+        if sample is not None:
+            raise ArgumentError("vary= a function makes all inputs; pass no sample beside it")
+        return lambda size, device: Invocation.of(vary(size)).map(lambda t: _on(t, device)), 1
+    if sample is None:
+        raise ArgumentError("a sample of the inputs is needed, or vary= a function that makes them")
+    inputs, dims = Invocation.of(sample), vary if isinstance(vary, tuple) else (vary,)
+
+    def resized(size: int, device: torch.device) -> Invocation:
+        return inputs.map(lambda value: _resized(_on(value, device), dims, size))
+
+    return resized, _size(inputs.tensors, dims)
+
+
+def _size(tensors: list[Tensor], dims: tuple[Any, ...]) -> int:
+    """Returns the one size of these dimensions in all tensors."""
+    for dim in dims:
+        is_wrong = isinstance(dim, bool) or not isinstance(dim, int)
+        for value in tensors:
+            if is_wrong or not -value.ndim <= dim < value.ndim:
+                raise ArgumentError(
+                    f"vary={dim!r} is no dimension of an input of shape {tuple(value.shape)}; "
+                    "where inputs differ, pass vary= a function of the size that makes them"
+                )
+    sizes = sorted({int(value.shape[dim]) for value in tensors for dim in dims})
+    if len(sizes) != 1 or sizes[0] < 1:
+        raise ArgumentError(
+            f"dimensions {', '.join(map(str, dims))} of the inputs have sizes {sizes}; they must "
+            "be one above 0. Where they differ, pass vary= a function of the size that makes them"
+        )
+    return sizes[0]
+
+
+def _resized(value: Tensor, dims: tuple[int, ...], size: int) -> Tensor:
+    """Returns a tensor of another size with the values of this one, repeated, and its layout."""
+    source = value.detach()
+    for dim in dims:
+        repeated = torch.arange(size, device=value.device) % value.shape[dim]
+        source = source.index_select(dim, repeated)
+    layout = sorted(range(value.ndim), key=value.stride, reverse=True)
+    resized = torch.empty_permuted(source.shape, layout, dtype=value.dtype, device=value.device)
+    return resized.copy_(source).requires_grad_(value.requires_grad)
+
+
+def _on(value: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on a device, of zeros where it comes from the meta device."""
+    is_new = value.is_meta and device.type != "meta"
+    moved = torch.zeros_like(value, device=device) if is_new else value.detach().to(device)
+    return moved.requires_grad_(value.requires_grad)

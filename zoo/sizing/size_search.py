@@ -1,4 +1,4 @@
-"""Searches for the largest size within a budget in few evaluations, since each takes seconds.
+"""Root finding for the largest size within a budget, in few evaluations: each takes seconds.
 
 Bytes grow about linearly with a batch and as a power with a volume, so the next size is where a
 line through the two nearest points meets the budget (the secant method, with some bisections):
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 # the bytes that a size needs, None where the model takes no such size
 Needed = Callable[[int], int | None]
-# sizes beyond the largest that fits that are evaluated
+# evaluated sizes beyond the largest that fits
 BEYOND = 2
 # one of three evaluations after so many is a bisection: a curve may be far from a line
 SECANTS = 6

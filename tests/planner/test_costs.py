@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from tests.planner.chains import chains, nested_plans
 from tests.planner.test_planner import uniform
-from zoo.planner.costs import StepCosts
+from zoo.planner.costs import BACKWARD, FORWARD, RECOMPUTE, StepCosts, least_possible, simulate
 from zoo.planner.plan import Plan
-from zoo.planner.simulate import BACKWARD, FORWARD, SECOND_RUN, least_possible, simulate
 
 
 def returning(costs: StepCosts) -> StepCosts:
@@ -29,7 +28,7 @@ def test_the_bytes_of_the_peak_are_each_counted_once(data: st.DataObject) -> Non
     assert min(parts) >= 0
     assert (moment.gradient_of is None) == (moment.phase == FORWARD)
     if not plan.depth():
-        assert moment.again == 0, "nothing runs again"
+        assert moment.again == 0, "nothing is recomputed"
 
 
 @settings(deadline=None, max_examples=60)
@@ -49,7 +48,7 @@ def test_a_moment_says_where_its_bytes_are() -> None:
     # the gradients of states 4 and 3 are 10 each, a backward takes 10 for the second of them
     kept = simulate(Plan.keep_all(4), uniform(4)).moment
     assert (kept.phase, kept.step, kept.kept, kept.gradient) == (BACKWARD, 3, 30, 10)
-    # storage 1 is held since the first run as the segment's input, storage 2 again
+    # storage 1 is held since the forward as the segment's input, storage 2 again
     nested = simulate(Plan(((0, 1), (2, 3))), uniform(4)).moment
     assert (nested.phase, nested.step) == (BACKWARD, 3)
     assert (nested.kept, nested.again, nested.work, nested.gradient) == (10, 10, 10, 10)
@@ -62,16 +61,16 @@ def test_what_the_caller_holds_is_kept_and_part_of_the_bound() -> None:
     assert least_possible(returning(uniform(4))) == least_possible(uniform(4)) + 10
 
 
-def test_a_second_run_is_named_where_it_takes_the_most() -> None:
+def test_a_recomputation_is_named_where_it_takes_the_most() -> None:
     costs = replace(uniform(4), forward=(10, 99, 10, 10))
     found = simulate(Plan(((0, 1, 2), 3)), costs).moment
-    assert (found.phase, found.step, found.work, found.gradient_of) == (SECOND_RUN, 1, 99, 3)
+    assert (found.phase, found.step, found.work, found.gradient_of) == (RECOMPUTE, 1, 99, 3)
 
 
-def test_what_was_returned_is_made_again_by_a_second_run() -> None:
+def test_what_was_returned_is_made_again_by_a_recomputation() -> None:
     # step 0 makes storage 1, which step 3 returns beside its own
     twice = tuple(live | {0} if state else live for state, live in enumerate(uniform(4).live))
     costs = replace(uniform(4), live=twice, saved=(frozenset(),) * 4)
     held = simulate(Plan(((0, 1), 2, 3)), replace(costs, returned=costs.live[-1])).turns[0]
-    # 0 and 3 for the caller, in the second run 0 and 1 anew: 1 is still being made, and a gradient
+    # 0 and 3 for the caller, recomputed 0 and 1: 1 is still being made, and a gradient
     assert held == simulate(Plan(((0, 1), 2, 3)), costs).turns[0] + 20
