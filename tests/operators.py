@@ -248,7 +248,12 @@ def variants(info: Any) -> Iterator[tuple[str, Operator]]:
         # filled with what few operators return, so that one that is not written shows
         yield "(out)", _into(info.op, lambda value: torch.full_like(value, 7))
         # the kernel gives them their size
-        yield "(out of no size)", _into(info.op, lambda value: torch.full_like(value, 7).resize_(0))
+        yield "(out of no size)", _into(info.op, _without_size)
+
+
+def _without_size(value: Tensor) -> Tensor:
+    filled: Tensor = torch.full_like(value, 7)
+    return filled.as_strided((0,), (1,))
 
 
 def _into(operator: Operator, like: Callable[[Tensor], Tensor]) -> Operator:
