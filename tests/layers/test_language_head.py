@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from zoo.chain import fold, outline
 from zoo.errors import InputError
 from zoo.layers.checks import check_tokens
-from zoo.layers.language_head import Head, cross_entropy
+from zoo.layers.language_head import Head, choose_chunk_tokens, cross_entropy
 
 WIDTH, VOCABULARY = 6, 50
 
@@ -110,6 +110,15 @@ def test_nothing_is_larger_than_the_scores_of_one_chunk():
     with Largest() as largest:
         whole(decoder, hidden, targets).backward()
     assert largest.elements == 40 * VOCABULARY
+
+
+def test_a_chosen_chunk_has_the_bytes_of_a_layer_and_few_tokens_are_one_chunk():
+    for tokens, width, vocabulary in [(1024, 384, 50257), (5000, 1600, 50257), (30_000, 64, 9000)]:
+        chunk = choose_chunk_tokens(tokens, width, vocabulary)
+        layer = 8 * tokens * width
+        assert layer <= chunk * vocabulary < layer + 32 * vocabulary + vocabulary
+    assert [choose_chunk_tokens(tokens, 8, 50257) for tokens in (1, 31, 32, 33)] == [1, 31, 32, 32]
+    assert choose_chunk_tokens(4096, 768, 100) == 4096
 
 
 def test_half_precision_is_summed_in_float32():

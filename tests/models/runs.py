@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch import nn
 
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator import measure_step, trace
 
 
 @contextlib.contextmanager
@@ -56,3 +56,19 @@ def assert_same(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=name)
+
+
+def language_step_peak(build, shape, **arguments):
+    """The peak of a second training step of a language model under `checkpoint=True`, in bytes."""
+    torch.manual_seed(0)
+    model, tokens = build(checkpoint=True, **arguments), torch.randint(5000, shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        result = model(tokens, targets=tokens)
+        (result[0] if isinstance(result, tuple) else result).backward()
+        optimizer.step()
+
+    step()
+    return measure_step(step, model, optimizer, [tokens]).peak

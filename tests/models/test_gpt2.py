@@ -1,4 +1,5 @@
 import copy
+import functools
 import platform
 
 import pytest
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zoo
-from tests.models.runs import noting_kept
+from tests.models.runs import language_step_peak, noting_kept
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.models.gpt2 import GPT2
@@ -127,6 +128,31 @@ def test_loss_is_the_cross_entropy_of_the_scores(chunk_tokens):
     loss = model(tokens, targets=targets)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     assert chunk_tokens < 60 or torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize("shape", [(4, 96), (4, 128)])
+def test_the_chosen_chunk_takes_no_more_than_the_best_of_several(shape):
+    sizes = {"width": 64, "depth": 4, "heads": 4, "vocabulary": 5000, "positions": 128}
+    peak = functools.partial(language_step_peak, zoo.gpt2_small, shape, **sizes)
+    given = [peak(chunk_tokens=chunk) for chunk in (16, 128, shape[0] * shape[1])]
+    chosen = peak()
+    assert chosen <= 1.01 * min(given)
+    assert chosen < 0.7 * max(given), "one chunk for all takes much more"
+
+
+def test_with_and_without_a_plan_the_chosen_chunk_and_the_bits_are_the_same():
+    sizes, records = {**SMALL, "vocabulary": 5000}, []
+    for checkpoint, chunk in ((False, None), (True, None), (False, 32), (False, 7)):
+        torch.manual_seed(0)
+        model = attach(GPT2(**sizes, chunk_tokens=chunk), checkpoint)
+        record, _ = run(model, lambda model: model(*text()))
+        records.append((len(model.steps_for(*text())), record))
+    baseline, planned, same, other = records
+    assert baseline[0] == planned[0] == same[0] == other[0] - 7  # 60 tokens: 2 chunks, and 9
+    assert_close(planned[1], baseline[1])
+    assert_close(same[1], baseline[1])
+    with pytest.raises(AssertionError):
+        assert_close(other[1], baseline[1])
 
 
 def test_every_exact_head_gives_the_same_bits():

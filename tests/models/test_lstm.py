@@ -1,4 +1,5 @@
 import copy
+import functools
 import os
 import pickle
 import subprocess
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zoo
-from tests.models.runs import noting_kept
+from tests.models.runs import language_step_peak, noting_kept
 from zoo.chain import outline
 from zoo.errors import ArgumentError, InputError
 from zoo.policy.options import attach
@@ -107,6 +108,46 @@ def test_chunks_change_rounding_only(factory):
     torch.testing.assert_close(losses[1], losses[0])
     torch.testing.assert_close(gradients(chunked), gradients(whole))
     torch.testing.assert_close(chunked(tokens), whole(tokens))
+
+
+@pytest.mark.parametrize("shape", [(64, 8), (100, 16)])
+def test_the_chosen_chunks_take_no_more_than_the_best_of_several(shape):
+    sizes = {"vocabulary": 5000, "embedding": 64, "hidden": 64}
+    peak = functools.partial(language_step_peak, zoo.lstm, shape, **sizes)
+    pairs = [(5, 32), (20, 64), (shape[0], 64)]
+    given = [peak(chunk_steps=steps, chunk_tokens=tokens) for steps, tokens in pairs]
+    chosen = peak()
+    assert chosen <= 1.01 * min(given)
+    assert chosen < 0.9 * max(given)
+
+
+@BOTH
+def test_with_and_without_a_plan_the_chosen_chunks_and_the_bits_are_the_same(factory):
+    tokens, targets = text()
+    sizes = {"vocabulary": 5000, "drop_rate": 0.3}
+    found = []
+    for checkpoint, steps, chunk in ((False, None, None), (True, None, None), (False, 8, 24)):
+        model = small(factory, **sizes, chunk_steps=steps, chunk_tokens=chunk)
+        model = attach(model, checkpoint)
+        torch.manual_seed(5)
+        loss = model(tokens, targets=targets)[0]
+        loss.backward()
+        listed = outline(model.steps_for(tokens, targets)).blocks
+        found.append((listed, loss.detach(), gradients(model)))
+    for other in found[1:]:
+        assert other[0] == found[0][0]
+        torch.testing.assert_close(other[1:], found[0][1:], rtol=0, atol=0)
+
+
+def test_a_short_text_is_one_chunk_and_given_chunks_win():
+    def blocks(**chunks):
+        model = small(zoo.lstm, vocabulary=5000, **chunks)
+        return max(outline(model.steps_for(tokens, tokens)).blocks) + 1
+
+    tokens = torch.zeros(8, 4, dtype=torch.int64)
+    assert blocks(chunk_steps=None, chunk_tokens=None) == blocks(chunk_steps=8, chunk_tokens=32)
+    assert blocks(chunk_steps=None, chunk_tokens=8) == blocks(chunk_steps=8, chunk_tokens=8)
+    assert blocks(chunk_steps=4, chunk_tokens=None) == blocks(chunk_steps=4, chunk_tokens=16)
 
 
 @BOTH

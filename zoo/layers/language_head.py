@@ -47,6 +47,11 @@ from zoo.layers.shared_weight import (
 )
 
 HEADS = ("inplace", "plain", "fused")
+# the widths of a token that a layer's backward holds at least: of a transformer's MLP 4 before its
+# activation and 4 behind it, of an LSTM 4 gates, cell, hidden, input and mask
+WIDTHS = 8
+# below so many rows a matrix product does little but read the decoder's weight
+ROWS = 32
 # rows are processed in as many parts: small beside the logits, large enough to keep kernels busy
 PARTS = 8
 SUM = 2  # `reduction="sum"`, as the operators of torch count
@@ -92,6 +97,27 @@ class Head:
         total, count = state[self.carried :]
         loss: Tensor = total / count
         return (*state[: self.carried], loss) if self.carried else loss
+
+
+def choose_chunk_tokens(tokens: int, width: int, vocabulary: int) -> int:
+    """Returns how many of the tokens that a layer holds at once are decoded at a time.
+
+    A chunk's logits take about as many bytes as `WIDTHS` widths of all these tokens, which the
+    layer's backward holds too. So they do not raise the peak, smaller chunks would hardly lower it,
+    and it stays so for any number of tokens. The number is rounded up to a multiple of `ROWS`.
+
+        tokens  width  vocabulary   chunk   its logits
+           256    768       50257      32      6.1 MiB
+          1024    384       50257      64     12.3 MiB
+         16384    768       50257    2016      387 MiB
+           150    400       33278      32      4.1 MiB
+            60     64         101      60       24 KiB    one chunk
+
+    It depends on shapes alone, never on a plan: other chunks sum in another order, so baseline and
+    checkpointed model must have the same.
+    """
+    rows = WIDTHS * width * tokens // vocabulary
+    return min(tokens, ROWS * max(ceil(rows / ROWS), 1))
 
 
 def make_head(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zoo.chain import Chain, Steps, spread
 from zoo.layers.checks import check_choice, check_integers, check_rates, check_tokens
 from zoo.layers.drop_path import drop_path_rates
-from zoo.layers.language_head import HEADS, make_head
+from zoo.layers.language_head import HEADS, choose_chunk_tokens, make_head
 from zoo.layers.shared_weight import SharedWeight
 from zoo.layers.transformer import TransformerBlock
 
@@ -47,7 +47,9 @@ class GPT2(Chain):
     and T at most `positions`. `depth` blocks of `width` channels in `heads` heads; the embedding of
     the tokens is also the decoder's weight. `drop_rate` is the dropout of embedding, attention and
     residuals, `drop_path_rate` the stochastic depth of the last block, rising linearly from 0 at
-    the first (not in the paper). The loss decodes `chunk_tokens` tokens at a time.
+    the first (not in the paper). The loss decodes `chunk_tokens` tokens at a time; None chooses by
+    the tokens of each input, so that a chunk's logits take no more than a block's activations
+    (`layers.language_head.choose_chunk_tokens`): the same with and without a plan.
 
     `head` "inplace" writes the gradient of the logits over them; "plain" is `F.cross_entropy`, the
     same bits in three times the memory; "fused" computes the gradients in the forward and saves no
@@ -71,12 +73,14 @@ class GPT2(Chain):
         positions: int = 1024,
         drop_rate: float = 0.1,
         drop_path_rate: float = 0.0,
-        chunk_tokens: int = 64,
+        chunk_tokens: int | None = None,
         head: str = "inplace",
     ) -> None:
         super().__init__()
         check_integers("GPT2", width=width, depth=depth, vocabulary=vocabulary)
-        check_integers("GPT2", positions=positions, chunk_tokens=chunk_tokens)
+        check_integers("GPT2", positions=positions)
+        if chunk_tokens is not None:
+            check_integers("GPT2", chunk_tokens=chunk_tokens)
         check_choice("GPT2", "head", head, HEADS)
         check_rates("GPT2", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         self.positions = positions
@@ -122,7 +126,9 @@ class GPT2(Chain):
         if targets is None:
             return self.steps()
         weight = SharedWeight(self.token_embedding.weight)
-        head = make_head(self.head, weight, self.chunk_tokens)
+        width, vocabulary = self.token_embedding.embedding_dim, sizes["vocabulary"]
+        chunk = self.chunk_tokens or choose_chunk_tokens(tokens.numel(), width, vocabulary)
+        head = make_head(self.head, weight, chunk)
         embed = partial(self.embed, weight.embedding(self.token_embedding))
         return [embed, *spread(self.blocks), self.normalize, *head.steps(tokens.numel())]
 

@@ -20,7 +20,7 @@ weights' gradients in another order: equal up to rounding.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from math import ceil
+from math import ceil, isqrt
 from typing import Any, ClassVar, cast
 
 import torch
@@ -30,7 +30,7 @@ from zoo._torch import HAS_MKLDNN
 from zoo.chain import Chain, State, Steps
 from zoo.errors import ArgumentError, InputError
 from zoo.layers.checks import IGNORED, check_choice, check_integers, check_rates, check_tokens
-from zoo.layers.language_head import HEADS, make_head
+from zoo.layers.language_head import HEADS, choose_chunk_tokens, make_head
 from zoo.layers.shared_weight import SharedWeight
 
 Carried = Tensor | tuple[Tensor, ...]
@@ -45,9 +45,14 @@ class WordLanguageModel(Chain):
     The state is (hidden, cell) of an LSTM and hidden of a GRU, each (layers, N, hidden); None is
     zeros. The one returned goes in with the next batch, once detached by `model.detach(state)`.
     Targets of -100 are ignored. Dropout follows the embedding and each layer. `tied` makes the
-    embedding's weight the decoder's (arXiv:1608.05859). `chunk_steps` is the length of a chunk of
-    time; `chunk_tokens` tokens are decoded at a time: 64 times 33278 logits are 8 MiB. `head` is
-    that of `GPT2`: "inplace", "plain" or "fused".
+    embedding's weight the decoder's (arXiv:1608.05859). `head` is that of `GPT2`: "inplace",
+    "plain" or "fused".
+
+    `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are decoded at a time.
+    None, for either, chooses by the shape of each input, the same with and without a plan: about
+    sqrt(T) steps, since the states between chunks grow with their number and the activations inside
+    with their length, and one chunk up to T = 8; and so many tokens that their logits take no more
+    than the activations of a chunk of time (`layers.language_head.choose_chunk_tokens`).
 
     Embedding and decoder are drawn from (-0.1, 0.1), the decoder's bias is zero, as in torch's
     example; the layers are torch's own (Zaremba draws them from (-0.1, 0.1) too).
@@ -69,14 +74,16 @@ class WordLanguageModel(Chain):
         layers: int = 2,
         drop_rate: float = 0.2,
         tied: bool = False,
-        chunk_steps: int = 20,
-        chunk_tokens: int = 64,
+        chunk_steps: int | None = None,
+        chunk_tokens: int | None = None,
         head: str = "inplace",
     ) -> None:
         super().__init__()
         self.name = self.recurrent.__name__.lower()
         check_integers(self.name, vocabulary=vocabulary, embedding=embedding, hidden=hidden)
-        check_integers(self.name, layers=layers, chunk_steps=chunk_steps, chunk_tokens=chunk_tokens)
+        chunks = {"chunk_steps": chunk_steps, "chunk_tokens": chunk_tokens}
+        given = {name: value for name, value in chunks.items() if value is not None}
+        check_integers(self.name, layers=layers, **given)
         check_rates(self.name, drop_rate=drop_rate)
         check_choice(self.name, "head", head, HEADS)
         if tied and embedding != hidden:
@@ -126,33 +133,39 @@ class WordLanguageModel(Chain):
         length, batch = cast(Tensor, tokens).shape
         self._check_state(state, batch)
         layers = [(partial(self.recur, layer), self.drop) for layer in range(len(self.layers))]
+        chunk_steps = self.chunk_steps or _choose_chunk_steps(length)
+        chunk_tokens = self.chunk_tokens or choose_chunk_tokens(
+            min(chunk_steps, length) * batch, len(self.layers) * self.hidden, vocabulary
+        )
+        begin = partial(self.begin, chunk_steps)
         words = SharedWeight(self.embedding.weight)
         body: Steps = [partial(self.embed, words.embedding(self.embedding)), self.drop, *layers]
-        whole: list[Steps] = [[body, self.set_aside]] * ceil(length / self.chunk_steps)
+        whole: list[Steps] = [[body, self.set_aside]] * ceil(length / chunk_steps)
         if targets is None:
-            return [self.begin, *whole, [self.decode, self.finish]]
+            return [begin, *whole, [self.decode, self.finish]]
         tied = self.decoder.weight is self.embedding.weight
         decoder = words if tied else SharedWeight(self.decoder.weight)
-        head = make_head(self.head, decoder, self.chunk_tokens, self.decoder, self.carried)
+        head = make_head(self.head, decoder, chunk_tokens, self.decoder, self.carried)
         end: Steps = [head.mean, self.finish]
         if head.chunk_tokens is None:
-            return [self.begin, *whole, [self.join, head.add_loss], end]
+            return [begin, *whole, [self.join, head.add_loss], end]
         chunks: list[Steps] = []
-        for start in range(0, length, self.chunk_steps):
-            size = min(self.chunk_steps, length - start) * batch
-            chunks += [[body, self.divide], *[[head.add_loss]] * ceil(size / self.chunk_tokens)]
-        return [self.begin, *chunks, end]
+        divide = partial(self.divide, chunk_tokens)
+        for start in range(0, length, chunk_steps):
+            size = min(chunk_steps, length - start) * batch
+            chunks += [[body, divide], *[[head.add_loss]] * ceil(size / chunk_tokens)]
+        return [begin, *chunks, end]
 
-    def begin(self, tokens: Any, targets: Any, *state: Any) -> State:
+    def begin(self, chunk_steps: int, tokens: Any, targets: Any, *state: Any) -> State:
         """tokens (T, N), targets, state -> carried, total, count, tokens (t, N), targets, ..."""
         weight = self.embedding.weight
         zeros = weight.new_zeros((len(self.layers), tokens.shape[1], self.hidden))
         state = state or (zeros,) * len(self.carries)
         carried = [part for tensor in state for part in tensor.split(1)]
-        chunks = tokens.split(self.chunk_steps)
+        chunks = tokens.split(chunk_steps)
         wanted, total, count = [None] * len(chunks), None, None
         if targets is not None:
-            wanted, count = targets.split(self.chunk_steps), (targets != IGNORED).sum()
+            wanted, count = targets.split(chunk_steps), (targets != IGNORED).sum()
             total = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
         return (*carried, total, count, *chain.from_iterable(zip(chunks, wanted, strict=True)))
 
@@ -174,10 +187,10 @@ class WordLanguageModel(Chain):
         carried[own] = [after] if isinstance(after, Tensor) else after
         return self._in_hand((*carried, *state[self.carried :]), x)
 
-    def divide(self, *state: Any) -> State:
+    def divide(self, chunk_tokens: int, *state: Any) -> State:
         """..., x (t, N, hidden), targets (t, N), ... -> ..., x (tokens, hidden), targets, ..."""
         x, targets = (part.flatten(0, 1) for part in state[self.hand : self.hand + 2])
-        chunks = zip(x.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
+        chunks = zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
         return (*state[: self.hand], *chain.from_iterable(chunks), *state[self.hand + 2 :])
 
     def set_aside(self, *state: Any) -> State:
@@ -211,6 +224,21 @@ class WordLanguageModel(Chain):
                 f"{self.name} takes as state {' and '.join(self.carries)} of {shape} for {batch} "
                 f"texts; got {got}. Pass what the last batch returned, or None to begin with zeros"
             )
+
+
+def _choose_chunk_steps(length: int) -> int:
+    """Returns about sqrt(length), or 8 where that is more, such that chunks are about as long.
+
+    All chunks' states are held beside one chunk's activations, so their sum is least where neither
+    is much larger. Shorter chunks take less still with a large batch, a time step's activations
+    being about 6 times its states, but their number is what planning and Python's part take.
+
+        length          1   8   9  35  100  200  1000
+        chunk_steps     1   8   5   7   10   14    31
+        chunks          1   1   2   5   10   15    33
+    """
+    chunks = ceil(length / max(isqrt(length), 8))
+    return ceil(length / chunks)
 
 
 def _cast(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
