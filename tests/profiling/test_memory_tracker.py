@@ -212,6 +212,21 @@ def test_gradients_that_go_right_after_the_backward_were_gradients():
     assert max(timeline.curves()["gradients"]) == 16 * KIB
 
 
+@pytest.mark.parametrize("plan", [False, True])
+def test_gradients_that_the_optimizer_frees_in_the_backward_were_gradients(plan):
+    training = Training(chain(plan), images())
+    whole = training.tracked(allocator=True)
+    zoo.optimizer_in_backward(training.model, training.optimizer)
+    training.step()
+    found = training.tracked(allocator=True)
+    largest = max(4 * parameter.numel() for parameter in training.model.parameters())
+    gradients = found.curves()["gradients"]
+    assert largest <= max(gradients) < max(whole.curves()["gradients"])
+    assert gradients[-1] == 0
+    # none of them is taken for an activation
+    assert found.tensor_activation_peak == whole.tensor_activation_peak
+
+
 def test_an_optimizer_that_was_not_named_is_met_in_its_step():
     training = Training(Squares())
     with zoo.track(training.model) as timeline:

@@ -31,6 +31,7 @@ from torch.autograd.profiler import profile
 
 from zoo._torch import is_profiling, is_traceable_wrapper_subclass, pytree
 from zoo.errors import ArgumentError
+from zoo.optimizer.freed_gradient import FreedGradient
 
 # otherwise the profiler writes to stderr that it runs and that there is no GPU
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -270,7 +271,12 @@ def cuda_events(entries: Iterable[dict[str, Any]]) -> list[Event]:
 
 
 def storages_of(tensor: Any) -> list[Any]:
-    """Lists a tensor's storages in this process; for a wrapper such as DTensor, of those inside."""
+    """Lists a tensor's storages in this process; for a wrapper such as DTensor, of those inside.
+
+    A gradient that was freed has none.
+    """
+    if isinstance(tensor, FreedGradient):
+        return []
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]

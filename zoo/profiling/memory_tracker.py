@@ -7,7 +7,8 @@ its category is decided after the block:
     parameters, buffers     those of the model
     optimizer state         in `optimizer.state` after a step of any optimizer
     inputs                  given as such, or read by an operation and older than the block
-    gradients               in `.grad` of a parameter after a backward, from when they exist
+    gradients               in `.grad` of a parameter after a backward, or used in it by an
+                            optimizer in the backward; from when they exist
     recomputed              allocated in the recomputation of a part of the model
     saved activations       allocated before a backward and alive when it begins: saved tensors, and
                             outputs that the program still holds
@@ -61,6 +62,7 @@ from zoo._torch import (
 )
 from zoo.engine.recompute import is_replaying, observed, origin
 from zoo.errors import ArgumentError, shortened
+from zoo.optimizer import in_backward, independence
 from zoo.profiling.allocator import AllocatorEvents, storages_of, tensors_in
 from zoo.profiling.optimizer import is_optimizer
 from zoo.profiling.sharded import sharded_modules
@@ -195,6 +197,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hooks.enter_context(register_optimizer_step_pre_hook(self._begin_optimizer))
             hooks.enter_context(register_optimizer_step_post_hook(self._end_optimizer))
             hooks.enter_context(self._resizing())
+            hooks.enter_context(self._updating())
             hooks.enter_context(observed(lambda: self.place))
             hooks.enter_context(self)
             yield
@@ -280,6 +283,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return storage
 
         with mock.patch.object(torch.UntypedStorage, "resize_", resized):
+            yield
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Records the gradients that an optimizer in the backward uses, before they are freed."""
+        step_alone = independence.step_alone
+
+        def updated(optimizer: Any, group: Any, parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                name = self.names.get(id(parameter), "")
+                self._categorize(parameter.grad, "gradients", name)
+            step_alone(optimizer, group, parameter)
+
+        with mock.patch.object(in_backward, "step_alone", updated):
             yield
 
     def _record_result(self, storage: Any, tensor: Tensor, place: Place) -> None:
