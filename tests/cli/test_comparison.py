@@ -28,9 +28,12 @@ def even(value):
 
 
 def records(*arguments, loss="a", peak=400, whole=1000):
-    """What the cells of a config would leave: a checkpointed peak of `peak` for `whole`."""
+    """What the cells of a config would leave: a checkpointed peak of `peak` for `whole`.
+
+    Those of versions without a third variant.
+    """
     found = []
-    for cells in expand(load(arguments)):
+    for cells in expand(load([*arguments, "--no-optimizer-in-backward"])):
         timing = replace(cells["timing"], plan=PLAN)
         for kind, cell in (*list(cells.items())[:2], ("timing", timing)):
             # as a file of before tensors were counted holds it
@@ -44,6 +47,17 @@ def records(*arguments, loss="a", peak=400, whole=1000):
                 "spread": {"baseline": even(1.0), "checkpointed": even(1.5), "ratio": even(1.5)},
             })  # fmt: skip
     return found
+
+
+def with_third(found, *arguments, plan=PLAN):
+    """The records of one model, and those of its third variant as the cells would leave them."""
+    baseline, checkpointed, timing = found
+    cell = replace(expand(load(arguments))[0]["optimizer_in_backward"], plan=plan)
+    third = checkpointed | {
+        "key": cell.key(), "kind": cell.kind, "cell": asdict(cell), "memory": {"peak": 250},
+    }  # fmt: skip
+    seconds = timing["step_seconds"] | {"optimizer_in_backward": [1.25, 1.25]}
+    return [baseline, checkpointed, third, timing | {"step_seconds": seconds}]
 
 
 @pytest.fixture
@@ -70,6 +84,31 @@ def test_the_report_of_results_has_their_rows(command, results, tmp_path):
     assert found["report"] == str(tmp_path / "mine" / "report.html")
     assert "| resnet18" in page
     assert "| vnet" in page
+
+
+def test_the_report_of_three_variants_has_them_in_every_file(command, results, tmp_path):
+    asked = ("--model", "resnet18")
+    path = results(with_third(records(*asked), *asked))
+    told = command("report", str(path), "--json")
+    ((row,),) = (found["rows"] for found in json.loads(told.out))
+    assert told.code == 0
+    assert row["step_ratios"] == {"checkpointed": 1.0, "optimizer_in_backward": 0.25}
+    assert row["times"]["optimizer_in_backward"]["median"] == 1.25
+    assert (row["ratio"], row["time"]["median"], row["exact"]) == (0.4, 1.5, True)
+    told = command("report", str(path))
+    assert "+ optimizer" in told.out
+    assert "(0.250)" in told.out
+    folder = tmp_path / "mine"
+    assert "| 250 B (0.250) |" in re.sub(" +", " ", (folder / "report.md").read_text())
+    assert "peak_ratio_optimizer_in_backward" in (folder / "models.csv").read_text()
+    assert "−75.0 %" in (folder / "report.html").read_text()
+
+
+def test_a_third_variant_belongs_to_the_plan_that_it_had(results):
+    asked = ("--model", "vnet")
+    for plan, has_one in ((PLAN, True), (None, True), ("(0-36) 37-38", False)):
+        found = comparisons(with_third(records(*asked), *asked, plan=plan))
+        assert ["optimizer_in_backward" in entry for entry in found] == [has_one]
 
 
 def test_the_report_says_which_lines_it_passes_over(command, results, tmp_path):

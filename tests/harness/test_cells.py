@@ -1,4 +1,4 @@
-"""A config becomes three cells a model; equal work has equal keys, other work another."""
+"""A config becomes four cells a model; equal work has equal keys, other work another."""
 
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ from zoo.planner.plan import Plan
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {})
 CONFIG = Config("mine", (MODEL,))
+ALL = {"baseline", "checkpointed", "optimizer_in_backward", "timing"}
 
 
 def keys(**changes):
@@ -19,27 +20,41 @@ def keys(**changes):
     return {kind: cell.key() for kind, cell in cells.items()}
 
 
-def test_a_model_becomes_three_cells():
+def test_a_model_becomes_four_cells():
     cells = expand(replace(CONFIG, models=(MODEL, replace(MODEL, name="resnet34"))))
-    assert [list(entry) for entry in cells] == [["baseline", "checkpointed", "timing"]] * 2
+    kinds = ["baseline", "checkpointed", "optimizer_in_backward", "timing"]
+    assert [list(entry) for entry in cells] == [kinds] * 2
     assert [entry["timing"].model.name for entry in cells] == ["resnet18", "resnet34"]
+
+
+def test_the_optimizer_in_the_backward_can_be_left_out():
+    (cells,), (all_of_them,) = (
+        expand(replace(CONFIG, optimizer_in_backward=wanted)) for wanted in (False, True)
+    )
+    assert list(cells) == ["baseline", "checkpointed", "timing"]
+    assert [entry["timing"].optimizer_in_backward for entry in (cells, all_of_them)] == [
+        False,
+        True,
+    ]
+    same = {kind for kind in cells if cells[kind].key() == all_of_them[kind].key()}
+    assert same == {"baseline", "checkpointed"}
 
 
 def test_the_baseline_keeps_everything():
     (cells,) = expand(CONFIG)
-    assert [cells[kind].model.checkpoint for kind in cells] == [False, True, True]
+    assert [cells[kind].model.checkpoint for kind in cells] == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
     ("change", "measured_again"),
     [
-        ({"checkpoint": "sqrt"}, {"checkpointed", "timing"}),
-        ({"steps": 5}, {"baseline", "checkpointed"}),
+        ({"checkpoint": "sqrt"}, ALL - {"baseline"}),
+        ({"steps": 5}, ALL - {"timing"}),
         ({"repeats": 9}, {"timing"}),
-        ({"seed": 1}, {"baseline", "checkpointed", "timing"}),
-        ({"arguments": {"classes": 5}}, {"baseline", "checkpointed", "timing"}),
-        ({"threads": 7}, {"baseline", "checkpointed", "timing"}),
-        ({"memory_limit": "1GiB"}, {"baseline", "checkpointed", "timing"}),
+        ({"seed": 1}, ALL),
+        ({"arguments": {"classes": 5}}, ALL),
+        ({"threads": 7}, ALL),
+        ({"memory_limit": "1GiB"}, ALL),
         ({"largest_ratio": 0.5}, set()),
         ({"output": "elsewhere"}, set()),
         ({"timeout": 5}, set()),

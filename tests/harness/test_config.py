@@ -67,6 +67,7 @@ def test_arguments_of_the_command_line_join_those_of_the_file(write):
     [
         ([], "default"),
         (["--output", "there", "--fresh", "--timeout=9", "--tolerance=0.5"], "default"),
+        (["--no-optimizer-in-backward"], "default"),
         (["--model", "vnet", "lstm"], "default-vnet-lstm"),
         (["--model=vnet", "--steps=5"], "default-vnet-steps=5"),
         (["quick", "--batch-size", "16"], "quick-batch_size=16"),
@@ -74,6 +75,14 @@ def test_arguments_of_the_command_line_join_those_of_the_file(write):
 )
 def test_a_command_line_of_its_own_has_results_of_its_own(line, name):
     assert load(line).name == name
+
+
+def test_the_optimizer_in_the_backward_is_measured_unless_left_out(write):
+    path = write("models: [vnet]\noptimizer_in_backward: false")
+    given = ([], ["--no-optimizer-in-backward"], [path])
+    assert [load(line).optimizer_in_backward for line in given] == [True, False, False]
+    with pytest.raises(ConfigError, match=r"Did you mean --no-optimizer-in-backward"):
+        load(["--optimizer-in-backward"])
 
 
 def test_two_spellings_of_a_value_share_a_name():

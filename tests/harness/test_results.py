@@ -31,7 +31,9 @@ def records(name="resnet18", **model):
     found = comparison()
     for kind in KINDS:
         found[kind] |= {"key": f"{given} {kind}", "kind": kind, "cell": cell, "seconds": 1.0}
-    found["timing"] |= {"spread": {"baseline": even, "checkpointed": even, "ratio": even}}
+    kinds = ("baseline", "checkpointed", "optimizer_in_backward")
+    ratios = ("ratio", "optimizer_in_backward_ratio")
+    found["timing"] |= {"spread": dict.fromkeys((*kinds, *ratios), even)}
     found["timing"] |= {"environment": WHERE}
     return [copy.deepcopy(found[kind]) for kind in KINDS]
 
@@ -58,7 +60,7 @@ def changed(record, path, value):
 
 
 def mutants():
-    """Records with one thing changed, each in its place among the three of a comparison."""
+    """Records with one thing changed, each in its place among the four of a comparison."""
     for kind, whole in enumerate(records()):
         for number, path in enumerate(places(whole)):
             for bad in BAD if path else ():
@@ -102,6 +104,7 @@ def test_what_is_taken_for_a_record_is_reported():
         (["status"], "failed", "reason is missing"),
         (["memory"], MISSING, "memory is missing"),
         (["memory", "peak"], float("nan"), "memory.peak should be a valid integer; got nan"),
+        (["memory", "activation_peak"], MISSING, "memory.activation_peak is missing"),
         (
             ["memory", "tensor_activation_peak"],
             "1",
@@ -148,7 +151,7 @@ def test_one_bad_line_loses_no_file(tmp_path, line):
     said = []
     assert list(file.read(said.append)) == [record["key"] for record in records()]
     assert [text.split(" is passed")[0] for text in said] == [
-        f"{file.path}, line {number}," for number in (1, 5)
+        f"{file.path}, line {number}," for number in (1, 6)
     ]
 
 

@@ -14,16 +14,19 @@ from zoo.errors import ConfigError
 from zoo.harness import run as module
 from zoo.harness.cells import KINDS
 from zoo.harness.config import Config, ModelConfig
-from zoo.harness.results import Results
+from zoo.harness.results import Results, comparisons
 from zoo.harness.run import names_left, results_of, run
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {})
 MEMORY = {"memory": {"peak": 3, "activation_peak": 2}, "digests": [{"loss": "a"}]}
 SECONDS = {
-    "step_seconds": {"baseline": [1.0], "checkpointed": [1.2]},
+    "step_seconds": {"baseline": [1.0], "checkpointed": [1.2], "optimizer_in_backward": [1.1]},
     "spread": {
         name: {"median": value, "lower": value, "upper": value}
-        for name, value in (("baseline", 1.0), ("checkpointed", 1.2), ("ratio", 1.2))
+        for name, value in (
+            *(("baseline", 1.0), ("checkpointed", 1.2), ("optimizer_in_backward", 1.1)),
+            *(("ratio", 1.2), ("optimizer_in_backward_ratio", 1.1)),
+        )
     },
 }
 
@@ -76,10 +79,31 @@ def results(monkeypatch):
 def test_results_are_kept_one_line_a_cell(config, results):
     found = run(config, quiet())
     lines = results_of(config).path.read_text().splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 8
     assert [json.loads(line)["kind"] for line in lines] == list(KINDS) * 2
     assert found[1]["model"]["name"] == "resnet34"
     assert found[1]["timing"]["step_seconds"] == SECONDS["step_seconds"]
+
+
+def test_what_follows_has_the_plan_that_was_measured(config, results):
+    plans = {"checkpointed": "(0-1) 2"}
+    results(lambda cell: measured(cell) | {"plan": plans.get(cell.kind)})
+    found = run(config, quiet())
+    assert [found[0][kind]["cell"]["plan"] for kind in KINDS] == [None, None, "(0-1) 2", "(0-1) 2"]
+    assert comparisons(results_of(config).read().values()) == [
+        entry | {"model": entry["checkpointed"]["cell"]["model"]} for entry in as_stored(found)
+    ]
+
+
+def test_the_third_variant_can_be_left_out(config, results):
+    found = run(replace(config, optimizer_in_backward=False), quiet())
+    assert [list(entry) for entry in found] == [["model", "baseline", "checkpointed", "timing"]] * 2
+    assert len(results_of(config).read()) == 6
+    assert list(comparisons(results_of(config).read().values())[0]) == list(found[0])
+
+
+def as_stored(found):
+    return json.loads(json.dumps(found))
 
 
 def test_a_cell_that_dies_is_recorded_and_costs_no_other(config, monkeypatch):
@@ -87,8 +111,8 @@ def test_a_cell_that_dies_is_recorded_and_costs_no_other(config, monkeypatch):
     monkeypatch.setattr(module, "check_cells", lambda cells: None)
     first, second = run(config, quiet())
     assert first["checkpointed"]["reason"].startswith("killed by SIGKILL")
-    assert [first[kind]["status"] for kind in KINDS] == ["done", "failed", "done"]
-    assert [second[kind]["status"] for kind in KINDS] == ["done"] * 3
+    assert [first[kind]["status"] for kind in KINDS] == ["done", "failed", "done", "done"]
+    assert [second[kind]["status"] for kind in KINDS] == ["done"] * 4
     assert results_of(config).read()[first["checkpointed"]["key"]]["status"] == "failed"
 
 
@@ -96,7 +120,7 @@ def test_what_was_measured_is_not_measured_again(config, results):
     run(config, quiet())
     results(broken)
     again = run(config, quiet())
-    assert [again[1][kind]["status"] for kind in KINDS] == ["done"] * 3
+    assert [again[1][kind]["status"] for kind in KINDS] == ["done"] * 4
 
 
 def test_what_failed_is_tried_again(config, results):
@@ -128,7 +152,7 @@ def test_fresh_measures_again(config, results):
     run(config, quiet())
     results(broken)
     assert run(replace(config, fresh=True), quiet())[0]["baseline"]["status"] == "failed"
-    assert len(results_of(config).path.read_text().splitlines()) == 6
+    assert len(results_of(config).path.read_text().splitlines()) == 8
 
 
 def test_an_interruption_keeps_what_is_there_and_the_next_run_goes_on(config, results):
@@ -145,7 +169,7 @@ def test_an_interruption_keeps_what_is_there_and_the_next_run_goes_on(config, re
         run(config, quiet())
     assert len(results_of(config).read()) == 2
     run(config, quiet())
-    assert len(calls) == 3 + 4
+    assert len(calls) == 3 + 6
 
 
 def test_a_line_that_broke_off_costs_only_itself(tmp_path):
@@ -161,8 +185,10 @@ def test_progress_is_a_line_per_cell_where_there_is_no_terminal(config, results)
     console = quiet()
     run(config, console)
     lines = console.file.getvalue().splitlines()
-    assert len(lines) == 6
-    assert lines[0].startswith("[1/6] resnet18 baseline: activation peak 2 B")
+    assert len(lines) == 8
+    assert lines[0].startswith("[1/8] resnet18 baseline: step peak 3 B")
+    assert lines[2].startswith("[3/8] resnet18 optimizer in backward: step peak 3 B")
+    assert "checkpointed 1.20 s, ×1.20, optimizer in backward 1.10 s, ×1.10" in lines[3]
 
 
 @pytest.mark.parametrize(
@@ -183,9 +209,9 @@ def test_a_terminal_shows_what_runs_now_and_what_is_left(config, results):
     results(lambda cell: (seen.append(bar(console)), measured(cell))[1])
     run(config, console)
     assert "resnet18 checkpointed" in seen[1]
-    assert "1/6" in seen[1]
+    assert "1/8" in seen[1]
     assert "left: resnet18, resnet34" in seen[1]
-    assert "left" not in seen[5]
+    assert "left" not in seen[7]
 
 
 def bar(console):

@@ -13,6 +13,7 @@ from zoo.harness.cells import expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.run import run_cell
 from zoo.harness.worker import work
+from zoo.optimizer.freed_gradient import FreedGradient
 from zoo.report.rows import differences
 
 SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}
@@ -35,6 +36,39 @@ def test_checkpointed_digests_equal_the_baselines():
     assert differences(baseline["digests"], checkpointed["digests"]) == []
     assert baseline["plan"] is None
     assert "(" in checkpointed["plan"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_digests_with_the_optimizer_in_the_backward_equal_the_baselines(optimizer, dtype):
+    baseline, third = (
+        work(replace(cell, dtype=dtype, model=replace(cell.model, optimizer=optimizer)))["digests"]
+        for cell in (CELLS["baseline"], CELLS["optimizer_in_backward"])
+    )
+    # all but the gradients, which are freed
+    assert [{*step} for step in third] == [{"loss", "buffers", "parameters", "rng"}] * 2
+    assert [step | {"gradients": None} for step in third] == [
+        step | {"gradients": None} for step in baseline
+    ]
+
+
+def test_the_gradients_are_gone_from_the_peak_with_the_optimizer_in_the_backward():
+    """Wide layers and few samples: at the checkpointed peak nearly all gradients are there."""
+    wide = {"width": 64, "heads": 4, "vocabulary": 100, "depth": 8}
+    model = ModelConfig("gpt2_small", "text", 1, 8, wide)
+    (cells,) = expand(Config("mine", (model,), steps=2))
+    checkpointed, third = (work(cells[kind]) for kind in ("checkpointed", "optimizer_in_backward"))
+    memory, gradients = checkpointed["memory"], checkpointed["memory"]["resident"]["gradients"]
+    assert third["memory"]["resident"] == memory["resident"] | {"gradients": 0}
+    assert memory["peak"] - third["memory"]["peak"] > 0.8 * gradients
+    assert memory["tensor_peak"] - third["memory"]["tensor_peak"] > 0.8 * gradients
+    # it frees gradients and no activation
+    assert third["memory"]["tensor_activation_peak"] == memory["tensor_activation_peak"]
+    assert "activation_peak" not in third["memory"]
+    held, freed = (cell["timeline"]["bytes"]["gradients"] for cell in (checkpointed, third))
+    assert max(held) == gradients
+    assert 0 < max(freed) < 0.2 * gradients
+    assert freed[-1] == 0
 
 
 def test_each_step_moves_every_kind_that_a_language_model_has():
@@ -76,7 +110,7 @@ def test_the_bytes_of_tensors_are_those_of_any_processor_and_threads():
 
 def test_timing_takes_as_many_pairs_as_asked():
     seconds = work(CELLS["timing"])["step_seconds"]
-    assert [len(values) for values in seconds.values()] == [3, 3]
+    assert [len(values) for values in seconds.values()] == [3, 3, 3]
     assert min(map(min, seconds.values())) > 0
 
 
@@ -84,22 +118,35 @@ def test_variants_take_turns_so_that_a_disturbance_hurts_both_alike(monkeypatch)
     order = []
 
     def seconds(training, batch):
-        order.append("A" if training.model.runner is None else "B")
+        training.step(batch)
+        is_freed = any(isinstance(p.grad, FreedGradient) for p in training.model.parameters())
+        order.append("C" if is_freed else "A" if training.model.runner is None else "B")
         return float(len(order))
 
     monkeypatch.setattr(worker, "_seconds", seconds)
     result = work(CELLS["timing"])
+    assert "".join(order) == "ABCCBAABC"
+    assert result["step_seconds"] == {
+        "baseline": [1, 6, 7],
+        "checkpointed": [2, 5, 8],
+        "optimizer_in_backward": [3, 4, 9],
+    }
+    order.clear()
+    result = work(replace(CELLS["timing"], optimizer_in_backward=False))
     assert "".join(order) == "ABBAAB"
     assert result["step_seconds"] == {"baseline": [1, 4, 5], "checkpointed": [2, 3, 6]}
+    assert list(result["spread"]) == ["baseline", "checkpointed", "ratio"]
 
 
 def test_the_spread_of_the_repeats_is_stored_beside_them(monkeypatch):
-    times = iter([1.0, 2.0, 6.0, 2.0, 4.0, 4.0])
+    times = iter([1.0, 2.0, 3.0, 8.0, 6.0, 2.0, 4.0, 4.0, 4.0])
     monkeypatch.setattr(worker, "_seconds", lambda training, batch: next(times))
     result = work(CELLS["timing"])
-    # A 1, B 2; B 6, A 2; A 4, B 4
+    # A 1, B 2, C 3; C 8, B 6, A 2; A 4, B 4, C 4
     assert result["spread"]["baseline"] == {"median": 2.0, "lower": 1.5, "upper": 3.0}
     assert result["spread"]["ratio"] == {"median": 2.0, "lower": 1.5, "upper": 2.5}
+    third = {"median": 3.0, "lower": 2.0, "upper": 3.5}
+    assert result["spread"]["optimizer_in_backward_ratio"] == third
 
 
 def test_what_is_timed_is_the_plan_of_the_cell(monkeypatch):

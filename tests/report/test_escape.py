@@ -30,7 +30,7 @@ def hostile():
     where = dict.fromkeys(("device", "torch", "python", "zoo"), HOSTILE) | {"threads": 2}
     failed = {"status": "failed", "reason": HOSTILE}
     found = comparison(name=HOSTILE, timing=failed) | {"model": model | {"checkpoint": HOSTILE}}
-    for kind in ("baseline", "checkpointed"):
+    for kind in ("baseline", "checkpointed", "optimizer_in_backward"):
         found[kind] |= {"environment": where}
     found["baseline"]["chain"] |= {"names": [HOSTILE] * len(NAMES)}
     return [found]

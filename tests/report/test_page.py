@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.report.recorded import MIB, comparison, plain
+from tests.report.recorded import MIB, comparison, older, plain
 from zoo.report.charts import CATEGORIES, categories_chart
 from zoo.report.interactive import interactive
 from zoo.report.page import page
@@ -84,7 +84,7 @@ def text() -> str:
 def test_every_size_is_the_one_in_the_results_of_the_page(text: str) -> None:
     results = json.loads(files(text)["mine.json"])["comparisons"]
     sizes = [found for found in Elements(text).all("data") if "data-from" in found[0]]
-    assert len(sizes) == 2 * 31
+    assert len(sizes) == 2 * 38
     for attributes, shown in sizes:
         value = results
         for part in str(attributes["data-from"]).split("/"):
@@ -98,14 +98,48 @@ def test_what_follows_from_the_results_is_computed_right(text: str) -> None:
     derived = [found for found in Elements(text).all("data") if "data-from" not in found[0]]
     shown = {written: float(str(attributes["value"])) for attributes, written in derived}
     ratios = [peaks.ratio for peaks in (row.peak, row.activation_peak, row.tensor_activation_peak)]
-    for ratio in ratios:
+    whole = row.peak.ratio_of("optimizer_in_backward")
+    for ratio in (whole, *ratios):
         assert ratio is not None
-        assert shown[f"{ratio:.3f}"] in ratios
-    assert ratios[0] is not None
-    assert row.time is not None
-    assert shown[f"−{100 * (1 - ratios[0]):.1f} %"] == 1 - ratios[0]
-    assert shown[f"×{row.time.median:.2f}"] == row.time.median == 1.3
+        assert shown[f"{ratio:.3f}"] in (whole, *ratios)
+    assert whole is not None
+    assert shown[f"−{100 * (1 - whole):.1f} %"] == 1 - whole
+    for kind, median in (("checkpointed", 1.3), ("optimizer_in_backward", 1.25)):
+        spread = row.times[kind].spread
+        assert spread is not None
+        assert shown[f"×{spread.median:.2f}"] == spread.median == median
     assert shown["25.56 M"] == 25_557_032
+
+
+def cards(text: str) -> list[str]:
+    found = re.findall(r'<li class="card">(.*?)</li>', text, re.DOTALL)
+    return [" ".join(re.sub("<[^>]+>", "", card).split()) for card in found]
+
+
+def test_a_card_headlines_the_whole_step_of_the_last_variant() -> None:
+    """13 MiB, 8 MiB and 7 MiB with the parameters; 10 MiB, 5 MiB and 4 MiB of activations."""
+    failed = comparison(optimizer_in_backward=FAILED)
+    unfit = comparison(baseline={"status": "does not fit", "reason": "needs more"})
+    text = page([comparison(), older(comparison()), failed, unfit], HEADING)
+    three, two, without, small = cards(text)
+    whole = "peak of the whole training step, checkpointed"
+    assert f"−46.2 % {whole} + optimizer in backward" in three
+    assert "baseline 13.0 MiB checkpointed 8.00 MiB (0.615)" in three
+    assert "+ optimizer in backward 7.00 MiB (0.538)" in three
+    for card in (two, without):
+        assert f"−38.5 % {whole} baseline 13.0 MiB checkpointed 8.00 MiB (0.615) time" in card
+    assert "peak of the whole" not in small
+
+
+def test_a_page_of_older_results_shows_their_two_variants() -> None:
+    text = page([older(comparison())], HEADING)
+    pictures = json.loads(packed(text, "pictures"))
+    assert [name for name in pictures if name.startswith("model-0")] == [
+        *("model-0-memory", "model-0-activations", "model-0-baseline", "model-0-checkpointed"),
+        *("model-0-plan", "model-0-frontier"),
+    ]
+    shown, _, _ = text.partition('id="words"')
+    assert "optimizer in backward" not in shown
 
 
 def test_the_results_and_tables_are_in_the_page(text: str) -> None:
@@ -124,7 +158,7 @@ def test_each_place_has_a_picture_and_each_picture_a_place_a_name_and_a_table(te
     elements = Elements(text)
     places = [a for a, _ in elements.all("div") if a.get("class") == "picture"]
     assert [place["id"] for place in places] == list(json.loads(packed(text, "pictures")))
-    assert len(places) == 2 * 6
+    assert len(places) == 2 * 7
     assert all(place["aria-label"] and place["role"] == "img" for place in places)
     figures = text.split('<div class="figure"')[1:]
     assert all("<table" in figure for figure in figures)
@@ -142,7 +176,7 @@ def test_pictures_show_the_recorded_numbers(text: str) -> None:
     for number, sizes in enumerate(reversed(recorded.values())):
         assert total[f"tip {number}"][:-1] == [*map(format_bytes, sizes)]
     curves = [c["y"] for c in columns(pictures["model-0-memory"]) if "low" in c]
-    assert [max(curve) for curve in curves] == [13.0, 8.0]
+    assert [max(curve) for curve in curves] == [13.0, 8.0, 7.0]
     spots = [c["x"] for c in columns(pictures["model-0-frontier"]) if "tip 0" in c]
     assert spots == [[6.0, 8.0, 13.0], [13.0], [6.0], [9.0], [8.0], [13.0], [8.0]]
 
@@ -202,7 +236,8 @@ def test_headings_descend_and_names_are_there_once(text: str) -> None:
 def test_colors_that_pictures_name_are_in_the_style_sheet(text: str) -> None:
     style, _, _ = text.partition("</style>")
     roles = re.findall(r'"\w+_color","([a-z-]+)"', packed(text, "pictures"))
-    assert {"baseline", "checkpointed", "in-recompute", "saved-activations"} <= set(roles)
+    variants = {"baseline", "checkpointed", "optimizer-in-backward"}
+    assert variants | {"in-recompute", "saved-activations"} <= set(roles)
     assert all(f"--{role}:" in style for role in roles)
 
 
@@ -219,7 +254,8 @@ def test_what_was_not_recorded_is_left_out_and_said() -> None:
 def test_a_plan_that_recomputes_nothing_has_no_recomputation_in_its_picture() -> None:
     found, legend = comparison(), "recomputation</li>"
     told = [" ".join(page([found], HEADING).split())]
-    found["checkpointed"]["timeline"] = found["baseline"]["timeline"]
+    for kind in ("checkpointed", "optimizer_in_backward"):
+        found[kind]["timeline"] = found["baseline"]["timeline"]
     told.append(" ".join(page([found], HEADING).split()))
     assert [text.count(legend) - text.count(f"no {legend}") for text in told] == [1, 0]
 

@@ -77,9 +77,9 @@ def test_every_picture_is_drawn_and_nothing_is_wider_than_the_screen(
     look: Any, size: str, scheme: str
 ) -> None:
     page = look(size, scheme)
-    assert page.locator("html").get_attribute("data-drawn") == "12"
+    assert page.locator("html").get_attribute("data-drawn") == "14"
     places = page.locator(".picture:visible")
-    assert places.count() == 10
+    assert places.count() == 12
     for place in places.all():
         assert place.evaluate("place => place.firstElementChild.shadowRoot !== null")
         box = place.bounding_box()
@@ -159,7 +159,7 @@ def test_prints_show_pictures_of_the_day(look: Any) -> None:
     page = look("desktop", "dark")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print")
-    assert page.locator(".picture > canvas:visible").count() == 10
+    assert page.locator(".picture > canvas:visible").count() == 12
     assert not page.locator(".tools").first.is_visible()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator(".picture > canvas").count() == 0

@@ -12,11 +12,21 @@ from tests.report import recorded
 from tests.report.recorded import WHERE
 from zoo.report.page import page
 from zoo.report.report import show, write_report
-from zoo.report.rows import heading, rows, spread, words
+from zoo.report.rows import VARIANTS, columns, heading, rows, spread, words
 
 MODEL = recorded.MODEL | {"largest_ratio": 0.3}
 DONE = {"status": "done"}
 SECONDS = {"baseline": [1.0, 2.0, 4.0], "checkpointed": [1.5, 2.2, 5.2]}
+
+
+THIRD = {
+    "status": "done",
+    "parameters": 25_557_032,
+    "memory": {"peak": 10**8, "tensor_peak": 10**8 - 5, "tensor_activation_peak": 250},
+    "digests": [{"loss": "a"}, {"loss": "a"}],
+}
+UNFIT = {"status": "does not fit", "reason": "needs more"}
+FAILED = {"status": "failed", "reason": "killed by SIGKILL"}
 
 
 def record(activation_peak, loss="a", tensors=None, **more):
@@ -29,7 +39,7 @@ def record(activation_peak, loss="a", tensors=None, **more):
             "tensor_peak": activation_peak + 10**8,
             "tensor_activation_peak": activation_peak if tensors is None else tensors,
         },
-        "digests": [{"loss": "a"}, {"loss": loss}],
+        "digests": [{"loss": "a", "gradients": "g"}, {"loss": loss, "gradients": "g"}],
         "environment": WHERE,
         "cell": {"device": "cpu", "dtype": "float32"},
         **more,
@@ -46,6 +56,19 @@ def comparison(activation_peak=250, loss="a", **cells):
     }
 
 
+def three(**cells):
+    """A comparison of three variants."""
+    third = [1.2, 2.6, 4.4]
+    timing = {"status": "done", "step_seconds": SECONDS | {"optimizer_in_backward": third}}
+    return comparison(**{"optimizer_in_backward": THIRD, "timing": timing, **cells})
+
+
+def cells(row, kinds=("baseline", "checkpointed")):
+    """A row's cells by their columns."""
+    shown = {kind: VARIANTS[kind] for kind in kinds}
+    return dict(zip(columns(shown), words(row, shown), strict=True))
+
+
 def table(page, name):
     return list(csv.DictReader(page.with_name(name).read_text().splitlines()))
 
@@ -55,10 +78,96 @@ def test_numbers_are_those_of_the_records():
     assert (row.model, row.batch, row.parameters) == ("resnet50", "4×224×224", 25_557_032)
     assert (row.peak.baseline, row.peak.checkpointed) == (10**9 + 1000, 10**9 + 250)
     assert (row.activation_peak.ratio, row.exact, row.faults) == (0.25, True, ())
-    assert row.time_ratios == [1.5, 2.2 / 2.0, 5.2 / 4.0]
-    assert row.time.median == statistics.median(row.time_ratios)
-    assert row.time.lower == pytest.approx(1.2)
-    assert row.time.upper == pytest.approx(1.4)
+    times = row.times["checkpointed"]
+    assert times.pairs == [1.5, 2.2 / 2.0, 5.2 / 4.0]
+    assert times.spread.median == statistics.median(times.pairs)
+    assert times.spread.lower == pytest.approx(1.2)
+    assert times.spread.upper == pytest.approx(1.4)
+
+
+def test_a_third_variant_is_measured_against_the_same_baseline():
+    (row,) = rows([three()])
+    assert row.variants == list(VARIANTS)
+    assert row.peak.optimizer_in_backward == 10**8
+    assert row.peak.ratio_of("optimizer_in_backward") == 10**8 / (10**9 + 1000)
+    assert row.times["optimizer_in_backward"].pairs == [1.2, 2.6 / 2.0, 4.4 / 4.0]
+    assert (row.exact, row.faults) == (True, ())
+    # the columns of the whole step come first, then the activations
+    found = cells(row, VARIANTS)
+    assert [*found][3:8] == [
+        *("step peak: baseline", "step peak: checkpointed"),
+        *("step peak: + optimizer in backward", "activation peak", "of tensors alone"),
+    ]
+    assert found["step peak: baseline"] == "954 MiB"
+    assert found["step peak: checkpointed"] == "954 MiB (1.000)"
+    assert found["step peak: + optimizer in backward"] == "95.4 MiB (0.100)"
+    assert found["activation peak"] == "1000 B → 250 B (0.250)"
+    assert found["step time: + optimizer in backward"] == "×1.20 n=3"
+
+
+@pytest.mark.parametrize("name", ["loss", "parameters", "buffers", "rng"])
+def test_a_third_variant_is_compared_in_all_but_its_freed_gradients(name):
+    """A digest of it that differs, or that the baseline alone has, is a fault."""
+    digests = [{"loss": "a", "gradients": "g", name: "a"}] * 2
+    whole = {"baseline": record(1000), "checkpointed": record(250)}
+    found = {kind: whole[kind] | {"digests": digests} for kind in whole}
+    same = THIRD | {"digests": [{"loss": "a", name: "a"}] * 2}
+    assert rows([three(**found, optimizer_in_backward=same)])[0].exact is True
+    other = THIRD | {"digests": [{"loss": "a", name: "a"}, {"loss": "a", name: "b"}]}
+    lacking = THIRD | {"digests": [{}, {}]} if name == "loss" else THIRD
+    for third, step in ((other, 2), (lacking, 1)):
+        (row,) = rows([three(**found, optimizer_in_backward=third)])
+        assert row.exact is False
+        (fault,) = row.faults
+        assert fault.startswith("resnet50 with the optimizer in the backward is not exact: it ")
+        assert f"{name} from step {step} on" in fault
+
+
+def test_a_checkpointed_model_without_gradients_is_not_exact():
+    lacking = record(250) | {"digests": [{"loss": "a"}] * 2}
+    (row,) = rows([three(checkpointed=lacking)])
+    assert row.faults == ("resnet50 is not exact: it differs in gradients from step 1 on",)
+
+
+def test_a_third_variant_that_is_not_there_is_a_fault_and_the_rest_is_shown():
+    (row,) = rows([three(optimizer_in_backward=FAILED)])
+    assert row.faults == ("resnet50 optimizer in backward failed: killed by SIGKILL",)
+    assert (row.exact, row.peak.ratio) == (None, (10**9 + 250) / (10**9 + 1000))
+    (row,) = rows([three(optimizer_in_backward=UNFIT)])
+    assert row.faults == ("resnet50 optimizer in backward does not fit: needs more",)
+    assert cells(row, VARIANTS)["step peak: + optimizer in backward"] == "does not fit"
+
+
+def test_rows_of_two_and_of_three_variants_share_a_table(tmp_path):
+    found = [three(), comparison()]
+    console = Console(file=io.StringIO(), width=260)
+    show(rows(found), "Title", console)
+    assert "step peak: + optimizer in backward" in console.file.getvalue()
+    written = write_report(rows(found), heading(found, "mine", "command"), tmp_path)
+    assert [
+        entry["peak_bytes_optimizer_in_backward"] for entry in table(written, "models.csv")
+    ] == [
+        "100000000",
+        "",
+    ]
+    seconds = [entry["seconds_optimizer_in_backward"] for entry in table(written, "timings.csv")]
+    assert seconds == ["1.2", "2.6", "4.4", "", "", ""]
+    lines = [line for line in written.read_text().splitlines() if line.startswith("| resnet50")]
+    assert "95.4 MiB (0.100)" in lines[0]
+    assert len({line.count("|") for line in lines}) == 1
+    assert page(found, heading(found, "mine", "command"))
+
+
+def test_results_of_two_variants_have_no_column_of_a_third(tmp_path):
+    found = [comparison()]
+    console = Console(file=io.StringIO(), width=200)
+    show(rows(found), "Title", console)
+    written = write_report(rows(found), heading(found, "mine", "command"), tmp_path)
+    (table_line,) = re.findall(r"\| model .*", written.read_text())
+    texts = (console.file.getvalue(), table_line, written.with_name("models.csv").read_text())
+    assert not any(re.search("optimizer.in.backward", text) for text in texts)
+    shown, _, _ = page(found, heading(found, "mine", "command")).partition('id="words"')
+    assert "+ optimizer in backward" not in shown
 
 
 def test_one_value_is_its_own_spread():
@@ -85,7 +194,8 @@ def test_the_floor_is_about_tensors_whatever_kernels_take_on_this_processor():
     (row,) = rows([comparison(**workspaces)])
     assert (row.activation_peak.ratio, row.tensor_activation_peak.ratio) == (0.9, 0.3)
     assert row.faults == ()
-    assert words(row)[4:6] == ["1000 B → 900 B (0.900)", "1000 B → 300 B (0.300)"]
+    assert cells(row)["activation peak"] == "1000 B → 900 B (0.900)"
+    assert cells(row)["of tensors alone"] == "1000 B → 300 B (0.300)"
     (row,) = rows([comparison(checkpointed=record(100, tensors=301))])
     assert "keeps 0.301" in row.faults[0]
 
@@ -97,7 +207,8 @@ def test_results_from_before_tensors_were_counted_are_shown_without():
     (row,) = rows([comparison(**older)])
     assert (row.activation_peak.ratio, row.tensor_activation_peak.ratio) == (0.9, None)
     assert row.faults == ()
-    assert words(row)[4:6] == ["1000 B → 900 B (0.900)", "— → —"]
+    assert cells(row)["activation peak"] == "1000 B → 900 B (0.900)"
+    assert cells(row)["of tensors alone"] == "— → —"
 
 
 def test_an_optimizer_other_than_the_usual_one_is_named():
@@ -112,12 +223,12 @@ def test_an_optimizer_other_than_the_usual_one_is_named():
 def test_a_failed_cell_is_a_fault_and_the_rest_is_shown(kind):
     (row,) = rows([comparison(**{kind: {"status": "failed", "reason": "killed by SIGKILL"}})])
     assert row.faults == (f"resnet50 {kind} failed: killed by SIGKILL",)
-    assert (row.time is None) == (kind == "timing")
+    assert (row.times["checkpointed"].spread is None) == (kind == "timing")
     assert row.parameters == 25_557_032
 
 
 def test_the_table_says_what_the_rows_say():
-    console = Console(file=io.StringIO(), width=160)
+    console = Console(file=io.StringIO(), width=220)
     show(rows([comparison(loss="b")]), "Title", console)
     shown = console.file.getvalue()
     for text in ("25.56 M", "1000 B → 250 B (0.250)", "×1.30 n=3", "NO", "from step 2"):
@@ -129,7 +240,8 @@ def test_a_baseline_that_does_not_fit_is_a_result_and_no_fault():
     unfit = {"status": "does not fit", "reason": "needs more"}
     (row,) = rows([comparison(baseline=unfit, timing=unfit)])
     assert (row.faults, row.activation_peak.ratio, row.exact) == ((), None, None)
-    assert words(row)[4] == "does not fit → 250 B"
+    assert cells(row)["step peak: baseline"] == "does not fit"
+    assert cells(row)["activation peak"] == "does not fit → 250 B"
     (row,) = rows([comparison(checkpointed=unfit)])
     assert row.faults == ("resnet50 checkpointed does not fit: needs more",)
 
@@ -138,7 +250,7 @@ def test_rows_tell_models_apart_by_their_arguments():
     arguments = {"image_size": 224, "classes": 10}
     model = MODEL | {"arguments": arguments, "checkpoint": "sqrt"}
     (row,) = rows([comparison() | {"model": model}])
-    assert words(row)[0] == "resnet50 (checkpoint=sqrt, classes=10)"
+    assert cells(row)["model"] == "resnet50 (checkpoint=sqrt, classes=10)"
     assert rows([comparison()])[0].label == "resnet50"
 
 
@@ -153,8 +265,8 @@ def test_rows_tell_models_apart_by_their_arguments():
 def test_quartiles_are_those_of_at_least_five_pairs_and_their_number_is_said(ratios, said):
     seconds = {"baseline": [1.0] * len(ratios), "checkpointed": ratios}
     found = [comparison(timing={"status": "done", "step_seconds": seconds})]
-    assert words(rows(found)[0])[6] == said
-    console = Console(file=io.StringIO(), width=160)
+    assert cells(rows(found)[0])["step time: checkpointed"] == said
+    console = Console(file=io.StringIO(), width=220)
     show(rows(found), "Title", console)
     assert said in console.file.getvalue()
     text = re.sub(r"<[^>]+>", "", page(found, heading(found, "mine", "command")))
@@ -173,14 +285,22 @@ def test_a_cell_without_a_number_is_in_the_picture(tmp_path):
 
 
 @pytest.mark.parametrize("width", [70, 80, 90, 100, 110, 120, 140])
-def test_the_table_fits_the_terminal_and_cuts_no_number(width):
+@pytest.mark.parametrize("made", [comparison, three])
+def test_the_table_fits_the_terminal_and_cuts_no_number(width, made):
     console = Console(file=io.StringIO(), width=width)
     seconds = {"baseline": [1.0] * 5, "checkpointed": [1.0, 1.1, 1.1, 1.2, 1.9]}
-    show(rows([comparison(timing={"step_seconds": seconds} | DONE)]), "Title", console)
+    if made is three:
+        seconds["optimizer_in_backward"] = [1.3] * 5
+    show(rows([made(timing={"step_seconds": seconds} | DONE)]), "Title", console)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in console.file.getvalue()
-    for number in ("1000 B", "250 B", "0.250", "×1.10", "[1.10, 1.20]", "n=5"):
+    numbers = {"954 MiB", "(1.000)", "×1.10", "[1.10, 1.20]", "n=5"}
+    # a terminal too narrow for all of three shows their whole step
+    activations = {"1000 B", "250 B", "0.250"} if made is comparison or width >= 100 else set()
+    third = {"95.4 MiB", "(0.100)"} if made is three else set()
+    third |= {"×1.30"} if made is three and width >= 90 else set()
+    for number in numbers | activations | third:
         assert number in console.file.getvalue()
 
 

@@ -28,7 +28,7 @@ from zoo.harness.results import Results, comparisons
 from zoo.harness.run import results_of, run
 from zoo.report.page import page
 from zoo.report.report import show, write_report
-from zoo.report.rows import Row, heading, rows
+from zoo.report.rows import Row, TimeRatios, heading, rows
 
 
 def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answer:
@@ -125,10 +125,16 @@ def _row_data(row: Row) -> dict[str, Any]:
     return {
         **asdict(row),
         "step_ratio": row.peak.ratio,
+        "step_ratios": {kind: row.peak.ratio_of(kind) for kind in row.times},
         "ratio": row.activation_peak.ratio,
         "tensor_ratio": row.tensor_activation_peak.ratio,
-        "time": None if row.time is None else asdict(row.time),
+        "time": _spread(row.times["checkpointed"]),
+        "times": {kind: _spread(ratios) for kind, ratios in row.times.items()},
     }
+
+
+def _spread(ratios: TimeRatios) -> dict[str, float] | None:
+    return None if ratios.spread is None else asdict(ratios.spread)
 
 
 def _console(as_json: bool) -> Console:

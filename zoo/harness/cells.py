@@ -1,10 +1,12 @@
 """Cells of a comparison: the units of work that each run in a process of their own.
 
-Each model of a config becomes three. One whose key already has a result is not measured again.
+Each model of a config becomes four. One whose key already has a result is not measured again.
 
-    baseline       steps with digests, the last with its memory traced, no recomputation
-    checkpointed   the same with the plan
-    timing         one model with and without its plan on the same batches, step by step in turn
+    baseline                steps with digests, the last with its memory traced, no recomputation
+    checkpointed            the same with the plan
+    optimizer_in_backward   the same with the plan and `zoo.optimizer_in_backward`, unless the
+                            config leaves it out
+    timing                  one model as each of these on the same batches, step by step in turn
 """
 
 import hashlib
@@ -22,13 +24,16 @@ from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
 from zoo.report import rows
 
-Kind = Literal["baseline", "checkpointed", "timing"]
+Kind = Literal["baseline", "checkpointed", "optimizer_in_backward", "timing"]
 KINDS: Sequence[Kind] = get_args(Kind)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One process's work; `memory_limit` is in bytes, `plan` replaces the model's `checkpoint`."""
+    """One process's work; `memory_limit` is in bytes, `plan` replaces the model's `checkpoint`.
+
+    `optimizer_in_backward` adds that variant to those which are timed.
+    """
 
     kind: Kind
     model: ModelConfig
@@ -41,6 +46,7 @@ class Cell:
     memory_limit: int | None = None
     frontier: bool = False
     plan: str | None = None
+    optimizer_in_backward: bool = False
 
     @property
     def checkpoint(self) -> bool | int | str | Plan:
@@ -56,8 +62,11 @@ class Cell:
 
 
 def expand(config: Config) -> list[dict[Kind, Cell]]:
-    """Returns the cells of each model of a config."""
-    return [{kind: _cell(kind, model, config) for kind in KINDS} for model in config.models]
+    """Returns the cells of each model of a config, in the order in which they run."""
+    kinds = [
+        kind for kind in KINDS if kind != "optimizer_in_backward" or config.optimizer_in_backward
+    ]
+    return [{kind: _cell(kind, model, config) for kind in kinds} for model in config.models]
 
 
 def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
@@ -76,6 +85,7 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
         threads=config.threads or torch.get_num_threads(),
         memory_limit=config.memory_limit,
         frontier=config.frontier and kind == "baseline",
+        optimizer_in_backward=config.optimizer_in_backward and kind == "timing",
     )
 
 

@@ -138,7 +138,7 @@ class ModelConfig:
     checkpoint: Checkpoint = True
     """true, a number of segments, sqrt, blocks, cheap or a plan's text"""
     repeats: Count = 5
-    """timed pairs of steps, baseline and checkpointed"""
+    """timed rounds of steps, each variant once"""
     largest_ratio: Share = 1.0
     """the worst activation peak of tensors to accept, in bytes relative to the baseline's"""
 
@@ -167,6 +167,8 @@ class Config:
     """seconds after which a cell has failed"""
     frontier: bool = False
     """draw in the report what each budget costs: seconds to a minute per model more"""
+    optimizer_in_backward: bool = True
+    """measure a third variant: checkpointed, with the optimizer in the backward"""
     fresh: bool = False
     """measure again what was measured before"""
     memory_limit: Memory | None = None
@@ -189,7 +191,9 @@ MODEL_KEYS, RUN_KEYS = _schemas(ModelConfig), _schemas(Config)
 KEYS = MODEL_KEYS | RUN_KEYS
 
 # keys that change no number of a result
-HOW_NOT_WHAT = {"output", "timeout", "fresh", "frontier", "compare", "tolerance"}
+HOW_NOT_WHAT = {
+    *("output", "timeout", "fresh", "frontier", "optimizer_in_backward", "compare", "tolerance")
+}
 # keys which, given on the command line, invalidate a config's `largest_ratio`
 OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "device", "dtype"}
 
@@ -277,8 +281,10 @@ def _parse_options(arguments: Sequence[str], program: str) -> dict[str, Any]:
     for key, schema in KEYS.items():
         default = schema.get("default")
         text = schema["description"] + ("" if default is None else f" [{default}]")
-        is_flag = schema.get("type") == "boolean"
-        settings: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": "VALUE"}
+        settings: dict[str, Any] = {"metavar": "VALUE"}
+        if _is_flag(key):
+            settings = {"action": "store_false" if default else "store_true", "dest": key}
+            text = f"do not {text}" if default else text
         parser.add_argument(_option(key), default=None, help=text, **settings)
     known = ["--help", "--model", *map(_option, KEYS)]
     for argument in arguments:
@@ -290,7 +296,13 @@ def _parse_options(arguments: Sequence[str], program: str) -> dict[str, Any]:
 
 
 def _option(key: str) -> str:
-    return "--" + key.replace("_", "-")
+    """Returns what sets a key on a command line; what is on by default is turned off."""
+    start = "--no-" if KEYS[key].get("default") is True and _is_flag(key) else "--"
+    return start + key.replace("_", "-")
+
+
+def _is_flag(key: str) -> bool:
+    return bool(KEYS[key].get("type") == "boolean")
 
 
 @contextlib.contextmanager

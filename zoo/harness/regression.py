@@ -24,6 +24,10 @@ from zoo.report.rows import differences
 from zoo.units import format_bytes
 
 PEAKS = {"peak": "step peak", "activation_peak": "activation peak"}
+RATIOS = {
+    "ratio": "step time",
+    "optimizer_in_backward_ratio": "step time with the optimizer in the backward",
+}
 WHAT = ("name", "data", "batch_size", "size", "arguments", "optimizer", "checkpoint")
 WHERE = ("device", "dtype")
 SAME_BITS = ("steps", "seed", "threads")
@@ -71,7 +75,7 @@ def has_grown(
     old: Old, comparisons: Sequence[Comparison], config: Config, console: Console
 ) -> bool:
     """Prints what changed; returns whether a peak has grown or is missing."""
-    records = [entry[kind] for entry in comparisons for kind in KINDS]
+    records = [entry[kind] for entry in comparisons for kind in KINDS if kind in entry]
     changes, peaks = judge(old, records, config.tolerance)
     worse = sum(change.fault for change in changes)
     verdict = f"{worse} worse" if worse else "nothing worse"
@@ -106,7 +110,7 @@ def judge(old: Old, new: Sequence[Record], tolerance: float) -> tuple[list[Chang
         if environment := _environment_change(before, after):
             elsewhere[f"measured elsewhere: {environment}"] = None
         changes += _changes(before, after, tolerance)
-        peaks += len(PEAKS) * ("memory" in before and "memory" in after)
+        peaks += len(_shared_peaks(before, after))
     return [*map(Change, elsewhere), *missing, *changes], peaks
 
 
@@ -117,19 +121,25 @@ def _changes(before: Record, after: Record, tolerance: float) -> Iterator[Change
         yield Change(f"{name} {words}: {after['reason']}", fault=True)
     elif after["status"] == "done" and before["status"] != "done":
         yield Change(f"{name} fits now")
-    if "memory" in before and "memory" in after:
-        for key, words in PEAKS.items():
-            old, new = before["memory"][key], after["memory"][key]
-            if old != new:
-                yield _peak_change(f"{name}: {words}", old, new, tolerance)
+    for key in _shared_peaks(before, after):
+        old, new = before["memory"][key], after["memory"][key]
+        if old != new:
+            yield _peak_change(f"{name}: {PEAKS[key]}", old, new, tolerance)
     same = all(before["cell"].get(key) == after["cell"].get(key) for key in SAME_BITS)
     digests = [record["digests"] for record in (before, after) if "digests" in record]
     if same and len(digests) == 2 and (differing := differences(*digests)):
         yield Change(f"{name}: other bits in {', '.join(differing)}")
     # ratios whose quartiles meet may differ by the machine alone
-    ratio, now = (record.get("spread", {}).get("ratio") for record in (before, after))
-    if ratio and now and (ratio["upper"] < now["lower"] or now["upper"] < ratio["lower"]):
-        yield Change(f"{name}: step time ×{ratio['median']:.2f} → ×{now['median']:.2f}")
+    for key, words in RATIOS.items():
+        ratio, now = (record.get("spread", {}).get(key) for record in (before, after))
+        if ratio and now and (ratio["upper"] < now["lower"] or now["upper"] < ratio["lower"]):
+            yield Change(f"{name}: {words} ×{ratio['median']:.2f} → ×{now['median']:.2f}")
+
+
+def _shared_peaks(before: Record, after: Record) -> list[str]:
+    """Returns the peaks that both records have."""
+    memories = [record.get("memory", {}) for record in (before, after)]
+    return [key for key in PEAKS if all(key in memory for memory in memories)]
 
 
 def _peak_change(what: str, old: int, new: int, tolerance: float) -> Change:
@@ -148,4 +158,4 @@ def _environment_change(before: Record, after: Record) -> str:
 
 
 def _name(record: Record) -> str:
-    return f"{record['cell']['model']['name']} {record['kind']}"
+    return f"{record['cell']['model']['name']} {record['kind'].replace('_', ' ')}"

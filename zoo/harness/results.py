@@ -24,11 +24,12 @@ Comparison = dict[str, Any]
 """A model's config under "model" and the records of its cells under their kinds."""
 
 # what may differ between the cells of one experiment
-BY_KIND = {"kind", "steps", "repeats", "plan", "frontier"}
+BY_KIND = {"kind", "steps", "repeats", "plan", "frontier", "optimizer_in_backward"}
 MODEL_BY_KIND = {"checkpoint", "repeats", "largest_ratio", "cuda_batch_size"}
 MEASURED = {
     "baseline": ("memory", "digests"),
     "checkpointed": ("memory", "digests"),
+    "optimizer_in_backward": ("memory", "digests"),
     "timing": ("step_seconds", "spread"),
 }
 """What a cell that is done has measured; without it a report would find no fault."""
@@ -83,14 +84,20 @@ OPTIONAL = {
     "parameters": Bytes,
     "plan": Annotated[str, AfterValidator(Plan.parse)] | None,
     "memory": _mapping(
-        # results of versions that did not count tensors lack these
-        {"tensor_peak": Bytes, "tensor_activation_peak": Bytes},
+        # results of versions that did not count tensors lack the latter two
+        {"activation_peak": Bytes, "tensor_peak": Bytes, "tensor_activation_peak": Bytes},
         peak=Bytes,
-        activation_peak=Bytes,
     ),
     "digests": list[dict[str, str]],
-    "step_seconds": _mapping(baseline=Repeats, checkpointed=Repeats),
-    "spread": _mapping(baseline=SPREAD, checkpointed=SPREAD, ratio=SPREAD),
+    "step_seconds": _mapping(
+        {"optimizer_in_backward": Repeats}, baseline=Repeats, checkpointed=Repeats
+    ),
+    "spread": _mapping(
+        {"optimizer_in_backward": SPREAD, "optimizer_in_backward_ratio": SPREAD},
+        baseline=SPREAD,
+        checkpointed=SPREAD,
+        ratio=SPREAD,
+    ),
     "missing": dict[str, str],
     "timeline": TIMELINE,
     "chain": _mapping(names=list[str], blocks=list[Bytes], saved=list[Difference]),
@@ -191,6 +198,9 @@ def parse(line: bytes | str) -> Record:
     for key in MEASURED[record["kind"]] if record["status"] == "done" else ("reason",):
         if not record.get(key):
             raise ValueError(f"{key} is missing")
+    has_activations = record["kind"] in ("baseline", "checkpointed") and "memory" in record
+    if has_activations and "activation_peak" not in record["memory"]:
+        raise ValueError("memory.activation_peak is missing")
     together = {name: list(record.get(name, {}).values()) for name in ("step_seconds", "chain")}
     if "timeline" in record:
         together["timeline"] = [record["timeline"]["points"], *record["timeline"]["bytes"].values()]
@@ -213,29 +223,37 @@ def _fault(error: ValidationError) -> str:
 def comparisons(records: Iterable[Record]) -> list[Comparison]:
     """Puts the records of cells together by model, without the config that asked for them.
 
-    The checkpointed cells are the comparisons; to each belong the baseline of the same experiment
-    and the timing of its plan, of several the last.
+    The checkpointed cells are the comparisons; to each belong the baseline of the same experiment,
+    the timing of its plan, of several the last, and where there is one, that with its plan and the
+    optimizer in the backward.
     """
-    baselines, checkpointed, timings = {}, {}, {}
+    baselines, checkpointed, in_backward, timings = {}, {}, {}, {}
     for record in records:
         experiment, cell = _experiment(record), record["cell"]
         checkpoint = str(cell["model"]["checkpoint"])
+        plan = str(cell.get("plan") or checkpoint)
         if record["kind"] == "baseline":
             baselines[experiment] = record
         elif record["kind"] == "checkpointed":
             checkpointed[experiment, checkpoint] = record
+        elif record["kind"] == "optimizer_in_backward":
+            in_backward[experiment, plan] = record
         else:
-            timings[experiment, str(cell.get("plan") or checkpoint)] = record
-    return [
-        {
-            "model": record["cell"]["model"],
-            "baseline": baselines.get(experiment, NOTHING),
-            "checkpointed": record,
-            "timing": timings.get((experiment, str(record.get("plan"))))
-            or timings.get((experiment, checkpoint), NOTHING),
-        }
-        for (experiment, checkpoint), record in checkpointed.items()
-    ]
+            timings[experiment, plan] = record
+    found = []
+    for (experiment, checkpoint), record in checkpointed.items():
+        of_plan, as_given = (experiment, str(record.get("plan"))), (experiment, checkpoint)
+        third = in_backward.get(of_plan) or in_backward.get(as_given)
+        found.append(
+            {
+                "model": record["cell"]["model"],
+                "baseline": baselines.get(experiment, NOTHING),
+                "checkpointed": record,
+                **({"optimizer_in_backward": third} if third else {}),
+                "timing": timings.get(of_plan) or timings.get(as_given, NOTHING),
+            }
+        )
+    return found
 
 
 def _experiment(record: Record) -> str:

@@ -4,8 +4,8 @@ A cell that fails, runs out of memory or is killed has that as its result and co
 No cell is measured twice: after an interruption the same command goes on where it stopped. Only a
 failure is tried again; that a cell does not fit in memory is a result.
 
-    [4/21] resnet1001 baseline: activation peak 584 MiB (9 s)
-    resnet1001 checkpointed ━━━━━╺━━━━━━━━━━━━━━━━━━  4/21 0:00:48 left: resnet1001, vnet, lstm +2
+    [5/28] resnet1001 baseline: step peak 622 MiB (9 s)
+    resnet1001 checkpointed ━━━━━╺━━━━━━━━━━━━━━━━━━  5/28 0:00:48 left: resnet1001, vnet, lstm +2
 
 Each cell that ended has a line; a terminal shows a bar below them.
 """
@@ -26,7 +26,7 @@ from zoo.harness.cells import Cell, Kind, expand
 from zoo.harness.config import Config
 from zoo.harness.processes import check_limit, outcome
 from zoo.harness.results import Comparison, Record, Results
-from zoo.harness.worker import first_fault, locate, work
+from zoo.harness.worker import RATIOS, first_fault, locate, work
 from zoo.report.rows import FEWEST
 from zoo.units import format_bytes, format_seconds
 
@@ -66,10 +66,12 @@ def run(config: Config, console: Console) -> list[Comparison]:
     with shown.bar:
         check_cells([entry["checkpointed"] for entry in cells if not _is_measured(entry, known)])
         for model, entry in zip(config.models, cells, strict=True):
-            pair = {kind: record_of(entry[kind]) for kind in ("baseline", "checkpointed")}
-            # the plan that was measured is timed
-            timing = replace(entry["timing"], plan=pair["checkpointed"].get("plan"))
-            comparisons.append({"model": asdict(model), **pair, "timing": record_of(timing)})
+            found: Comparison = {"model": asdict(model)}
+            for kind, cell in entry.items():
+                # what follows has the plan that was measured
+                plan = found.get("checkpointed", {}).get("plan")
+                found[kind] = record_of(replace(cell, plan=plan))
+            comparisons.append(found)
     return comparisons
 
 
@@ -88,6 +90,7 @@ def _prepared_results(config: Config) -> Results:
 
 
 def _is_measured(entry: Mapping[Kind, Cell], known: Mapping[str, Record]) -> bool:
+    # the others follow with the plan that was measured
     return known.keys() >= {entry["baseline"].key(), entry["checkpointed"].key()}
 
 
@@ -135,16 +138,20 @@ class Shown:
     def start(self, cell: Cell) -> None:
         """Shows the cell that runs now and the models that are left after it."""
         left = names_left(self.models[self.done + 1 :])
-        self.bar.update(self.task, description=f"{cell.model.name} {cell.kind}", left=left)
+        self.bar.update(self.task, description=_words(cell), left=left)
 
     def finish(self, cell: Cell, record: Record) -> None:
         """Prints the result of a cell in a line."""
         self.done += 1
         total = len(self.models)
-        text = f"[{self.done:>{len(str(total))}}/{total}] {cell.model.name} {cell.kind}: "
+        text = f"[{self.done:>{len(str(total))}}/{total}] {_words(cell)}: "
         line = text + _result_words(record)
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self.bar.advance(self.task)
+
+
+def _words(cell: Cell) -> str:
+    return f"{cell.model.name} {cell.kind.replace('_', ' ')}"
 
 
 def names_left(models: Sequence[str], most: int = 3) -> str:
@@ -161,10 +168,13 @@ def _result_words(record: Record) -> str:
     if record["status"] == "does not fit":
         return f"does not fit, {record['reason']}{took}"
     if record["kind"] != "timing":
-        return f"activation peak {format_bytes(record['memory']['activation_peak'])}{took}"
-    medians = {name: spread["median"] for name, spread in record["spread"].items()}
-    baseline, checkpointed = map(format_seconds, (medians["baseline"], medians["checkpointed"]))
-    times = f"a step takes {baseline}, checkpointed {checkpointed}, ×{medians['ratio']:.2f}"
-    ratio, repeats = record["spread"]["ratio"], len(record["step_seconds"]["baseline"])
-    quartiles = f" [{ratio['lower']:.2f}, {ratio['upper']:.2f}]" if repeats >= FEWEST else ""
-    return f"{times}{quartiles}{took}"
+        return f"step peak {format_bytes(record['memory']['peak'])}{took}"
+    enough = len(record["step_seconds"]["baseline"]) >= FEWEST
+    times = f"a step takes {format_seconds(record['spread']['baseline']['median'])}"
+    for variant, name in RATIOS.items():
+        if name in record["spread"]:
+            ratio = record["spread"][name]
+            median = format_seconds(record["spread"][variant]["median"])
+            quartiles = f" [{ratio['lower']:.2f}, {ratio['upper']:.2f}]" if enough else ""
+            times += f", {variant.replace('_', ' ')} {median}, ×{ratio['median']:.2f}{quartiles}"
+    return f"{times}{took}"

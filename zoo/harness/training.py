@@ -11,6 +11,8 @@ those of a training run. A digest per kind and step also tells where two trainin
     loss      4f1c  9b02  c7d1        differs at step 2 in gradients first: the backward is wrong
     gradients 11aa  e09c  ...         differs in buffers first: statistics were updated twice
     buffers   53b7  53b8  ...         differs in rng: dropout was drawn again
+
+With the optimizer in the backward there are no gradients after a step; its digests have none.
 """
 
 import hashlib
@@ -23,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.catalog import create
-from zoo.harness.cells import Cell
+from zoo.harness.cells import Cell, Kind
 from zoo.harness.data import Batch
+from zoo.optimizer.freed_gradient import FreedGradient
+from zoo.optimizer.in_backward import OptimizerInBackward, optimizer_in_backward
 from zoo.verification.training_record import bits, read_streams
 
 Named = tuple[str, Tensor | None]
@@ -49,6 +53,16 @@ class Training:
         half = cell.dtype == "bfloat16"
         self.autocast = torch.autocast(cell.device, torch.bfloat16, enabled=half)
         self._data, self._state = cell.model.data, None
+        self._runner = self.model.runner
+        self._handle: OptimizerInBackward | None = None
+
+    def switch(self, variant: Kind) -> None:
+        """Goes on as a variant: with the plan or without, with the optimizer in the backward."""
+        self.model.runner = None if variant == "baseline" else self._runner
+        if self._handle is not None:
+            self._handle.remove()
+        in_backward = variant == "optimizer_in_backward"
+        self._handle = optimizer_in_backward(self.model, self.optimizer) if in_backward else None
 
     def step(self, batch: Batch) -> Tensor:
         """Runs forward, backward and optimizer on a batch and returns the loss ()."""
@@ -75,13 +89,18 @@ class Training:
 
 
 def step_digests(model: nn.Module, loss: Tensor) -> dict[str, str]:
-    """Returns the digest of each kind after a step: loss, gradients, buffers, parameters, rng."""
+    """Returns the digest of each kind after a step: loss, gradients, buffers, parameters, rng.
+
+    Without gradients where the optimizer has freed them.
+    """
     parameters = list(model.named_parameters())
+    gradients = [(name, parameter.grad) for name, parameter in parameters]
+    are_freed = any(isinstance(gradient, FreedGradient) for _, gradient in gradients)
     # torch's streams; those of Python and NumPy, which no cell seeds, are no tensors
     streams = [pair for pair in read_streams().items() if isinstance(pair[1], Tensor)]
     return {
         "loss": digest([("loss", loss)]),
-        "gradients": digest((name, parameter.grad) for name, parameter in parameters),
+        **({} if are_freed else {"gradients": digest(gradients)}),
         "buffers": digest(model.named_buffers()),
         "parameters": digest(parameters),
         "rng": digest(streams),

@@ -17,7 +17,7 @@ from torch import Tensor
 from zoo.api.track import track
 from zoo.catalog import create
 from zoo.errors import ZooError
-from zoo.harness.cells import Cell
+from zoo.harness.cells import Cell, Kind
 from zoo.harness.collect import details
 from zoo.harness.data import Batch, batches
 from zoo.harness.environment import environment
@@ -32,6 +32,8 @@ from zoo.report.rows import spread
 
 Result = dict[str, Any]
 Also = Callable[[Training, Cell, Batch, Timeline], Result]
+# the spreads of seconds over the baseline's, by variant
+RATIOS = {"checkpointed": "ratio", "optimizer_in_backward": "optimizer_in_backward_ratio"}
 
 
 def work(cell: Cell, also: Also = details) -> Result:
@@ -61,6 +63,7 @@ def _measure(cell: Cell, also: Also) -> Result:
     allocator include kernel workspaces, which go by the processor and the number of threads.
     """
     training = Training(cell)
+    training.switch(cell.kind)
     model, optimizer = training.model, training.optimizer
     *first, last = _batches(cell, cell.steps)
     digests = [step_digests(model, training.step(batch)) for batch in first]
@@ -78,38 +81,46 @@ def _measure(cell: Cell, also: Also) -> Result:
         "digests": [*digests, step_digests(model, losses[0])],
         "memory": asdict(memory) | tensors,
     }
+    if cell.kind == "optimizer_in_backward":
+        # the allocator's events do not say which of its blocks were gradients
+        del result["memory"]["activation_peak"]
     # what a report draws is read when all is measured
     return result | also(training, cell, last, timeline)
 
 
 def _time(cell: Cell) -> Result:
-    """Times steps of one model in training, in turn as the baseline and by its plan."""
+    """Times steps of one model in training, in turn as each variant."""
     training = Training(cell)
-    runners = {"baseline": None, "checkpointed": training.model.runner}
+    variants: list[Kind] = ["baseline", "checkpointed"]
+    if cell.optimizer_in_backward:
+        variants.append("optimizer_in_backward")
     warm_up, *data = _batches(cell, 1 + cell.repeats)
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
-    for runner in runners.values():
-        training.model.runner = runner
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    for variant in variants:
+        training.switch(variant)
         training.step(warm_up)
     gc.collect()
     gc.disable()
     try:
         for number, batch in enumerate(data):
-            # A B, B A, A B, ...: what disturbs the machine for a while disturbs both, and neither
-            # is always the one that finds the caches warmed by the other
-            for name in list(runners)[:: -1 if number % 2 else 1]:
-                training.model.runner = runners[name]
-                seconds[name].append(_seconds(training, batch))
+            # A B C, C B A, A B C, ...: what disturbs the machine for a while disturbs all, and none
+            # is always the one that finds the caches warmed by another
+            for variant in variants[:: -1 if number % 2 else 1]:
+                training.switch(variant)
+                seconds[variant].append(_seconds(training, batch))
     finally:
         gc.enable()
     return {"step_seconds": seconds, "spread": _spreads(seconds)}
 
 
 def _spreads(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Returns median and quartiles of each variant's seconds, and of the ratio of each pair."""
-    pairs = zip(seconds["checkpointed"], seconds["baseline"], strict=True)
-    ratios = [checkpointed / baseline for checkpointed, baseline in pairs]
-    return {name: asdict(spread(values)) for name, values in (*seconds.items(), ("ratio", ratios))}
+    """Returns median and quartiles of each variant's seconds, and of their ratios to baseline's."""
+    found = dict(seconds)
+    for variant, name in RATIOS.items():
+        if variant in seconds:
+            pairs = zip(seconds[variant], seconds["baseline"], strict=True)
+            found[name] = [second / baseline for second, baseline in pairs]
+    return {name: asdict(spread(values)) for name, values in found.items()}
 
 
 def _seconds(training: Training, batch: Batch) -> float:

@@ -2,7 +2,7 @@
 
 `plot.py` draws them with matplotlib into files, `interactive.py` with bokeh for the page.
 
-    memory       bytes over a training step: both runs, their peaks marked
+    memory       bytes over a training step: all runs, their peaks marked
     categories   bytes of one run, stacked by what they are for
     plan         what each step saves, kept or recomputed; the segments below
     frontier     least time for each peak, the classic schemes, what was measured
@@ -27,6 +27,7 @@ import numpy as np
 from zoo.planner.plan import Plan
 from zoo.report.chain_axis import ChainAxis, Label, chain_axis, segments
 from zoo.report.markdown import visible
+from zoo.report.rows import VARIANTS
 from zoo.units import BINARY, format_bytes
 
 Timeline = Mapping[str, Any]
@@ -173,6 +174,11 @@ def scale(most: int) -> tuple[int, str]:
     return 1024**power, BINARY[power]
 
 
+def color_of(variant: str) -> str:
+    """Returns the role of a variant's color."""
+    return variant.replace("_", "-")
+
+
 def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = ()) -> Chart:
     """Shows the bytes of runs over their step, less some categories, with the peaks marked."""
     shown = {name: totals(timeline, without) for name, timeline in timelines.items()}
@@ -187,12 +193,14 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
         heights = [*sizes, sizes[-1]]
         layers.append(
             Steps(
-                color=name, name=name, x=ends, y=_scaled(heights, divisor), low=[0.0] * len(ends),
-                alpha=0.1, tips={name: [*map(format_bytes, heights)], "event": events},
+                color=color_of(name), name=VARIANTS.get(name, name), x=ends,
+                y=_scaled(heights, divisor), low=[0.0] * len(ends), alpha=0.1,
+                tips={VARIANTS.get(name, name): [*map(format_bytes, heights)], "event": events},
             )
         )  # fmt: skip
         most = max(sizes)
-        peaks.append(_peak(name, ends[sizes.index(most)], most, divisor, name == "checkpointed"))
+        place = ends[sizes.index(most)]
+        peaks.append(_peak(color_of(name), place, most, divisor, name == "checkpointed"))
     return Chart(x, y, [*layers, *peaks])
 
 

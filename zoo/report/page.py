@@ -26,7 +26,16 @@ from zoo.report import charts
 from zoo.report.chain_axis import chain_axis
 from zoo.report.interactive import interactive
 from zoo.report.report import models_csv, timings_csv, to_csv
-from zoo.report.rows import DEFINITIONS, KINDS, Comparison, Heading, Row, rows
+from zoo.report.rows import (
+    DEFINITIONS,
+    KINDS,
+    VARIANTS,
+    Comparison,
+    Heading,
+    Row,
+    rows,
+    variants,
+)
 from zoo.units import format_bytes
 
 HERE = Path(__file__).parent
@@ -63,6 +72,8 @@ def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
         legend=_legend,
         shapes=charts.SHAPES,
         kinds=KINDS,
+        variants=variants(table),
+        color=charts.color_of,
         definitions=DEFINITIONS,
     )
 
@@ -71,7 +82,9 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
     """Returns what the page says of one model; parts that were not recorded are None or empty."""
     chain, frontier = (comparison["baseline"].get(name) for name in ("chain", "frontier"))
     timelines = {
-        kind: comparison[kind]["timeline"] for kind in KINDS if "timeline" in comparison[kind]
+        kind: comparison[kind]["timeline"]
+        for kind in row.variants
+        if "timeline" in comparison[kind]
     }
     text = comparison["checkpointed"].get("plan")
     plan = Plan.parse(text) if text is not None and chain is not None else None
@@ -79,8 +92,9 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
     if plan is not None and len(plan.flatten()) != len(chain["names"]):
         plan = None
     measured = {} if row.peak.baseline is None else {"baseline": (row.peak.baseline, 1.0)}
-    if row.peak.checkpointed is not None and row.time is not None:
-        measured["checkpointed"] = row.peak.checkpointed, row.time.median
+    # plans free no gradients early: the third variant is none of the frontier's
+    if row.peak.checkpointed is not None and (time := row.times["checkpointed"].spread):
+        measured["checkpointed"] = row.peak.checkpointed, time.median
     drawn: dict[str, charts.Chart] = {}
     if timelines:
         drawn["memory"] = charts.memory_chart(timelines)
@@ -102,15 +116,30 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
         "steps": [] if plan is None else _steps(plan, chain),
         "measured": measured,
         "frontier": frontier,
-        "numbers": [f"#{kind}" for kind in timelines],
+        "numbers": [f"#{VARIANTS[kind]}" for kind in timelines],
+        "headline": _headline(row),
+        "bars": _bars(row),
         "phases": charts.phase_peaks(timelines),
         "categories": [name for name in charts.CATEGORIES if name in recorded],
         "missing": {
             f"{kind}, {what}": why
-            for kind in KINDS
+            for kind in row.variants
             for what, why in comparison[kind].get("missing", {}).items()
         },
     }
+
+
+def _bars(row: Row) -> list[tuple[str, float]]:
+    """Returns the step peak of each variant as a part of the largest."""
+    sizes = {kind: getattr(row.peak, kind) for kind in row.variants}
+    known = {kind: size for kind, size in sizes.items() if size is not None}
+    return [(kind, size / max(1, *known.values())) for kind, size in known.items()]
+
+
+def _headline(row: Row) -> str | None:
+    """Returns the last variant whose step peak can be compared with the baseline's."""
+    measured = [kind for kind in row.times if row.peak.ratio_of(kind) is not None]
+    return measured[-1] if measured else None
 
 
 def _steps(plan: Plan, chain: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
@@ -167,8 +196,8 @@ def _files(
             for name in charts.CATEGORIES
         }
         for comparison in comparisons
-        for kind in KINDS
-        if (timeline := comparison[kind].get("timeline"))
+        for kind in VARIANTS
+        if (timeline := comparison.get(kind, {}).get("timeline"))
         for place, event in enumerate(timeline["points"])
     )
     tables = [

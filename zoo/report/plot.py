@@ -26,7 +26,7 @@ from zoo.planner.plan import Plan
 from zoo.report import charts
 from zoo.report.chain_axis import fitting, round_numbers
 from zoo.report.markdown import visible
-from zoo.report.rows import KINDS, Heading, Row, size_or_why
+from zoo.report.rows import Heading, Row, size_or_why, variants
 from zoo.units import format_bytes
 
 _SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
@@ -104,16 +104,16 @@ def draw_frontier(target: str | Path | Axes, frontier: Mapping[str, Any], title:
 
 
 def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
-    """Draws the two step peaks of each model, and the time that checkpointing costs.
+    """Draws the step peaks of each model, and the time that each variant costs.
 
     Where a cell has no number, words say why.
     """
-    size = 10, 2.2 + 0.62 * len(rows)
+    size = 10, 2.2 + 0.31 * len(variants(rows)) * len(rows)
     with _picture(paths, size, heading.title, heading.setting) as figure:
         memory, time = figure.subplots(ncols=2, sharey=True, width_ratios=(2.4, 1))
         _draw_memory(memory, rows)
         _draw_time(time, rows)
-        memory.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+        memory.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
 
 
 @contextmanager
@@ -268,20 +268,16 @@ def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -
 
 
 def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
-    peaks = [getattr(row.peak, kind) or 0 for row in rows for kind in KINDS]
+    shown = variants(rows)
+    peaks = [getattr(row.peak, kind) or 0 for row in rows for kind in shown]
     divisor, unit = charts.scale(max(peaks, default=0))
-    for kind, offset in zip(KINDS, (-0.18, 0.18), strict=True):
+    offsets, height = _offsets(len(shown))
+    for (kind, name), offset in zip(shown.items(), offsets, strict=True):
         places = [number + offset for number in range(len(rows))]
         widths = [(getattr(row.peak, kind) or 0) / divisor for row in rows]
-        bars = axes.barh(places, widths, 0.36, color=COLORS[kind], label=kind)
-        texts = [size_or_why(getattr(row.peak, kind), row.fits[kind], "failed") for row in rows]
-        if kind == "checkpointed":
-            ratios = [row.peak.ratio for row in rows]
-            texts = [
-                text if ratio is None else f"{text}  ({ratio:.1%})"
-                for text, ratio in zip(texts, ratios, strict=True)
-            ]
-        axes.bar_label(bars, texts, padding=4, fontsize=9)
+        color = COLORS[charts.color_of(kind)]
+        bars = axes.barh(places, widths, height, color=color, label=name)
+        axes.bar_label(bars, [_peak_text(row, kind) for row in rows], padding=4, fontsize=9)
     # there is no room for more beside the bars
     named = ((row.model, row.arguments, row.batch) for row in rows)
     names = ["\n".join(shortened_text(line, 60) for line in lines if line) for lines in named]
@@ -292,15 +288,36 @@ def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
     _bare(axes, "x")
 
 
+def _offsets(count: int) -> tuple[list[float], float]:
+    """Returns where the bars of variants lie beside their model's place, and their height."""
+    height = 0.72 / count
+    return [(number - (count - 1) / 2) * height for number in range(count)], height
+
+
+def _peak_text(row: Row, kind: str) -> str:
+    if kind not in row.variants:
+        return ""
+    text = size_or_why(getattr(row.peak, kind), row.fits[kind], "failed")
+    ratio = row.peak.ratio_of(kind)
+    return text if kind == "baseline" or ratio is None else f"{text}  ({ratio:.1%})"
+
+
 def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
-    color = COLORS["checkpointed"]
-    timed = ((place, row.time.median, row.quartiles) for place, row in enumerate(rows) if row.time)
-    for place, median, quartiles in timed:
-        axes.plot(quartiles or (median, median), [place, place], color=color, lw=2)
-        axes.plot(median, place, "o", color=color, ms=7)
-        _annotate(axes, f"×{median:.2f}", (median, place), (0, 8), fontsize=9, ha="center")
+    _, *timed = shown = variants(rows)
+    offsets = dict(zip(shown, _offsets(len(shown))[0], strict=True))
+    for number, row in enumerate(rows):
+        for kind in (kind for kind in timed if kind in row.times):
+            ratios, color = row.times[kind], COLORS[charts.color_of(kind)]
+            if ratios.spread is None:
+                continue
+            # beside its bar; one alone in the middle
+            place, median = number + offsets[kind] * (len(timed) > 1), ratios.spread.median
+            ends = ratios.quartiles or (median, median)
+            axes.plot(ends, [place, place], color=color, lw=2)
+            axes.plot(median, place, "o", color=color, ms=7)
+            _annotate(axes, f"×{median:.2f}", (ends[1], place), (8, 0), fontsize=9, va="center")
     axes.axvline(1, color=COLORS["baseline"], lw=1.5, zorder=0)
-    axes.margins(x=0.15)
+    axes.margins(x=0.25)
     axes.set_xlabel("step time, baseline = 1\n(median; quartiles from 5 pairs)")
     _bare(axes, "x")
 

@@ -14,6 +14,12 @@ from zoo.units import format_bytes
 
 Comparison = Mapping[str, Any]
 KINDS = ("baseline", "checkpointed")
+# what a row shows of a step, by the kind of the cell; older results lack the last one
+VARIANTS = {
+    "baseline": "baseline",
+    "checkpointed": "checkpointed",
+    "optimizer_in_backward": "+ optimizer in backward",
+}
 # the status of a record whose cell ran out of memory
 UNFIT = "does not fit"
 # of this many timed pairs of steps, and of more, quartiles are shown
@@ -21,17 +27,16 @@ FEWEST = 5
 # SGD with momentum 0.9, where a config names no other
 DEFAULT_OPTIMIZER = "sgd"
 MISSING = "—"
-# the columns of a report's table, whose cells `words` returns
-COLUMNS = (
-    *("model", "batch", "parameters", "step peak", "activation peak", "of tensors alone"),
-    *("step time [quartiles]", "exact"),
-)
 # what the words of a report mean
 DEFINITIONS = {
     "step peak": (
-        "the most bytes that the allocator handed out at once in a training step: parameters, "
-        "gradients, optimizer state, inputs, activations and kernel workspaces; the optimizer is "
-        "SGD with momentum unless the model's name is followed by another"
+        "the most bytes that the allocator handed out at once in a whole training step: "
+        "parameters, gradients, optimizer state, inputs, activations and kernel workspaces; the "
+        "optimizer is SGD with momentum unless the model's name is followed by another"
+    ),
+    "+ optimizer in backward": (
+        "checkpointed, and with zoo.optimizer_in_backward: each parameter is updated in the "
+        "backward and its gradient freed at once; the activations are those of checkpointed"
     ),
     "activation peak": (
         "the same less parameters, buffers, optimizer state, inputs and the gradients that exist "
@@ -41,14 +46,15 @@ DEFINITIONS = {
         "the activation peak without kernel workspaces, which differ from processor to processor "
         "and with the threads: the same on every machine, and what a config's largest_ratio judges"
     ),
-    "(ratio)": "checkpointed over baseline; in front of it, baseline → checkpointed",
+    "(ratio)": "of what stands in front of it to the baseline",
     "step time": (
-        "checkpointed over baseline, taken in turn on the same batches: the median of n pairs and, "
+        "over that of the baseline, taken in turn on the same batches: the median of n pairs and, "
         "from 5 pairs on, [quartiles]"
     ),
     "exact": (
         "loss, every gradient, buffer and parameter and the random state are equal bit for bit "
-        "after each optimizer step"
+        "after each optimizer step; the optimizer in the backward has freed the gradients, so "
+        "there all others are compared"
     ),
 }
 
@@ -69,17 +75,21 @@ class Heading:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Peak bytes of the baseline and of the checkpointed model; None where not measured."""
+    """Peak bytes of each variant; None where not measured."""
 
     baseline: int | None
     checkpointed: int | None
+    optimizer_in_backward: int | None = None
 
     @property
     def ratio(self) -> float | None:
         """Checkpointed over baseline, None where either is missing."""
-        if self.baseline is None or self.checkpointed is None:
-            return None
-        return self.checkpointed / max(self.baseline, 1)
+        return self.ratio_of("checkpointed")
+
+    def ratio_of(self, variant: str) -> float | None:
+        """Returns a variant's peak over the baseline's, None where either is missing."""
+        peak: int | None = getattr(self, variant)
+        return None if self.baseline is None or peak is None else peak / max(self.baseline, 1)
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,24 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class TimeRatios:
+    """A variant's seconds over the baseline's, for each pair of steps."""
+
+    pairs: list[float]
+
+    @property
+    def spread(self) -> Spread | None:
+        """Median and quartiles."""
+        return spread(self.pairs) if self.pairs else None
+
+    @property
+    def quartiles(self) -> tuple[float, float] | None:
+        """The quartiles, where there are enough pairs for them."""
+        enough = len(self.pairs) >= FEWEST
+        return (self.spread.lower, self.spread.upper) if self.spread and enough else None
+
+
+@dataclass(frozen=True)
 class Row:
     """The measurements of one model; None where a cell failed.
 
@@ -99,7 +127,8 @@ class Row:
     differ from processor to processor; `tensor_peak` and `tensor_activation_peak` are of tensors
     alone, None in results from before they were counted. The ratio of the last is judged: it may be
     `largest_ratio` at most. `arguments` are the model's own and, unless True and SGD, `checkpoint`
-    and `optimizer`. `faults` are sentences, each a reason why the comparison fails.
+    and `optimizer`. `step_seconds` and `fits` have a key for each variant that is there. `faults`
+    are sentences, each a reason why the comparison fails.
     """
 
     model: str
@@ -123,21 +152,20 @@ class Row:
         return f"{self.model} ({self.arguments})" if self.arguments else self.model
 
     @property
-    def time_ratios(self) -> list[float]:
-        """Checkpointed over baseline for each pair of steps."""
-        pairs = zip(*(self.step_seconds[kind] for kind in KINDS), strict=True)
-        return [checkpointed / baseline for baseline, checkpointed in pairs]
+    def variants(self) -> list[str]:
+        """The variants that were to be measured."""
+        return list(self.fits)
 
     @property
-    def time(self) -> Spread | None:
-        """Median and quartiles of the time ratios."""
-        return spread(self.time_ratios) if self.time_ratios else None
+    def times(self) -> dict[str, TimeRatios]:
+        """The time ratios of each variant but the baseline."""
+        baseline, *others = self.variants
+        return {kind: self._time_ratios(kind, baseline) for kind in others}
 
-    @property
-    def quartiles(self) -> tuple[float, float] | None:
-        """The quartiles of the time ratios, where there are enough pairs for them."""
-        enough = len(self.time_ratios) >= FEWEST
-        return (self.time.lower, self.time.upper) if self.time and enough else None
+    def _time_ratios(self, kind: str, baseline: str) -> TimeRatios:
+        # older timings lack a variant
+        pairs = zip(self.step_seconds[kind], self.step_seconds[baseline], strict=False)
+        return TimeRatios([seconds / whole for seconds, whole in pairs])
 
 
 def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Heading:
@@ -162,17 +190,33 @@ def rows(comparisons: Sequence[Comparison]) -> list[Row]:
     return [_row(comparison) for comparison in comparisons]
 
 
-def words(row: Row) -> list[str]:
-    """Returns a row's cells in the order of `COLUMNS`."""
-    time = MISSING
-    if row.time is not None:
-        between = "" if row.quartiles is None else " [{:.2f}, {:.2f}]".format(*row.quartiles)
-        time = f"×{row.time.median:.2f}{between} n={len(row.time_ratios)}"
+def variants(rows: Sequence[Row]) -> dict[str, str]:
+    """Returns the variants that some row has, and their names."""
+    found = {kind for row in rows for kind in row.variants}
+    return {kind: name for kind, name in VARIANTS.items() if kind in found or kind in KINDS}
+
+
+def columns(shown: Mapping[str, str]) -> list[str]:
+    """Returns the columns of a report's table of some variants, whose cells `words` returns."""
+    _, *timed = shown.values()
+    return [
+        *("model", "batch", "parameters", *(f"step peak: {name}" for name in shown.values())),
+        *("activation peak", "of tensors alone", *(f"step time: {name}" for name in timed)),
+        "exact",
+    ]
+
+
+def words(row: Row, shown: Mapping[str, str]) -> list[str]:
+    """Returns a row's cells in the order of `columns`."""
+    _, *timed = shown
     parameters = MISSING if row.parameters is None else f"{row.parameters / 1e6:.2f} M"
-    peaks = (row.peak, row.activation_peak, row.tensor_activation_peak)
     exact = MISSING if row.exact is None else "yes" if row.exact else "NO"
-    changes = [_change(pair, row.fits) for pair in peaks]
-    return [row.label, row.batch, parameters, *changes, time, exact]
+    return [
+        *(row.label, row.batch, parameters, *(_size_and_ratio(row, kind) for kind in shown)),
+        *(_change(peaks, row.fits) for peaks in (row.activation_peak, row.tensor_activation_peak)),
+        *(_time(row.times.get(kind)) for kind in timed),
+        exact,
+    ]
 
 
 def size_or_why(count: int | None, fits: bool, missing: str = MISSING) -> str:
@@ -207,46 +251,78 @@ def differences(
 
 
 def _row(comparison: Comparison) -> Row:
-    model, cells = comparison["model"], [comparison[kind] for kind in KINDS]
-    digests = [cell.get("digests") for cell in cells]
-    differing = None if None in digests else differences(*digests)
+    model = comparison["model"]
+    cells = {kind: comparison[kind] for kind in VARIANTS if kind in comparison}
+    _, *others = cells
+    differing = {kind: _differing(kind, cells) for kind in others}
     seconds = comparison["timing"].get("step_seconds", {})
     names = "peak", "activation_peak", "tensor_peak", "tensor_activation_peak"
-    peaks = {name: Peaks(*(cell.get("memory", {}).get(name) for cell in cells)) for name in names}
+    peaks = {
+        name: Peaks(**{kind: cell.get("memory", {}).get(name) for kind, cell in cells.items()})
+        for name in names
+    }
     faults = _faults(comparison, differing, peaks["tensor_activation_peak"].ratio)
+    parameters = (cell["parameters"] for cell in cells.values() if "parameters" in cell)
     return Row(
         model=visible(model["name"]),
         arguments=visible(_arguments(model)),
         checkpoint=visible(_text(model["checkpoint"])),
         batch=_batch(model),
         largest_ratio=model["largest_ratio"],
-        parameters=cells[0].get("parameters", cells[1].get("parameters")),
+        parameters=next(parameters, None),
         **peaks,
-        step_seconds={kind: seconds.get(kind, []) for kind in KINDS},
-        fits={kind: comparison[kind]["status"] != UNFIT for kind in KINDS},
-        exact=None if differing is None else not differing,
+        step_seconds={kind: seconds.get(kind, []) for kind in cells},
+        fits={kind: cell["status"] != UNFIT for kind, cell in cells.items()},
+        exact=None if None in differing.values() else not any(differing.values()),
         faults=tuple(map(visible, faults)),
     )
 
 
+def _differing(kind: str, cells: Mapping[str, Mapping[str, Any]]) -> list[str] | None:
+    """Names what differs between a training and the baseline; None where one left no digests."""
+    digests, others = (cells[name].get("digests") for name in ("baseline", kind))
+    if digests is None or others is None:
+        return None
+    if kind == "optimizer_in_backward":
+        # it has freed the gradients
+        digests = [{name: step[name] for name in step if name != "gradients"} for step in digests]
+    return differences(digests, others)
+
+
 def _faults(
-    comparison: Comparison, differing: Sequence[str] | None, ratio: float | None
+    comparison: Comparison, differing: Mapping[str, Sequence[str] | None], ratio: float | None
 ) -> Iterator[str]:
     name, largest = (comparison["model"][key] for key in ("name", "largest_ratio"))
-    for kind in (*KINDS, "timing"):
-        if comparison[kind]["status"] == "failed":
-            yield f"{name} {kind} failed: {comparison[kind]['reason']}"
-    # a baseline that does not fit is what checkpointing is for
-    if comparison["checkpointed"]["status"] == UNFIT:
-        yield f"{name} checkpointed does not fit: {comparison['checkpointed']['reason']}"
-    if differing:
-        yield f"{name} is not exact: it differs in {', '.join(differing)}"
+    for kind in ("baseline", *differing, "timing"):
+        record, words = comparison[kind], kind.replace("_", " ")
+        if record["status"] == "failed":
+            yield f"{name} {words} failed: {record['reason']}"
+        # a baseline that does not fit is what checkpointing is for
+        if record["status"] == UNFIT and kind in differing:
+            yield f"{name} {words} does not fit: {record['reason']}"
+    for kind, found in differing.items():
+        if found:
+            whose = " with the optimizer in the backward" * (kind == "optimizer_in_backward")
+            yield f"{name}{whose} is not exact: it differs in {', '.join(found)}"
     # the ratio of tensors alone: no plan decides how large kernel workspaces are
     if ratio is not None and ratio > largest:
         yield (
             f"{name} keeps {ratio:.3f} of the activation peak of the baseline's tensors; "
             f"largest_ratio is {largest:g}"
         )
+
+
+def _size_and_ratio(row: Row, kind: str) -> str:
+    size = size_or_why(getattr(row.peak, kind), row.fits.get(kind, True))
+    ratio = row.peak.ratio_of(kind)
+    return size if kind == "baseline" or ratio is None else f"{size} ({ratio:.3f})"
+
+
+def _time(ratios: TimeRatios | None) -> str:
+    if ratios is None or ratios.spread is None:
+        return MISSING
+    between = "" if ratios.quartiles is None else " [{:.2f}, {:.2f}]".format(*ratios.quartiles)
+    return f"×{ratios.spread.median:.2f}{between} n={len(ratios.pairs)}"
 
 
 def _change(peaks: Peaks, fits: Mapping[str, bool]) -> str:
