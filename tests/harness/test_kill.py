@@ -17,7 +17,7 @@ from zoo.harness.processes import outcome
 from zoo.harness.run import results_of, run
 
 MODELS = ("resnet18", "resnet34")
-CELLS = 3 * len(MODELS)
+CELLS = 4 * len(MODELS)
 
 
 def runs(folder, killed_at):
