@@ -171,17 +171,21 @@ def test_no_plan_goes_below_the_bound(family: str) -> None:
     assert min(point.time_ratio for point in curve) == curve.baseline.time_ratio == 1
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_real_step_keeps_to_each_of_20_budgets(family: str) -> None:
+def test_a_real_step_keeps_to_each_of_20_budgets(family: str, in_backward: bool) -> None:
     build, make_inputs = FAMILIES[family]
-    found = prospect(family)
+    found = prospect(family).in_backward() if in_backward else prospect(family)
     least, baseline = found.points[0].peak, found.points[-1].peak
     torch.manual_seed(1)
     model, inputs = build(), make_inputs()
     given = [value for value in inputs if value is not None]
     optimizer = sgd(model.parameters())
+    if in_backward:
+        zoo.optimizer_in_backward(model, optimizer)
 
     def step() -> None:
+        optimizer.zero_grad()
         outputs = model(*inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         (outputs[0] if family in ("gpt2", "lstm") else scores(*outputs)).backward()
@@ -197,6 +201,36 @@ def test_a_real_step_keeps_to_each_of_20_budgets(family: str) -> None:
         assert measured <= report.budget, "the smallest of the budgets that get this plan"
         # an LSTM's steps share gradients, which are counted from the first of them
         assert measured >= (0.95 if family == "lstm" else 0.985) * report.predicted_peak
+
+
+def test_with_the_optimizer_in_the_backward_gradients_are_not_counted_twice() -> None:
+    """Of equal layers two gradients: that of the layer, and one that a product is about to make."""
+    model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(10)))
+    size, x = 200 * 200 * 4, torch.rand(1, 200)
+    first = planner_for(model, x, optimizer=sgd, loss=scores, device="a100")
+    other = planner_for(
+        model, x, optimizer=sgd, loss=scores, device="a100", optimizer_in_backward=True
+    )
+    for planner in (other, first.in_backward()):
+        assert first.least.peak - planner.least.peak >= 8 * size
+        assert planner.fixed.gradients == planner.fixed.scratch == 0
+    model[5].weight = model[0].weight
+    tied = planner_for(model, x, optimizer=sgd, loss=scores, optimizer_in_backward=True)
+    assert tied.least.peak - other.least.peak >= -2 * size + size, "it lives until the first layer"
+
+
+def test_a_budget_that_only_an_optimizer_in_the_backward_meets_is_told() -> None:
+    model, x = nn.Sequential(*(nn.Linear(200, 200) for _ in range(10))), torch.rand(1, 200)
+    with pytest.raises(BudgetError, match=r"zoo\.optimizer_in_backward") as refusal:
+        zoo.plan(model, x, memory_budget=0.85, optimizer=sgd, loss=scores)
+    assert "least" in str(refusal.value)
+    report = zoo.plan(
+        model, x, memory_budget=0.999, optimizer=sgd, loss=scores, optimizer_in_backward=True
+    )
+    assert report.fixed.gradients == 0
+    with pytest.raises(BudgetError) as refusal:
+        zoo.plan(model, x, memory_budget=100, optimizer=sgd, loss=scores)
+    assert "optimizer_in_backward" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RAdam])

@@ -11,6 +11,7 @@ from torch import nn
 import zoo
 from tests.training import images
 from zoo.models.densenet import DenseNet
+from zoo.policy.options import attach
 from zoo.profiling.allocator import trace
 
 OTHERS = ["blocks", "sqrt", "cheap", 2, 3, 5]
@@ -40,7 +41,7 @@ def peak(name: str, checkpoint: Any) -> int:
     """Returns the most bytes beside parameters in the second step, gradients dropped before it."""
     build, make = FAMILIES[name]
     torch.manual_seed(0)
-    model, inputs = build(checkpoint=checkpoint), make()
+    model, inputs = attach(build(), checkpoint), make()
     held: list[Any] = []
 
     def step() -> None:

@@ -143,8 +143,8 @@ def test_a_plan_is_made_once_for_each_kind_of_inputs(monkeypatch: pytest.MonkeyP
     made: list[Any] = []
     monkeypatch.setattr(
         checkpointing,
-        "profile",
-        lambda *args, real=checkpointing.profile: (made.append(1), real(*args))[1],
+        "Profile",
+        lambda *args, real=checkpointing.Profile: (made.append(1), real(*args))[1],
     )
     model = attach(Residuals(), True)
     for size in (6, 6, 8, 6, 8):

@@ -57,6 +57,7 @@ def plan(
     optimizer: MakeOptimizer | None = torch.optim.AdamW,
     loss: Loss | None = None,
     device: str | None = None,
+    optimizer_in_backward: bool = False,
 ) -> PlanReport:
     """Finds the plan of least time whose training step keeps to a budget in bytes.
 
@@ -79,6 +80,8 @@ def plan(
             in `loss(model(x))`: a tuple, dict or dataclass is its one argument.
         device: plans for a device that may not be here ("a100"; see `zoo.profiling.kernel_costs`)
             by its peak rates; else each kind of kernel is timed, where the model is.
+        optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`: gradients are
+            counted until each is complete.
 
     Raises:
         ArgumentError: no module, one that reads numbers which only a real step has, a loss that
@@ -87,7 +90,14 @@ def plan(
         BudgetError: no plan keeps to the budget, with the least that one needs.
     """
     check_bounds(memory_budget, max_overhead)
-    planner = planner_for(model, inputs, optimizer=optimizer, loss=loss, device=device)
+    planner = planner_for(
+        model,
+        inputs,
+        optimizer=optimizer,
+        loss=loss,
+        device=device,
+        optimizer_in_backward=optimizer_in_backward,
+    )
     return planner.report(memory_budget, max_overhead)
 
 
@@ -98,13 +108,22 @@ def frontier(
     optimizer: MakeOptimizer | None = torch.optim.AdamW,
     loss: Loss | None = None,
     device: str | None = None,
+    optimizer_in_backward: bool = False,
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
     Each point has `peak`, `time_ratio`, `plan` and `name`; `Frontier` draws and writes them.
     Arguments and errors are those of `plan`.
     """
-    return planner_for(model, inputs, optimizer=optimizer, loss=loss, device=device).frontier()
+    planner = planner_for(
+        model,
+        inputs,
+        optimizer=optimizer,
+        loss=loss,
+        device=device,
+        optimizer_in_backward=optimizer_in_backward,
+    )
+    return planner.frontier()
 
 
 def planner_for(
@@ -114,6 +133,7 @@ def planner_for(
     optimizer: MakeOptimizer | OptimizerBytes | None = torch.optim.AdamW,
     loss: Loss | None = None,
     device: str | None = None,
+    optimizer_in_backward: bool = False,
 ) -> BudgetPlanner:
     """Traces a model for these inputs; arguments are those of `plan`.
 
@@ -124,7 +144,13 @@ def planner_for(
     with torch.inference_mode(False), torch.enable_grad():
         entry = Entry.of(model, Invocation.of(inputs), loss)
         return BudgetPlanner(
-            model, entry.outline, entry.state, optimizer=optimizer, loss=entry.loss, device=device
+            model,
+            entry.outline,
+            entry.state,
+            optimizer=optimizer,
+            loss=entry.loss,
+            device=device,
+            optimizer_in_backward=optimizer_in_backward,
         )
 
 

@@ -25,7 +25,7 @@ from zoo.chain import Outline, State, step_names
 from zoo.errors import ArgumentError, BudgetError
 from zoo.invocation import place_of, title_of, with_loss
 from zoo.planner import schemes
-from zoo.planner.costs import StepCosts, least_possible, simulate
+from zoo.planner.costs import least_possible, simulate
 from zoo.planner.plan import Item, Plan, thinned
 from zoo.policy.report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.allocator import resident_bytes
@@ -60,6 +60,7 @@ class BudgetPlanner:
         optimizer: MakeOptimizer | OptimizerBytes | None = torch.optim.AdamW,
         loss: Callable[..., Tensor] | None = None,
         device: str | None = None,
+        optimizer_in_backward: bool = False,
     ) -> None:
         if any(map(is_spread, model.parameters())):
             raise ArgumentError(
@@ -71,27 +72,41 @@ class BudgetPlanner:
         self.outline, self.state = outline, state
         self.names = tuple(step_names(model, outline.steps))
         self.steps = len(outline.steps)
+        self.make, self.parameters = optimizer, tuple(model.parameters())
         if not isinstance(optimizer, OptimizerBytes):
-            optimizer = optimizer_bytes(optimizer, model.parameters())
+            optimizer = optimizer_bytes(optimizer, self.parameters, optimizer_in_backward)
         self.optimizer = optimizer
         self.fixed = _fixed_bytes(model, state, optimizer)
         self.place = place_of(model)
-        named = device_named(device) if device is not None else None
+        self.device = device_named(device) if device is not None else None
         self.profile = Profile(model, with_loss(outline, loss), state)
-        is_here = named is None and self.place.type != "meta"
-        kernels = self.profile.kernels() if is_here else ()
-        self._count(self.profile.costs(named, kernels), bool(kernels))
+        is_here = self.device is None and self.place.type != "meta"
+        self.kernels: Sequence[KernelCosts | None] = self.profile.kernels() if is_here else ()
+        self._count()
 
     def with_kernels(self, kernels: Sequence[KernelCosts | None]) -> "BudgetPlanner":
         """Returns a planner that counts what each kind of kernel takes."""
+        return self._with(kernels=kernels)
+
+    def in_backward(self) -> "BudgetPlanner":
+        """Returns a planner for the same step with the optimizer in the backward."""
+        assert not isinstance(self.make, OptimizerBytes), "its bytes tell nothing of one parameter"
+        return self._with(
+            optimizer=optimizer_bytes(self.make, self.parameters, in_backward=True),
+            fixed=replace(self.fixed, gradients=0, scratch=0),
+        )
+
+    def _with(self, **attributes: Any) -> "BudgetPlanner":
         planner = copy.copy(self)
         for cached in ("points", "least", "trades"):
             vars(planner).pop(cached, None)
-        planner._count(self.profile.costs(kernels=kernels), True)
+        vars(planner).update(attributes)
+        planner._count()
         return planner
 
-    def _count(self, costs: StepCosts, timed: bool) -> None:
-        self.timed = timed
+    def _count(self) -> None:
+        self.timed = bool(self.kernels)
+        costs = self.profile.costs(self.device, self.kernels, self.optimizer.updates)
         # a training loop's names for the outputs and the loss outlive the backward
         self.costs = replace(costs, returned=costs.live[self.steps] | costs.live[-1])
         self.whole = self.costs.with_parameter_gradients()
@@ -106,14 +121,24 @@ class BudgetPlanner:
         budget = self.bytes_of(memory_budget)
         within = [point for point in self.points if point.peak <= budget]
         if not within:
-            least, baseline = self.points[0].peak, self.points[-1].peak
-            raise BudgetError(
-                f"a training step needs at least {exact_bytes(least)}; the budget is "
-                f"{exact_bytes(budget)}; the baseline takes {exact_bytes(baseline)}. Raise the "
-                f"budget to {at_least(least)!r}, lower the batch size, or choose an optimizer of "
-                "less state."
-            )
+            raise self._budget_error(budget)
         return self.describe(within[-1], budget)
+
+    def _budget_error(self, budget: int) -> BudgetError:
+        least, baseline = self.points[0].peak, self.points[-1].peak
+        text = (
+            f"a training step needs at least {exact_bytes(least)}; the budget is "
+            f"{exact_bytes(budget)}; the baseline takes {exact_bytes(baseline)}. Raise the budget "
+            f"to {at_least(least)!r}, lower the batch size, or choose an optimizer of less state."
+        )
+        if self.optimizer.updates is None and not isinstance(self.make, OptimizerBytes):
+            other = self.in_backward().least.peak
+            if other <= budget:
+                text += (
+                    f" With the optimizer in the backward it needs {exact_bytes(other)}: "
+                    "zoo.optimizer_in_backward, and optimizer_in_backward=True here."
+                )
+        return BudgetError(text)
 
     def frontier(self) -> Frontier:
         """Returns the best plans and the classic schemes."""
@@ -300,10 +325,11 @@ def _planner() -> Any:
 def _fixed_bytes(model: nn.Module, inputs: State, optimizer: OptimizerBytes) -> FixedBytes:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     resident = resident_bytes(model, inputs=tensors)
+    trained = (p.nbytes for p in model.parameters() if p.requires_grad)
     return FixedBytes(
         parameters=resident.parameters,
         buffers=resident.buffers,
-        gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad),
+        gradients=0 if optimizer.updates is not None else sum(trained),
         inputs=resident.inputs,
         optimizer=optimizer.state,
         scratch=optimizer.step,

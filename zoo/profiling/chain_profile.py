@@ -31,6 +31,8 @@ from zoo.profiling.kernel_costs import (
     Curve,
     Device,
     KernelCosts,
+    Update,
+    UpdateBytes,
     device_named,
     flop_formulas,
     measure_kernels,
@@ -41,6 +43,18 @@ from zoo.profiling.tensor_spec import KernelSpec, NumberedSpec, StateSpec, Stora
 from zoo.verification.training_record import BOOKKEEPING
 
 VALUES = int | float | str | bool | None | torch.dtype
+
+
+class _Use(NamedTuple):
+    """The first and the last step that a parameter is of, and the bytes of its gradient.
+
+    `is_shared`: it comes to these steps through a node that was made before them.
+    """
+
+    first: int
+    last: int
+    size: int
+    is_shared: bool
 
 
 class ChainRun(NamedTuple):
@@ -92,12 +106,16 @@ class Profile:
         return measure_kernels(self.specs, self.device, timed=timed)
 
     def costs(
-        self, device: Device | None = None, kernels: Sequence[KernelCosts | None] = ()
+        self,
+        device: Device | None = None,
+        kernels: Sequence[KernelCosts | None] = (),
+        updates: UpdateBytes | None = None,
     ) -> StepCosts:
         """Puts the numbers of all steps together, with seconds and workspaces of `kernels`.
 
         Without these, workspaces are left out and seconds are estimates from the peak rates of
-        `device`, by default one like the inputs'.
+        `device`, by default one like the inputs'. With `updates`, what an optimizer allocates to
+        update a parameter, it steps in the backward and frees each gradient.
         """
         found, runs = self.found, self.runs
         here = "cpu" if self.device.type in ("cpu", "meta") else "a100"
@@ -116,7 +134,7 @@ class Profile:
             saved=found.saved,
             forward=peaks(run.forward for run in runs),
             forward_until_saved=peaks(run.until_saved for run in runs),
-            backward=peaks(run.backward for run in runs),
+            backward=peaks(iter(self._backwards(updates))),
             gradients=found.gradients,
             flops=tuple(run.forward.flops for run in runs),
             flops_until_saved=tuple(run.until_saved.flops for run in runs),
@@ -124,29 +142,74 @@ class Profile:
             seconds_until_saved=seconds(run.until_saved for run in runs),
             seconds_backward=seconds(run.backward for run in runs),
             blocks=self.outline.blocks,
-            parameter_gradients=self._parameter_gradients(),
+            parameter_gradients=self._gradients_left(updates is not None),
             gradients_made=tuple(run.made for run in runs),
             draws=tuple(run.draws for run in runs),
         )
 
-    def _parameter_gradients(self) -> tuple[int, ...]:
+    def _backwards(self, updates: UpdateBytes | None) -> list[Curve]:
+        """Returns the curve of each step's backward, in which an optimizer may step."""
+        if updates is None:
+            return [run.backward for run in self.runs]
+        curves = []
+        for number, run in enumerate(self.runs):
+            done = [u for u in run.updates if self._uses[self._owner(number, u)].first == number]
+            needs = [updates.get((update.shape, update.dtype), 0) for update in done]
+            curves.append(run.backward.with_updates(done, needs))
+        return curves
+
+    def _gradients_left(self, frees: bool) -> tuple[int, ...]:
         """Returns the bytes of parameters' gradients that are there when a state is reached.
 
         Each step leaves its own in the backward, one that comes again its last time in the chain.
         Those that different steps share are there from the first of these that the backward comes
-        to: before it begins, since what it adds is counted without them.
+        to: before it begins, since what it adds is counted without them. An optimizer in the
+        backward `frees` each when it is complete, that of a weight that steps share through an
+        earlier node at the end.
         """
-        runs = self.runs
-        last = {step_key(step, id): number for number, step in enumerate(self.outline.steps)}
-        own = [0] * (len(runs) + 1)
-        for number in last.values():
-            own[number] = runs[number].parameter_gradients
-        first = {name: number for number, run in enumerate(runs) for name in run.shared_gradients}
-        for name, number in first.items():
-            own[number + 1] += runs[number].shared_gradients[name]
-        own[-1] += max(self.gradient_bytes - sum(own), 0)
-        behind = itertools.accumulate(reversed(own))
-        return tuple(min(count, self.gradient_bytes) for count in reversed(list(behind)))
+        changes = [0] * (len(self.runs) + 1)
+        for use in self._uses.values():
+            changes[use.last + use.is_shared] += use.size
+            if frees and not use.is_shared:
+                changes[use.first] -= use.size
+        changes[-1] += max(self.gradient_bytes - sum(use.size for use in self._uses.values()), 0)
+        left = list(itertools.accumulate(reversed(changes)))
+        return tuple(min(count, self.gradient_bytes) for count in reversed(left))
+
+    @functools.cached_property
+    def _uses(self) -> dict[int, _Use]:
+        """The uses of each parameter, by its id."""
+        found: dict[int, _Use] = {}
+        for number, run in enumerate(self.runs):
+            for update in run.updates:
+                owner = self._owner(number, update)
+                first = found[owner].first if owner in found else number
+                found[owner] = _Use(first, number, update.size, update.is_shared)
+        return found
+
+    def _owner(self, number: int, update: Update) -> int:
+        """Returns the id of a step's parameter; equal steps were measured by those of the first."""
+        return self._owners[number].get(update.parameter, update.parameter)
+
+    @functools.cached_property
+    def _owners(self) -> list[dict[int, int]]:
+        parameters = list(map(_parameters_of, self.outline.steps))
+        measured = map(self.found.numbers.index, self.found.numbers)
+        return [
+            dict(zip(parameters[first], own, strict=True))
+            for first, own in zip(measured, parameters, strict=True)
+        ]
+
+
+def _parameters_of(step: Step) -> list[int]:
+    """Returns the ids of the parameters of a step's modules, in the order of its key."""
+    found: list[int] = []
+
+    def collect(module: nn.Module) -> None:
+        found.extend(map(id, module.parameters()))
+
+    step_key(step, collect)
+    return found
 
 
 @functools.cache

@@ -9,7 +9,7 @@ gets zeros for a gradient that is not there, also where it asked for None. A blo
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,12 @@ class _Pending:
             self.gradients[number] = gradient if before is None else before + gradient
 
 
-def gradients_of(roots: list[Tensor], before: int = 0) -> tuple[dict[int, Tensor], set[int]]:
+def gradients_of(
+    roots: list[Tensor], before: int = 0, complete: Callable[[Tensor], None] = lambda leaf: None
+) -> tuple[dict[int, Tensor], set[int]]:
     """Returns the gradients of all leaves by a scalar, by the ids of the leaves.
+
+    `complete` is called with a leaf when its gradient is.
 
     And the ids of leaves that are behind a node which was made before that sequence number. `roots`
     holds the scalar, if any, and is empty afterwards: a node that has run is let go of, and with it
@@ -63,6 +67,7 @@ def gradients_of(roots: list[Tensor], before: int = 0) -> tuple[dict[int, Tensor
             if leaf is not None:
                 if given.gradients[0] is not None:
                     gradients[id(leaf)] = given.gradients[0]
+                    complete(leaf)
                 if given.is_behind:
                     leaves_behind.add(id(leaf))
                 continue

@@ -12,6 +12,7 @@ architecture's white paper; dense numbers, with float32 products in TF32 where t
 `torch.set_float32_matmul_precision("high")` and for cuDNN's convolutions.
 """
 
+import bisect
 import functools
 import itertools
 import statistics
@@ -106,6 +107,30 @@ class Kernel(NamedTuple):
     change: int
 
 
+class Update(NamedTuple):
+    """The gradient of a parameter that is complete, and may be used and freed.
+
+    parameter: the id of the parameter.
+    shape, dtype: those of the parameter.
+    change: how many changes of memory there were in the backward by then.
+    size: bytes of the gradient.
+    freed: the same if the backward of this step made it, else 0.
+    is_shared: whether other steps add to it, through a node that was made before this step.
+    """
+
+    parameter: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    change: int
+    size: int
+    freed: int
+    is_shared: bool
+
+
+# bytes that an optimizer allocates to update a parameter, by its shape and type
+UpdateBytes = Mapping[tuple[tuple[int, ...], torch.dtype], int]
+
+
 @dataclass(frozen=True)
 class Curve:
     """Allocated and freed bytes in the order of time, and the kernels that ran between them."""
@@ -121,6 +146,23 @@ class Curve:
             known = costs[kernel.number]
             most = max(most, totals[kernel.change] + (known.workspace if known else 0))
         return most
+
+    def with_updates(self, updates: Sequence["Update"], needs: Sequence[int]) -> "Curve":
+        """Returns the curve where an optimizer uses gradients as soon as they are complete.
+
+        Each update takes what it `needs` beside the gradient, which is freed then.
+        """
+        parts: list[int] = []
+        place = 0
+        for update, need in zip(updates, needs, strict=True):
+            parts += (*self.changes[place : update.change], need, -need, -update.freed)
+            place = update.change
+        before = [update.change for update in updates]
+        kernels = (
+            kernel._replace(change=kernel.change + 3 * bisect.bisect_left(before, kernel.change))
+            for kernel in self.kernels
+        )
+        return Curve((*parts, *self.changes[place:]), tuple(kernels))
 
     @property
     def flops(self) -> int:

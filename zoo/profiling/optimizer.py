@@ -3,6 +3,7 @@
 It steps on fake parameters, so that Adam's two copies of a large model are counted and not made.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from zoo._torch import DataDependentOutputException, FakeTensorMode
 from zoo.errors import ArgumentError
+from zoo.optimizer.independence import step_alone
 from zoo.profiling.allocator import tensors_in
 from zoo.profiling.fake_tensors import FakeTensorFixes
+from zoo.profiling.kernel_costs import UpdateBytes
 from zoo.profiling.step_profile import AllocationMode
 
 # steps after which no optimizer does anything for the first time: RAdam rectifies from its sixth on
@@ -24,10 +27,15 @@ MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes of an optimizer: its state, and the most that a step allocates beside it."""
+    """Bytes of an optimizer: its state, and the most that a step allocates beside it.
+
+    `updates` are those of a step for one parameter, by its shape and type, where the optimizer
+    steps in the backward; None where it does not.
+    """
 
     state: int = 0
     step: int = 0
+    updates: UpdateBytes | None = None
 
 
 def check_maker(make: object) -> None:
@@ -70,15 +78,19 @@ def made_by(make: MakeOptimizer, parameters: list[Any]) -> torch.optim.Optimizer
     return found
 
 
-def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) -> OptimizerBytes:
+def optimizer_bytes(
+    make: MakeOptimizer | None, parameters: Iterable[Tensor], in_backward: bool = False
+) -> OptimizerBytes:
     """Counts the bytes of the optimizer that `make` builds for these parameters; None is no state.
+
+    With `in_backward` it steps for each parameter as soon as the gradient is complete.
 
     Raises:
         ArgumentError: it makes none, or its step needs more than gradients: a closure, or numbers
             in them.
     """
     if make is None:
-        return OptimizerBytes()
+        return OptimizerBytes(updates={} if in_backward else None)
     check_maker(make)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
         # made anew: a fake of a parameter shares its version, which a graph may have noted
@@ -93,12 +105,30 @@ def optimizer_bytes(make: MakeOptimizer | None, parameters: Iterable[Tensor]) ->
             for kept in optimizer.state.values():
                 if isinstance(kept, dict) and "step" in kept:
                     kept["step"] += LATE
-            with AllocationMode() as allocations:
-                optimizer.step()
+            updates = _update_bytes(optimizer) if in_backward else None
+            step = 0 if in_backward else _allocated(optimizer.step)
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
             raise ArgumentError(
                 f"{type(optimizer).__name__} cannot step on fake tensors ({error}). Pass "
                 "optimizer= one of like state, or None and take its bytes off the budget."
             ) from error
         state = {id(t): t.untyped_storage().nbytes() for t in tensors_in(optimizer.state)}
-    return OptimizerBytes(sum(state.values()), allocations.curve().peak())
+    return OptimizerBytes(sum(state.values()), step, updates)
+
+
+def _update_bytes(optimizer: torch.optim.Optimizer) -> UpdateBytes:
+    """Counts the bytes of a step for one parameter, for each shape and type."""
+    found: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            form = tuple(parameter.shape), parameter.dtype
+            if form not in found:
+                step = functools.partial(step_alone, optimizer, group, parameter)
+                found[form] = _allocated(step)
+    return found
+
+
+def _allocated(step: Callable[[], Any]) -> int:
+    with AllocationMode() as allocations:
+        step()
+    return int(allocations.curve().peak())

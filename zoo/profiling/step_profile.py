@@ -20,7 +20,7 @@ from zoo.engine.references import detached
 from zoo.profiling.allocator import tensors_in
 from zoo.profiling.fake_tensors import as_data
 from zoo.profiling.graph_walk import gradients_of
-from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas
+from zoo.profiling.kernel_costs import Curve, Kernel, Update, flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages
 
 
@@ -58,8 +58,7 @@ class StepRun:
             tensor when its node is done. Gradients of tensors that the step only hands on are
             already there; so are those of parameters that other steps share.
         gives: for the tensors of the state that it took part in, the gradient that they get.
-        parameter_gradients: bytes of the gradients of parameters that no other step shares.
-        shared_gradients: for parameters that other steps share, by id, bytes of their gradients.
+        updates: when the gradient of each parameter was complete, in the order of time.
         made: bytes of gradients of parameters that the forward made; its peaks are without them.
         draws: how many kernels of the forward draw random numbers.
     """
@@ -72,8 +71,7 @@ class StepRun:
     until_saved: Curve
     backward: Curve
     gives: Mapping[int, GradientSpec]
-    parameter_gradients: int
-    shared_gradients: Mapping[int, int]
+    updates: tuple[Update, ...]
     made: int
     draws: int
 
@@ -107,13 +105,29 @@ def run_step(
     roots, incoming = _roots(ends)
     backward = mode.now
     mode.changes.append((-1, -incoming))
+    completed: list[tuple[Tensor, int]] = []
     with mode:
-        gradients, shared = gradients_of(roots, start)
+        gradients, shared = gradients_of(
+            roots, start, lambda leaf: completed.append((leaf, mode.now.changes))
+        )
     inputs = {id(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad}
     of_parameters = {name: gradients[name] for name in gradients.keys() - inputs}
     births = mode.births_of(of_parameters.values())
     sums = {name: gradient for name, gradient in of_parameters.items() if name in shared}
-    own = [gradient for name, gradient in of_parameters.items() if name not in shared]
+    updates = [
+        Update(
+            id(leaf),
+            tuple(leaf.shape),
+            leaf.dtype,
+            change - backward.changes,
+            of_parameters[id(leaf)].untyped_storage().nbytes(),
+            # of what the forward made, or several steps sum up, the backward's curve is without
+            mode.bytes_since(backward, of_parameters[id(leaf)]) if id(leaf) not in shared else 0,
+            id(leaf) in shared,
+        )
+        for leaf, change in completed
+        if id(leaf) in of_parameters
+    ]
     return StepRun(
         outputs=returned,
         dtype=_dtype_of(returned),
@@ -123,8 +137,7 @@ def run_step(
         until_saved=mode.curve(births, end=saved.last() or backward),
         backward=mode.curve(mode.births_of(sums.values()), start=backward),
         gives=_gives(state, leaves, gradients),
-        parameter_gradients=_storage_bytes(own),
-        shared_gradients={name: _storage_bytes([gradient]) for name, gradient in sums.items()},
+        updates=tuple(updates),
         made=sum(mode.changes[birth][1] for birth in births if birth < backward.changes),
         draws=draws,
     )
@@ -133,11 +146,6 @@ def run_step(
 def _dtype_of(state: StateSpec) -> torch.dtype:
     dtypes = [entry.spec.dtype for entry in state if entry is not None]
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
-
-
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _gives(
@@ -324,6 +332,11 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(0 if birth in left_out else size for birth, size in changes),
             tuple(kernel._replace(change=kernel.change - start.changes) for kernel in kernels),
         )
+
+    def bytes_since(self, moment: Moment, tensor: Tensor) -> int:
+        """Returns the bytes of a tensor's storage, 0 if it was made before a moment."""
+        storage = tensor.untyped_storage()
+        return storage.nbytes() if self._births.get(storage._cdata, -1) >= moment.changes else 0
 
     def births_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Returns the storages of tensors, by the places of the changes that made them."""
