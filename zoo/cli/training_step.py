@@ -27,6 +27,10 @@ from zoo.sizing.max_size import largest
 TORCH_DEVICES = ("cpu", "cuda")
 # devices of which the peak rates are known
 RATED = [name for name in DEVICES if name not in TORCH_DEVICES]
+IN_BACKWARD = {
+    "--optimizer-in-backward": "the optimizer steps in the backward and frees each gradient "
+    "(zoo.optimizer_in_backward)"
+}
 # options of the commands that plan
 PLANNED = {
     **MODEL,
@@ -40,6 +44,7 @@ PLANNED = {
 @command(
     {
         **PLANNED,
+        **IN_BACKWARD,
         "--memory-budget SIZE": "peak of the whole training step: 8GiB, 8GB, bytes, 0.5 or 50%% of "
         "the baseline, or device for the memory that is free here",
         "--max-overhead RATIO": "instead of a budget: the plan of least memory that takes at most "
@@ -69,7 +74,9 @@ def run_plan(options: argparse.Namespace) -> Answer:
     arguments |= {"memory_budget": options.memory_budget, "max_overhead": options.max_overhead}
     report: PlanReport | planning.RankReport
     if options.world_size is None:
-        report = alone = planning.plan(**arguments)
+        report = alone = planning.plan(
+            **arguments, optimizer_in_backward=options.optimizer_in_backward
+        )
     else:
         ranks = {"world_size": options.world_size, "strategy": options.strategy or "fsdp2"}
         report = planning.plan_rank(**arguments, **ranks)
@@ -85,6 +92,8 @@ def _check_ranks(options: argparse.Namespace) -> None:
     if options.world_size is None:
         if options.strategy:
             raise ArgumentError("--strategy says how ranks share a model; give --world-size, too")
+    elif options.optimizer_in_backward:
+        raise ArgumentError("--optimizer-in-backward plans one process; leave out --world-size")
     elif options.plot:
         raise ArgumentError("--plot draws a plan for one process; leave out --world-size")
     elif _is_torch_device(options.device, RATED):
@@ -97,6 +106,7 @@ def _check_ranks(options: argparse.Namespace) -> None:
 @command(
     {
         **PLANNED,
+        **IN_BACKWARD,
         "--points COUNT=12": "how many of the best plans to print, evenly spread",
         "--csv FILE": "write all plans as CSV",
         **PLOT,
@@ -109,7 +119,8 @@ def run_frontier(options: argparse.Namespace) -> Answer:
       zoo frontier resnet50 --input 32,3,224,224
       zoo frontier densenet121 --plot frontier.svg --csv frontier.csv
     """
-    frontier = planning.frontier(**_planning_arguments(model_spec(options), options))
+    arguments = _planning_arguments(model_spec(options), options)
+    frontier = planning.frontier(**arguments, optimizer_in_backward=options.optimizer_in_backward)
     write(options.csv, lambda path: Path(path).write_text(frontier.to_csv(), encoding="utf-8"))
     write(options.plot, frontier.plot)
     return Answer(frontier.table(options.points), frontier.to_json())
@@ -249,6 +260,7 @@ def _at_peak(timeline: Timeline, holders: int) -> dict[str, Any]:
     {
         **MODEL,
         "--checkpoint PLAN=true": PLANS,
+        **IN_BACKWARD,
         "--steps COUNT=3": "training steps to compare",
         "--device DEVICE=cpu": "device of torch to train on",
         "--seed NUMBER=0": "of weights and inputs",
@@ -267,7 +279,11 @@ def run_verify(options: argparse.Namespace) -> Answer:
     torch.manual_seed(options.seed)
     model = spec.build_on(device)
     report = verify(
-        model, lambda step: spec.inputs_on(device), options.checkpoint, steps=options.steps
+        model,
+        lambda step: spec.inputs_on(device),
+        options.checkpoint,
+        steps=options.steps,
+        optimizer_in_backward=options.optimizer_in_backward,
     )
     data = {**asdict(report), "plan": None if report.plan is None else report.plan.text()}
     return Answer(str(report), data, int(not report.exact))
