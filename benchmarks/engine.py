@@ -39,7 +39,7 @@ from zoo.engine.recompute import segment
 from zoo.engine.recording import thread
 from zoo.engine.replay import Scheduled, replay
 from zoo.planner.schemes import each_block
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 from zoo.units import format_bytes
 
 MODELS: dict[str, tuple[Callable[[], Chain], tuple[int, ...], int]] = {

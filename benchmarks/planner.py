@@ -34,7 +34,7 @@ from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import frontier
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import each_block, sqrt
-from zoo.profiling.allocator import gradient_addresses, trace
+from zoo.profiling.allocator_events import gradient_addresses, trace
 from zoo.profiling.chain_profile import Profile
 
 ROUNDS = 5

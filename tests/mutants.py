@@ -598,27 +598,27 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "where a plan is in force a segment of the model is none",
             "if not records() or thread.conductor is not None:",
             "if not records():",
-            "test_ranges",
+            "test_kernel_segments",
         ),
     ],
-    "ranges.py": [
+    "kernel_segments.py": [
         (
             "what is saved before a turn and read after it is kept",
             "        pending = self._pending() if len(self.open) > shared else ()\n",
             "        pending = ()\n",
-            "test_ranges",
+            "test_kernel_segments",
         ),
         (
             "what is saved before a turn and read in another segment belongs to that",
             "                handle.move_to(self.open[-1])\n",
             "                handle.keep()\n",
-            "test_ranges ../tracing/test_traced_steps",
+            "test_kernel_segments ../tracing/test_traced_steps",
         ),
         (
             "a kernel that is not the script's is noticed",
             "if place >= len(script.operators) or script.operators[place] is not func:",
             "if place >= len(script.operators):",
-            "test_ranges",
+            "test_kernel_segments",
         ),
         (
             "another script of the same beginning goes on",
@@ -626,50 +626,50 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "                self._turn(script.path_at(place), fresh=True)\n"
             "                return\n",
             "                pass\n",
-            "test_ranges",
+            "test_kernel_segments",
         ),
         (
             "after a stray each block is a segment",
             "        if not self.synchronized:\n            self._turn((-1,), fresh=True)\n",
             "",
-            "test_ranges",
+            "test_kernel_segments",
         ),
         (
             "the plan holds again where the forward comes to a known block",
             "if known is not None and (known != self.place or not self.synchronized):",
             "if False:",
-            "test_ranges",
+            "test_kernel_segments",
         ),
         (
             "segments are closed at the end of a forward",
             "        while self.open:\n            self._close()\n        self._settle()",
             "        self._settle()",
-            "test_ranges",
+            "test_kernel_segments",
         ),
         (
             "a replay during a forward does not count as its kernels",
             'if thread.replaying or getattr(func, "namespace", "") == "prim":',
             'if getattr(func, "namespace", "") == "prim":',
-            "test_ranges",
+            "test_kernel_segments",
         ),
         (
             "segments that two paths share stay open",
             "shared = 0 if fresh else len(list(itertools.takewhile(bool, same)))",
             "shared = 0",
-            "test_ranges",
+            "test_kernel_segments",
         ),
         (
             "a forward inside of a user's hooks is not cut",
             "return records() and hooks is None and thread.segment is None and "
             "thread.conductor is None",
             "return records() and thread.segment is None and thread.conductor is None",
-            "test_ranges",
+            "test_kernel_segments",
         ),
         (
             "a part of a pruned range is closed",
             "        if not self.open:\n            prune(part)\n",
             "",
-            "test_ranges",
+            "test_kernel_segments",
         ),
     ],
     "fingerprint.py": [

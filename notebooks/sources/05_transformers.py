@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zoo
-from zoo.profiling.peak_memory import spending
+from zoo.profiling.block_peak import spending
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 print(f"Python {platform.python_version()}, torch {torch.__version__}, zoo {zoo.__version__}")

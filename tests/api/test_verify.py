@@ -25,8 +25,8 @@ from zoo.errors import ArgumentError, InputError, PlanError, VerifyError
 from zoo.models.densenet import DenseNet
 from zoo.optimizer.independence import step_alone
 from zoo.policy.options import attach
-from zoo.verification.divergence import Place
-from zoo.verification.training_record import first_difference, same_bits
+from zoo.verification.state_comparison import first_difference, same_bits
+from zoo.verification.verdict import Place
 
 OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
 ONE_SEGMENT = (tuple(range(9)), 9)

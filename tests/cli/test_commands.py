@@ -12,7 +12,7 @@ from tests.tracing.models import Net
 from tests.training import Residuals
 from zoo.catalog import model_arguments
 from zoo.cli.main import run
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 
 RESIDUALS = ("tests.training:Residuals", "--input", "8,4,16,16")
 MIB = 1024**2
@@ -266,7 +266,7 @@ def test_max_batch_of_a_text_in_columns_varies_the_columns(command, monkeypatch)
         seen.append((vary, sample[0].shape))
         return zoo.largest(Residuals(), images(), memory_budget="2MiB", verify=False)
 
-    monkeypatch.setattr("zoo.cli.training_step.largest", note)
+    monkeypatch.setattr("zoo.cli.step_commands.largest", note)
     for more in ([], ["--vary", "0"]):
         command("max-batch", "lstm", "--size", "5", "--memory-budget", "2MiB", *more)
     command("max-batch", *RESIDUALS, "--memory-budget", "2MiB")

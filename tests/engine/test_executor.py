@@ -22,7 +22,7 @@ from zoo.engine.executor import run_plan
 from zoo.errors import PlanError
 from zoo.layers.drop_path import DropPath
 from zoo.planner.plan import DEEPEST, Plan
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 
 PLANS = [
     "0-9",

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.training import assert_same, everything, images, train
 from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError, RecomputeError
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 
 
 def block() -> nn.Sequential:

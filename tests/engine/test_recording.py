@@ -30,7 +30,7 @@ from tests.engine.pitfalls.program import (
     train,
 )
 from zoo.engine import recording
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 
 Function = Callable[[Tensor], Any]
 

@@ -25,7 +25,7 @@ from tests.engine.pitfalls.program import (
     state_of,
 )
 from zoo.engine.operators import read_settings
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 
 WEIGHT = nn.Parameter(torch.ones(4))
 

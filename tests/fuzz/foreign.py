@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import zoo
 from tests.engine.pitfalls.program import compare, frozen, state_of
 from tests.planner.test_plan import plans
-from zoo.engine.ranges import Conductor, Script
+from zoo.engine.kernel_segments import Conductor, Script
 from zoo.engine.recompute import recompute
 from zoo.engine.recording import thread
 from zoo.planner.plan import Item, Plan

@@ -9,7 +9,7 @@ from zoo.harness.cells import expand
 from zoo.harness.config import Config, ModelConfig, load
 from zoo.harness.run import check_cells
 from zoo.harness.worker import first_fault
-from zoo.profiling.peak_memory import spending
+from zoo.profiling.block_peak import spending
 
 RESNET = ModelConfig("resnet18", "photographs", 2, 64, {})
 LSTM = ModelConfig("lstm", "stream", 4, 20, {"embedding": 8, "hidden": 8})

@@ -11,7 +11,7 @@ from zoo.errors import LONGEST
 from zoo.harness.cells import KINDS
 from zoo.harness.config import load
 from zoo.harness.results import Results, comparisons, parse
-from zoo.report.page import page
+from zoo.report.html_page import page
 from zoo.report.rows import differences, heading
 
 MISSING = object()

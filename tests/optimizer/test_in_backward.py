@@ -13,7 +13,7 @@ import zoo
 from tests.training import Residuals, images
 from zoo.errors import ArgumentError, OptimizerError
 from zoo.optimizer.freed_gradient import FreedGradient
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 
 Make = Callable[[Iterable[Any]], optim.Optimizer]
 

@@ -22,7 +22,7 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import attach
 from zoo.policy.report import FixedBytes, PlanReport
-from zoo.profiling.allocator import measure_step
+from zoo.profiling.allocator_events import measure_step
 
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 

@@ -16,7 +16,7 @@ from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, PlanError
 from zoo.policy import options as checkpointing
 from zoo.policy.options import attach
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 
 OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
 

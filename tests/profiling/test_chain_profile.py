@@ -15,7 +15,7 @@ from zoo.engine.executor import run_plan
 from zoo.layers.shared_weight import SharedWeight
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 from zoo.profiling.chain_profile import Profile
 
 

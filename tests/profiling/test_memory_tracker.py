@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import zoo
 from tests.training import Residuals, assert_same, everything, images, train
 from zoo.errors import ArgumentError
-from zoo.profiling.allocator import measure_step, trace
+from zoo.profiling.allocator_events import measure_step, trace
 from zoo.profiling.memory_tracker import Recorder, StorageLifetime
 from zoo.profiling.source_location import block_of
 from zoo.profiling.timeline import Allocation, Mark, Timeline

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.errors import ArgumentError
-from zoo.profiling.allocator import resident_bytes, trace
+from zoo.profiling.allocator_events import resident_bytes, trace
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
 
 MAKES: list[MakeOptimizer] = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report.recorded import comparison
-from zoo.report import page as report_page
+from zoo.report import html_page as report_page
 from zoo.report.rows import Heading
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from tests.report import recorded
 from tests.report.recorded import WHERE
-from zoo.report.page import page
-from zoo.report.report import show, write_report
+from zoo.report.html_page import page
 from zoo.report.rows import VARIANTS, columns, heading, rows, spread, words
+from zoo.report.text_report import show, write_report
 
 MODEL = recorded.MODEL | {"largest_ratio": 0.3}
 DONE = {"status": "done"}

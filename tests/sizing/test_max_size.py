@@ -20,7 +20,7 @@ from zoo.errors import ArgumentError, BudgetError, InputError, PlanError
 from zoo.invocation import Invocation
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet, basic
-from zoo.profiling.allocator import measure_step
+from zoo.profiling.allocator_events import measure_step
 from zoo.sizing.max_size import Largest, largest, train_twice
 
 SEARCH = "zoo.sizing.max_size"

@@ -17,7 +17,7 @@ from zoo.engine.recompute import segment
 from zoo.invocation import Invocation, own_loss, with_loss
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 from zoo.profiling.chain_profile import Profile
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.blocks import block_paths

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import zoo
 from tests.training import assert_same, everything, images
-from zoo.engine.ranges import Script
+from zoo.engine.kernel_segments import Script
 from zoo.tracing import patched_forward
 
 STEPS = 5

@@ -37,11 +37,11 @@ from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
 from zoo.policy.report import Frontier, PlanReport, peak_table
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.profiling.timeline import Timeline
-from zoo.report.markdown import markdown_table
+from zoo.report.escaping import markdown_table
 from zoo.tracing.api import Entry
 from zoo.tracing.blocks import block_paths
 from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
-from zoo.verification.training_record import random_state_restored
+from zoo.verification.state_comparison import random_state_restored
 
 # for each parameter torch lists all ranks: for so many that takes minutes, for more hours
 MOST_RANKS = 2**16

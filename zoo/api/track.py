@@ -33,7 +33,7 @@ from zoo.invocation import (
 )
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
-from zoo.profiling.allocator import tensors_in
+from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
 from zoo.profiling.optimizer import MakeOptimizer, made_by
@@ -42,7 +42,7 @@ from zoo.tracing.ahead import TraceError
 from zoo.tracing.api import Entry
 from zoo.tracing.api import checkpoint as put_in_force
 from zoo.tracing.patched_forward import named_steps, runner_of
-from zoo.verification.training_record import random_state_restored
+from zoo.verification.state_comparison import random_state_restored
 
 # see profiling.source_location
 IS_TRAINING_LOOP = True

@@ -34,12 +34,11 @@ from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, runner_for
 from zoo.policy.report import PlanReport
-from zoo.profiling.allocator import tensors_in
+from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.optimizer import MakeOptimizer, check_maker
 from zoo.tracing.api import checkpoint as put_in_force
 from zoo.tracing.api import plan_of, uncheckpoint
-from zoo.verification.divergence import Difference, Place, Report
-from zoo.verification.training_record import (
+from zoo.verification.state_comparison import (
     Record,
     first_difference,
     random_state_restored,
@@ -48,6 +47,7 @@ from zoo.verification.training_record import (
     same_bits,
     set_streams,
 )
+from zoo.verification.verdict import Difference, Place, Report
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 

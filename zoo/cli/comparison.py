@@ -26,9 +26,9 @@ from zoo.harness.config import load
 from zoo.harness.regression import has_grown, read_earlier
 from zoo.harness.results import Results, comparisons
 from zoo.harness.run import results_of, run
-from zoo.report.page import page
-from zoo.report.report import show, write_report
+from zoo.report.html_page import page
 from zoo.report.rows import Row, TimeRatios, heading, rows
+from zoo.report.text_report import show, write_report
 
 
 def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answer:

@@ -21,9 +21,9 @@ from zoo.cli.parser import MODEL, Answer, command
 from zoo.cli.values import shapes, shapes_text
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.invocation import Inputs, Invocation
-from zoo.profiling.allocator import tensors_in
+from zoo.profiling.allocator_events import tensors_in
 from zoo.report.chain_axis import block_name
-from zoo.report.markdown import markdown_table
+from zoo.report.escaping import markdown_table
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.api import Entry
 from zoo.units import format_bytes

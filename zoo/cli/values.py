@@ -17,7 +17,7 @@ from torch import Tensor
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import check_name
-from zoo.planner.serialization import read_file
+from zoo.planner.typed_json import read_file
 from zoo.policy.budget import Budget, check_bounds
 from zoo.policy.options import Checkpoint
 from zoo.policy.report import PlanReport

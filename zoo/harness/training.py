@@ -29,7 +29,7 @@ from zoo.harness.cells import Cell, Kind
 from zoo.harness.data import Batch
 from zoo.optimizer.freed_gradient import FreedGradient
 from zoo.optimizer.in_backward import OptimizerInBackward, optimizer_in_backward
-from zoo.verification.training_record import bits, read_streams
+from zoo.verification.state_comparison import bits, read_streams
 
 Named = tuple[str, Tensor | None]
 

@@ -26,7 +26,7 @@ from zoo.harness.training import Training, step_digests
 from zoo.invocation import Invocation, capture_first_state
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import segments
-from zoo.profiling.allocator import measure_step
+from zoo.profiling.allocator_events import measure_step
 from zoo.profiling.timeline import Timeline
 from zoo.report.rows import spread
 

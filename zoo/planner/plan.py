@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, Union
 
 from zoo.errors import PlanError, shortened
-from zoo.planner.serialization import read_json
+from zoo.planner.typed_json import read_json
 
 Item = Union[int, tuple["Item", ...]]
 Entry = TypeVar("Entry")

@@ -28,7 +28,7 @@ from zoo.planner import schemes
 from zoo.planner.costs import least_possible, simulate
 from zoo.planner.plan import Item, Plan, thinned
 from zoo.policy.report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
-from zoo.profiling.allocator import resident_bytes
+from zoo.profiling.allocator_events import resident_bytes
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.kernel_costs import KernelCosts, device_named
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from zoo.errors import ArgumentError, PlanError
 from zoo.planner.plan import Plan, thinned
-from zoo.planner.serialization import read, read_file, read_json
-from zoo.report.markdown import markdown_table
+from zoo.planner.typed_json import read, read_file, read_json
+from zoo.report.escaping import markdown_table
 from zoo.units import format_bytes
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from zoo.profiling.kernel_costs import (
 from zoo.profiling.sharded import whole_parameters
 from zoo.profiling.step_profile import GradientSpec, Kernels, StepRun, Strided, run_step
 from zoo.profiling.tensor_spec import KernelSpec, NumberedSpec, StateSpec, Storages
-from zoo.verification.training_record import BOOKKEEPING
+from zoo.verification.state_comparison import BOOKKEEPING
 
 VALUES = int | float | str | bool | None | torch.dtype
 

@@ -37,7 +37,7 @@ from zoo._torch import (
 )
 from zoo.engine.operators import effects_of
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
-from zoo.profiling.allocator import tensors_in
+from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.tensor_spec import KernelSpec
 
 # numbers of a constant, at most; who reads more reads data

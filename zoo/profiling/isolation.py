@@ -26,7 +26,7 @@ import torch
 from zoo._torch import active_fake_mode, disable_current_modes
 from zoo.chain import GLOBAL_HOOKS
 from zoo.errors import ZooError
-from zoo.verification.training_record import random_state_restored
+from zoo.verification.state_comparison import random_state_restored
 
 # what autograd's engine says in a forked process where it has threads for a device
 NO_FORK = "fork-based multiprocessing"

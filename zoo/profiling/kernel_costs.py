@@ -26,9 +26,9 @@ import torch
 from zoo._torch import DisableAutocast, disable_current_modes
 from zoo.engine.operators import Settings, read_settings
 from zoo.errors import ArgumentError, nearest, shortened
-from zoo.profiling.allocator import AllocatorEvents
+from zoo.profiling.allocator_events import AllocatorEvents
 from zoo.profiling.tensor_spec import KernelSpec
-from zoo.verification.training_record import random_state_restored
+from zoo.verification.state_comparison import random_state_restored
 
 # a quick kernel is timed so often; a slow one only until so many seconds went by
 RUNS = 10

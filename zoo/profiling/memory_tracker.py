@@ -63,7 +63,7 @@ from zoo._torch import (
 from zoo.engine.recompute import is_replaying, observed, origin
 from zoo.errors import ArgumentError, shortened
 from zoo.optimizer import in_backward, independence
-from zoo.profiling.allocator import AllocatorEvents, storages_of, tensors_in
+from zoo.profiling.allocator_events import AllocatorEvents, storages_of, tensors_in
 from zoo.profiling.optimizer import is_optimizer
 from zoo.profiling.sharded import sharded_modules
 from zoo.profiling.source_location import NOWHERE, Place, Places, is_differentiated

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zoo._torch import DataDependentOutputException, FakeTensorMode
 from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
-from zoo.profiling.allocator import tensors_in
+from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.kernel_costs import UpdateBytes
 from zoo.profiling.step_profile import AllocationMode

@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from zoo._torch import TorchDispatchMode, sequence_number
 from zoo.chain import Step
 from zoo.engine.references import detached
-from zoo.profiling.allocator import tensors_in
+from zoo.profiling.allocator_events import tensors_in
+from zoo.profiling.backward_walk import gradients_of
 from zoo.profiling.fake_tensors import as_data
-from zoo.profiling.graph_walk import gradients_of
 from zoo.profiling.kernel_costs import Curve, Kernel, Update, flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from zoo.errors import ArgumentError, shortened
-from zoo.planner.serialization import read, read_file, read_json, read_row
-from zoo.report.markdown import visible
+from zoo.planner.typed_json import read, read_file, read_json, read_row
+from zoo.report.escaping import visible
 from zoo.units import format_bytes
 
 # in the order in which they are stacked: what no plan changes is at the bottom

@@ -26,7 +26,7 @@ import numpy as np
 
 from zoo.planner.plan import Plan
 from zoo.report.chain_axis import ChainAxis, Label, chain_axis, segments
-from zoo.report.markdown import visible
+from zoo.report.escaping import visible
 from zoo.report.rows import VARIANTS
 from zoo.units import BINARY, format_bytes
 

@@ -25,7 +25,7 @@ from zoo.errors import ArgumentError, shortened_text
 from zoo.planner.plan import Plan
 from zoo.report import charts
 from zoo.report.chain_axis import fitting, round_numbers
-from zoo.report.markdown import visible
+from zoo.report.escaping import visible
 from zoo.report.rows import Heading, Row, size_or_why, variants
 from zoo.units import format_bytes
 

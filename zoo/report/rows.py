@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from zoo.report.markdown import visible
+from zoo.report.escaping import visible
 from zoo.units import format_bytes
 
 Comparison = Mapping[str, Any]

@@ -29,14 +29,14 @@ from zoo.invocation import (
 )
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint
-from zoo.profiling.allocator import measure_step, tensors_in
+from zoo.profiling.allocator_events import measure_step, tensors_in
 from zoo.profiling.optimizer import MakeOptimizer, made_by
 from zoo.profiling.step_profile import ends_of, root_of
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within
 from zoo.tracing.api import checkpoint as put_in_force
 from zoo.units import at_least, exact_bytes, format_bytes, format_seconds
-from zoo.verification.training_record import random_state_restored
+from zoo.verification.state_comparison import random_state_restored
 
 # seconds that a real step may take unless verify=True
 QUICK = 20.0

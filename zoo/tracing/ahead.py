@@ -28,7 +28,7 @@ from zoo.engine.recording import KernelMode, thread
 from zoo.engine.references import detached
 from zoo.errors import ArgumentError, ZooError, shortened
 from zoo.invocation import Invocation, Loss, UnknownTargets, own_loss, place_of, with_loss_errors
-from zoo.profiling.allocator import tensors_in
+from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, NumbersNeeded, copied
 from zoo.profiling.isolation import Died, Raised, isolated
 from zoo.profiling.sharded import is_spread

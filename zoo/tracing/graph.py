@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 
+from zoo.engine.kernel_segments import Visit
 from zoo.engine.operators import resolved
-from zoo.engine.ranges import Visit
 from zoo.profiling.tensor_spec import TensorSpec
 
 # in the place of a value's number: the storage is that of a parameter or buffer

@@ -24,7 +24,7 @@ from torch.fx.node import map_aggregate
 
 from zoo._torch import DisableAutocast, FakeTensorMode
 from zoo.chain import NamedStep, Outline, Source, Step
-from zoo.profiling.allocator import tensors_in
+from zoo.profiling.allocator_events import tensors_in
 from zoo.tracing.blocks import block_of_each
 from zoo.tracing.graph import OWNED, Attribute, Call, Graph, Value
 

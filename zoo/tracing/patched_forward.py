@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from zoo._torch import active_fake_mode, is_exporting, pytree
 from zoo.chain import Chain, Runner
-from zoo.engine.ranges import Conductor, Script, Visit, conducts
+from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
 from zoo.engine.recording import thread
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.invocation import Invocation

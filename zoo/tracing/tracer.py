@@ -27,7 +27,7 @@ from zoo._torch import FakeTensor
 from zoo.engine.operators import CONSTANTS, KERNELS, effects_of, name_of
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, storage_of, written_by
 from zoo.errors import ArgumentError
-from zoo.profiling.allocator import tensors_in
+from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.source_location import modules_around
 from zoo.profiling.tensor_spec import TensorSpec
 from zoo.tracing.graph import (

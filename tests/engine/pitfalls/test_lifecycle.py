@@ -32,7 +32,7 @@ from tests.engine.pitfalls.program import (
     state_of,
     train,
 )
-from zoo.profiling.allocator import trace
+from zoo.profiling.allocator_events import trace
 
 
 class Checkpointed(nn.Module):

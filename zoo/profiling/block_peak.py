@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zoo.errors import ArgumentError
-from zoo.profiling.allocator import AllocatorEvents
+from zoo.profiling.allocator_events import AllocatorEvents
 
 
 @dataclass

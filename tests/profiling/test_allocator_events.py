@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from zoo.errors import ArgumentError
-from zoo.profiling.allocator import (
+from zoo.profiling.allocator_events import (
     MemoryTrace,
     cuda_events,
     gradient_addresses,

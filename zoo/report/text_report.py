@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from zoo.report.markdown import in_code, in_csv, in_markdown, markdown_table
+from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table
 from zoo.report.plot import draw_comparison
 from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, TimeRatios, columns, variants, words
 

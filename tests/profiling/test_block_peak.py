@@ -6,8 +6,8 @@ import torch
 import zoo
 from tests.training import Residuals, images, needs_numpy
 from zoo.errors import ArgumentError
-from zoo.profiling.allocator import MemoryTrace, trace
-from zoo.profiling.peak_memory import spending
+from zoo.profiling.allocator_events import MemoryTrace, trace
+from zoo.profiling.block_peak import spending
 
 KIB = 1024
 

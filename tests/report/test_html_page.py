@@ -15,10 +15,10 @@ import pytest
 
 from tests.report.recorded import MIB, comparison, older, plain
 from zoo.report.charts import CATEGORIES, categories_chart
+from zoo.report.html_page import page
 from zoo.report.interactive import interactive
-from zoo.report.page import page
-from zoo.report.report import models_csv
 from zoo.report.rows import Heading, rows
+from zoo.report.text_report import models_csv
 from zoo.units import format_bytes
 
 HEADING = Heading("mine", "A processor, 2 threads", "python test_memory_optimized.py mine.yaml")

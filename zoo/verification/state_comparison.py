@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import pytree
-from zoo.verification.divergence import Difference
+from zoo.verification.verdict import Difference
 
 # what torch's modules have of their own, but for the mode
 BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}

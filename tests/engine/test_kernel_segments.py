@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import zoo
 from tests.engine.kernels import Made, replayed
 from tests.engine.pitfalls.program import compare, frozen, gradients, plain, state_of
-from zoo.engine.ranges import Conductor, Script, conducts
+from zoo.engine.kernel_segments import Conductor, Script, conducts
 from zoo.engine.recording import thread
 from zoo.planner.plan import Plan
 

@@ -25,7 +25,6 @@ from zoo.planner.plan import Plan
 from zoo.report import charts
 from zoo.report.chain_axis import chain_axis
 from zoo.report.interactive import interactive
-from zoo.report.report import models_csv, timings_csv, to_csv
 from zoo.report.rows import (
     DEFINITIONS,
     KINDS,
@@ -36,6 +35,7 @@ from zoo.report.rows import (
     rows,
     variants,
 )
+from zoo.report.text_report import models_csv, timings_csv, to_csv
 from zoo.units import format_bytes
 
 HERE = Path(__file__).parent
