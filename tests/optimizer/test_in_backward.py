@@ -40,6 +40,7 @@ OPTIMIZERS: dict[str, Make] = {
     "ASGD": optim.ASGD,
     "Adafactor": optim.Adafactor,
     "Muon": lambda p: optim.Muon(matrices(p)),
+    "of a user": lambda p: Own(p, 0.05, momentum=0.9),
 }
 
 
@@ -141,8 +142,7 @@ def test_parameters_that_train_later_and_groups_that_come_later() -> None:
     def run(in_backward: bool) -> Any:
         torch.manual_seed(0)
         model = Tied()
-        optimizer = optim.AdamW(model.first.parameters())
-        optimizer.param_groups[0]["params"] += list(model.frozen.parameters())
+        optimizer = optim.AdamW([*model.frozen.parameters(), *model.first.parameters()])
         if in_backward:
             zoo.optimizer_in_backward(model, optimizer)
         for step in range(6):
@@ -271,6 +271,29 @@ def test_a_step_twice_or_left_out_is_refused() -> None:
     optimizer.step()
 
 
+def test_what_changes_between_backward_and_step_is_refused() -> None:
+    model, optimizer, handle = stepping()
+    backward(model)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(OptimizerError, match="such as its learning rate, was changed before step"):
+        optimizer.step()
+    handle.reset()
+    backward(model)
+    with torch.no_grad():
+        model.first.weight.clamp_(-0.1, 0.1)
+    with pytest.raises(OptimizerError, match=r"first.weight was changed before step\(\)"):
+        optimizer.step()
+
+
+def test_a_second_backward_of_other_parameters_is_refused() -> None:
+    """Its forward has read updated ones."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    zoo.optimizer_in_backward(model, optim.SGD(model.parameters(), 0.1))
+    model[0](torch.rand(2, 4)).sum().backward()
+    with pytest.raises(OptimizerError, match=r"another backward began before step\(\)"):
+        model[2](model[0](torch.rand(2, 4)).detach()).sum().backward()
+
+
 def test_other_steps_are_refused() -> None:
     model, optimizer, _ = stepping()
     with pytest.raises(OptimizerError, match=r"step\(closure\) runs the backward itself"):
@@ -279,6 +302,10 @@ def test_other_steps_are_refused() -> None:
     with pytest.raises(OptimizerError, match="create_graph=True needs the parameters as they were"):
         model(images()).square().mean().backward(create_graph=True)
     assert bits(model.state_dict()) == before
+    optimizer.zero_grad()
+    optimizer.step(None)
+    backward(model)
+    optimizer.step()
 
 
 class ByGlobalNorm(optim.SGD):
@@ -288,6 +315,31 @@ class ByGlobalNorm(optim.SGD):
         parameters = [p for group in self.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(parameters, 1.0)
         super().step()
+
+
+class CountingItself(optim.SGD):
+    """Counts its steps beside its groups."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        super().step(closure)
+
+
+class Around(optim.SGD):
+    """Steps another optimizer."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, 0.1)
+        self.inner = optim.SGD(self.param_groups[0]["params"], 0.1)
+
+
+class Own(optim.SGD):
+    """Does what its class does, by the step with hooks."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
 
 
 class Counting(optim.SGD):
@@ -304,6 +356,8 @@ class Counting(optim.SGD):
     [
         (optim.LBFGS, "LBFGS cannot step for one parameter at a time"),
         (lambda p: ByGlobalNorm(p, 0.1), "ByGlobalNorm looks at several parameters at once"),
+        (lambda p: CountingItself(p, 0.1), "CountingItself looks at several parameters at once"),
+        (Around, "Around steps another optimizer"),
         (lambda p: Counting(p, 0.1), "Counting looks at several parameters at once"),
         (lambda p: optim.SGD(p, 0.1, differentiable=True), "makes its step part of a graph"),
     ],
@@ -320,16 +374,13 @@ def test_optimizers_that_look_at_several_parameters_are_refused(make: Make, mess
 
 def test_wrong_arguments_are_refused() -> None:
     model, optimizer, handle = stepping()
-    with pytest.raises(ArgumentError, match=r"steps in the backward already; remove\(\)"):
-        zoo.optimizer_in_backward(model, optimizer)
+    for other in (optimizer, optim.SGD(model.parameters(), 0.1)):
+        with pytest.raises(ArgumentError, match=r"for these parameters already; remove\(\)"):
+            zoo.optimizer_in_backward(model, other)
     with pytest.raises(ArgumentError, match="needs a module"):
         zoo.optimizer_in_backward(optimizer, model)
     with pytest.raises(ArgumentError, match="needs an optimizer, such as"):
         zoo.optimizer_in_backward(model, optim.AdamW)
-    other = optim.SGD(model.parameters(), 0.1)
-    zoo.optimizer_in_backward(model, other)
-    with pytest.raises(OptimizerError, match="has been updated by an earlier backward"):
-        backward(model)
     handle.remove()
 
 
@@ -352,8 +403,9 @@ def test_what_an_exception_leaves_is_named() -> None:
         backward(model)
     hook.remove()
     assert handle.updated == ["second.bias", "first.bias"]
-    with pytest.raises(OptimizerError, match=r"updated 2 of 7 .*second.bias, first.bias.*its end"):
-        optimizer.step()
+    for call in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(OptimizerError, match=r"updated 2 of 7 .*second.bias, first.*its end"):
+            call()
     optimizer.zero_grad()
     with pytest.raises(OptimizerError, match="Load weights and optimizer state"):
         backward(model)

@@ -45,9 +45,12 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
     without this call; a few gradients exist at once in place of all. `.grad` of an updated
     parameter is a tensor of the same shape without numbers or memory, whose use raises.
 
-    Exceptions in a backward leave the parameters in `updated` of the handle with a step made and
-    all others without. The next `step()`, and the next backward, then raise until weights and
-    optimizer state are loaded and `reset()` is called.
+    After an exception in a backward the parameters that `updated` of the handle names have taken
+    the step, the others have not. The next `step()`, `state_dict()` and backward raise until
+    weights and optimizer state are loaded and `reset()` is called.
+
+    Between a backward and `step()` weights are already new: evaluate, average or save them after
+    `step()`. A weight whose numbers are read by way of `.data` is not protected.
 
     Args:
         model: whose parameters the optimizer updates, all or some; also sharded by FSDP2.
@@ -62,8 +65,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
         OptimizerError: the optimizer looks at several parameters at once (LBFGS), takes a closure,
             or gradients are combined after the backward (DistributedDataParallel, the older
             FullyShardedDataParallel). Later: float16 autocast, whose GradScaler scales gradients;
-            a second backward before `zero_grad()`; a backward whose `step()` was left out;
-            `create_graph=True`; any use of a gradient that was freed.
+            a second backward before `step()`; a weight or a learning rate that is changed
+            between the two; `create_graph=True`; any use of a gradient that was freed.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"optimizer_in_backward needs a module; got {shortened(model)}")
@@ -72,11 +75,13 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
             f"optimizer_in_backward needs an optimizer, such as "
             f"torch.optim.AdamW(model.parameters()); got {shortened(optimizer)}"
         )
-    if optimizer in _ATTACHED:
-        raise ArgumentError(
-            f"this {type(optimizer).__name__} steps in the backward already; remove() its handle "
-            "before another call"
-        )
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for other in _ATTACHED:
+        if any(id(p) in own for group in other.param_groups for p in group["params"]):
+            raise ArgumentError(
+                f"a {type(other).__name__} steps in the backward for these parameters already; "
+                "remove() its handle before another call"
+            )
     _check_wrappers(model)
     check_independent(optimizer)
     return OptimizerInBackward(model, optimizer)
@@ -92,8 +97,16 @@ class OptimizerInBackward:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # parameters updated since the last step, by their ids
+        # parameters updated since the last step, by their ids, and their versions after it
         self._updated: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
+        # those whose step the optimizer's own is about to check
+        self._stepped: list[Tensor] = []
+        # what the groups said in the backward
+        self._values: list[dict[str, Any]] = []
+        self._is_stepping = False
+        # parameters whose state has its place in `optimizer.state`, by their ids
+        self._sorted: set[int] = set(map(id, optimizer.state))
         # the groups of parameters in this backward, by ids of parameters
         self._groups: dict[int, dict[str, Any]] = {}
         # backwards that have not come to their end
@@ -105,7 +118,7 @@ class OptimizerInBackward:
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(_sort_state),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
             # a copy of the model is to hold no reference to this
             model.register_forward_pre_hook(_check_forward),
         ]
@@ -121,6 +134,7 @@ class OptimizerInBackward:
         """Goes on after a backward that raised: drops its gradients; what it updated stays."""
         self._running.clear()
         self._updated.clear()
+        self._versions.clear()
         for parameter in self._parameters():
             parameter.grad = None
 
@@ -151,23 +165,32 @@ class OptimizerInBackward:
     def _update(self, parameter: Tensor) -> None:
         """Takes the optimizer's step for one parameter, whose gradient is complete."""
         with self._lock:
+            self._check_gradient(parameter)
             self._enter_backward()
             group = self._groups.get(id(parameter))
             if group is None:
                 return
-            self._check_gradient(parameter)
             self._updated[id(parameter)] = parameter
-            with torch.no_grad(), DisableAutocast():
-                step_alone(self.optimizer, group, parameter)
+            self._is_stepping = True
+            try:
+                with torch.no_grad(), DisableAutocast():
+                    step_alone(self.optimizer, group, parameter)
+            finally:
+                self._is_stepping = False
+            self._versions[id(parameter)] = parameter._version
             parameter.grad = FreedGradient(parameter)
 
     def _enter_backward(self) -> None:
         backward = current_backward()
         if backward in self._running:
             return
-        self._check_dropped()
+        if self._updated:
+            self._check_dropped()
+            raise self._unfinished("another backward began before step()")
         self._running.add(backward)
-        self._groups = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
+        groups = self.optimizer.param_groups
+        self._groups = {id(p): group for group in groups for p in group["params"]}
+        self._values = [_values(group) for group in groups]
         queue_callback(lambda: self._running.discard(backward))
 
     def _check_gradient(self, parameter: Tensor) -> None:
@@ -200,14 +223,14 @@ class OptimizerInBackward:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Has the optimizer's own step find the gradients that no backward has used."""
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        if self._is_stepping:
+            return
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise OptimizerError(
                 "step(closure) runs the backward itself; call backward() and then step(), or "
                 "remove() the handle"
             )
-        if self._running:
-            raise self._unfinished("it did not come to its end")
-        self._check_dropped()
+        self._check_finished()
         for parameter in self._parameters():
             if isinstance(parameter.grad, FreedGradient):
                 if id(parameter) not in self._updated:
@@ -216,22 +239,58 @@ class OptimizerInBackward:
                         f"{self._name(parameter)}; call zero_grad() and backward() before it"
                     )
                 parameter.grad = None
+        # a step may call that of its base class, whose hooks are these, too
+        self._stepped = list(self._updated.values())
+        self._updated.clear()
+
+    def _check_finished(self) -> None:
+        """Refuses a step that would have found other numbers than the backward did."""
+        if self._running:
+            raise self._unfinished("it did not come to its end")
+        self._check_dropped()
+        for number, parameter in self._updated.items():
+            if self._versions[number] != parameter._version:
+                raise self._unfinished(f"{self._name(parameter)} was changed before step()")
+        if self._updated and self._values != list(map(_values, self.optimizer.param_groups)):
+            raise self._unfinished(
+                "a value of a parameter group, such as its learning rate, was changed before "
+                "step(); change it before the backward"
+            )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter in self._updated.values():
+        if self._is_stepping:
+            return
+        for parameter in self._stepped:
             parameter.grad = FreedGradient(parameter)
-        self._updated.clear()
+        self._stepped.clear()
+        self._sort_state()
         self._hook_parameters()
 
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        if self._running:
+            raise self._unfinished("it did not come to its end")
+        self._sort_state()
 
-def _sort_state(optimizer: Optimizer) -> None:
-    """Brings the state into the order of the parameters, in which a step of all makes it."""
-    state = optimizer.state
-    order = [p for group in optimizer.param_groups for p in group["params"] if p in state]
-    others = [key for key in state if not any(key is p for p in order)]
-    sorted_state = [(key, state[key]) for key in (*order, *others)]
-    state.clear()
-    state.update(sorted_state)
+    def _sort_state(self) -> None:
+        """Brings new state into the order of the parameters, in which a step of all makes it."""
+        state = self.optimizer.state
+        new = [p for p in self._parameters() if p in state and id(p) not in self._sorted]
+        if new:
+            numbers = set(map(id, new))
+            known = [(key, value) for key, value in state.items() if id(key) not in numbers]
+            made = [(key, state[key]) for key in new]
+            state.clear()
+            state.update((*known, *made))
+            self._sorted |= numbers
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a group; of a tensor its number, which a schedule writes in place."""
+    return {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 def _check_wrappers(model: nn.Module) -> None:

@@ -42,6 +42,8 @@ def check_independent(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(f"{name}(differentiable=True) makes its step part of a graph")
+    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+        raise OptimizerError(f"{name} steps another optimizer; pass that one, or call its own step")
     try:
         try:
             is_independent = _is_independent(optimizer, sparse=False)
@@ -70,7 +72,12 @@ def _is_independent(optimizer: Optimizer, sparse: bool) -> bool:
             for parameter in group["params"]:
                 step_alone(single, group, parameter)
     pairs = zip(whole.param_groups, single.param_groups, strict=True)
-    return all(_is_same(one, other) for one, other in pairs)
+    return _counts(whole) == _counts(single) and all(_is_same(*pair) for pair in pairs)
+
+
+def _counts(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the numbers that an optimizer keeps beside its state, such as one of steps."""
+    return {name: v for name, v in vars(optimizer).items() if isinstance(v, int | float)}
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:

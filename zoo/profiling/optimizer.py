@@ -120,11 +120,10 @@ def _update_bytes(optimizer: torch.optim.Optimizer) -> UpdateBytes:
     """Counts the bytes of a step for one parameter, for each shape and type."""
     found: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            form = tuple(parameter.shape), parameter.dtype
-            if form not in found:
-                step = functools.partial(step_alone, optimizer, group, parameter)
-                found[form] = _allocated(step)
+        forms = {(tuple(p.shape), p.dtype): p for p in group["params"]}
+        for form, parameter in forms.items():
+            step = functools.partial(step_alone, optimizer, group, parameter)
+            found[form] = max(found.get(form, 0), _allocated(step))
     return found
 
 

@@ -114,20 +114,26 @@ def run_step(
     of_parameters = {name: gradients[name] for name in gradients.keys() - inputs}
     births = mode.births_of(of_parameters.values())
     sums = {name: gradient for name, gradient in of_parameters.items() if name in shared}
-    updates = [
-        Update(
-            id(leaf),
-            tuple(leaf.shape),
-            leaf.dtype,
-            change - backward.changes,
-            of_parameters[id(leaf)].untyped_storage().nbytes(),
-            # of what the forward made, or several steps sum up, the backward's curve is without
-            mode.bytes_since(backward, of_parameters[id(leaf)]) if id(leaf) not in shared else 0,
-            id(leaf) in shared,
+    complete = [(leaf, change) for leaf, change in completed if id(leaf) in of_parameters]
+    # gradients of one storage are freed with the last of them
+    last = {of_parameters[id(leaf)].untyped_storage()._cdata: id(leaf) for leaf, _ in complete}
+    updates = []
+    for leaf, change in complete:
+        storage = of_parameters[id(leaf)].untyped_storage()
+        size = storage.nbytes() if last[storage._cdata] == id(leaf) else 0
+        # of what the forward made, or several steps sum up, the backward's curve is without
+        is_own = id(leaf) not in shared and mode.is_made_since(backward, storage)
+        updates.append(
+            Update(
+                parameter=id(leaf),
+                shape=tuple(leaf.shape),
+                dtype=leaf.dtype,
+                change=change - backward.changes,
+                size=size,
+                freed=size if is_own else 0,
+                is_shared=id(leaf) in shared,
+            )
         )
-        for leaf, change in completed
-        if id(leaf) in of_parameters
-    ]
     return StepRun(
         outputs=returned,
         dtype=_dtype_of(returned),
@@ -333,10 +339,9 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(kernel._replace(change=kernel.change - start.changes) for kernel in kernels),
         )
 
-    def bytes_since(self, moment: Moment, tensor: Tensor) -> int:
-        """Returns the bytes of a tensor's storage, 0 if it was made before a moment."""
-        storage = tensor.untyped_storage()
-        return storage.nbytes() if self._births.get(storage._cdata, -1) >= moment.changes else 0
+    def is_made_since(self, moment: Moment, storage: Any) -> bool:
+        """Says whether a storage was made after a moment."""
+        return self._births.get(storage._cdata, -1) >= moment.changes
 
     def births_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Returns the storages of tensors, by the places of the changes that made them."""
