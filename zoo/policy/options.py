@@ -7,13 +7,13 @@ of inputs (shapes, types, devices, autocast), and cached in the runner that `att
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from zoo._torch import FakeTensor, are_functorch_transforms_active, is_exporting, is_profiling
+from zoo._torch import are_functorch_transforms_active, is_exporting
 from zoo.chain import Chain, Outline, State, fold, step_names
 from zoo.engine.executor import run_compiled, run_plan
 from zoo.errors import ArgumentError
@@ -23,7 +23,6 @@ from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
 from zoo.policy.report import PlanReport
 from zoo.profiling.chain_profile import Profile
-from zoo.profiling.sharded import is_spread
 from zoo.units import format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
@@ -143,16 +142,17 @@ class PlannedRunner:
         option = self.checkpoint
         if isinstance(option, Plan):
             return option
-        if option is True or option == "auto":
+        if option == "auto":
             parameters = [(name, p.shape, p.dtype) for name, p in chain.named_parameters()]
             steps = step_names(chain, outline.steps), outline.blocks, parameters
-            bounds = option, self.memory_budget, self.max_overhead
+            bounds = self.memory_budget, self.max_overhead
             request = repr((*steps, _signature(inputs), *bounds))
-            choose = _least if option is True else self._planned
-            return _first_decided(request, lambda: choose(chain, outline, inputs))
+            return _first_decided(request, lambda: self._planned(chain, outline, inputs))
+        costs = Profile(chain, outline, inputs).costs
+        if option is True:
+            return least_memory(costs())
         if isinstance(option, int):
             return schemes.segments(outline.blocks, option)
-        costs = Profile(chain, outline, inputs).costs
         return schemes.named(option, outline.blocks, outline.whole, costs)
 
     def _planned(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
@@ -168,25 +168,6 @@ class PlannedRunner:
             report.predicted_time_ratio,
         )
         return report.plan
-
-
-def _least(chain: Chain, outline: Outline, inputs: State) -> Plan:
-    """Returns the plan of least peak of the whole step, as far as plans and kernels decide it.
-
-    Beside activations these are gradients of parameters, from when the backward makes them, and
-    kernel workspaces, for which each different kernel runs once. Gradients of parameters that are
-    spread over processes come and go; they are left out.
-    """
-    profile = Profile(chain, outline, inputs)
-    if any(map(is_spread, chain.parameters())):
-        return least_memory(profile.costs())
-    values = [value for value in inputs if value is not None]
-    is_real = not any(value.is_meta or isinstance(value, FakeTensor) for value in values)
-    measures = is_real and profile.device.type != "meta" and not is_profiling()
-    costs = profile.costs(kernels=profile.kernels(timed=False) if measures else ())
-    # a training loop's name for the output outlives the backward
-    costs = replace(costs, returned=costs.live[-1])
-    return least_memory(costs.with_parameter_gradients())
 
 
 def _settle_uncompiled(
