@@ -29,11 +29,11 @@ COMMANDS = {
     "list": ("models", "list the models of the catalog"),
     "info": ("models", "list the steps of a model: parameters, output shapes"),
     "compare": ("comparison", "train with and without checkpointing: memory, time, exactness"),
-    "plan": ("training_step", "find the fastest plan within a memory budget"),
-    "frontier": ("training_step", "list what each memory budget costs in time"),
-    "anatomy": ("training_step", "show where the memory of a training step goes"),
-    "max-batch": ("training_step", "find the largest batch within a memory budget"),
-    "verify": ("training_step", "train with and without checkpointing and compare every bit"),
+    "plan": ("step_commands", "find the fastest plan within a memory budget"),
+    "frontier": ("step_commands", "list what each memory budget costs in time"),
+    "anatomy": ("step_commands", "show where the memory of a training step goes"),
+    "max-batch": ("step_commands", "find the largest batch within a memory budget"),
+    "verify": ("step_commands", "train with and without checkpointing and compare every bit"),
     "report": ("comparison", "rewrite the report of a comparison from its results"),
 }
 USAGE = """\
