@@ -148,12 +148,12 @@ class PlannedRunner:
             bounds = self.memory_budget, self.max_overhead
             request = repr((*steps, _signature(inputs), *bounds))
             return _first_decided(request, lambda: self._planned(chain, outline, inputs))
-        costs = Profile(chain, outline, inputs).costs
         if option is True:
-            return least_memory(costs())
+            return least_memory(Profile(chain, outline, inputs).costs())
         if isinstance(option, int):
             return schemes.segments(outline.blocks, option)
-        return schemes.named(option, outline.blocks, outline.whole, costs)
+        blocks = outline.blocks, outline.whole
+        return schemes.named(option, *blocks, lambda: Profile(chain, outline, inputs).costs())
 
     def _planned(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Plans for the budget, AdamW's state counted, and logs the prediction."""
