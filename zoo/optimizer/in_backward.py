@@ -97,9 +97,8 @@ class OptimizerInBackward:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # parameters updated since the last step, by their ids, and their versions after it
-        self._updated: dict[int, Tensor] = {}
-        self._versions: dict[int, int] = {}
+        # parameters updated since the last step, by their ids, with their versions after it
+        self._updated: dict[int, tuple[Tensor, int]] = {}
         # those whose step the optimizer's own is about to check
         self._stepped: list[Tensor] = []
         # what the groups said in the backward
@@ -128,13 +127,12 @@ class OptimizerInBackward:
     @property
     def updated(self) -> list[str]:
         """Names of the parameters that were updated since the last `step()`."""
-        return [self._name(parameter) for parameter in self._updated.values()]
+        return [self._name(parameter) for parameter, _ in self._updated.values()]
 
     def reset(self) -> None:
         """Goes on after a backward that raised: drops its gradients; what it updated stays."""
         self._running.clear()
         self._updated.clear()
-        self._versions.clear()
         for parameter in self._parameters():
             parameter.grad = None
 
@@ -170,14 +168,13 @@ class OptimizerInBackward:
             group = self._groups.get(id(parameter))
             if group is None:
                 return
-            self._updated[id(parameter)] = parameter
             self._is_stepping = True
             try:
                 with torch.no_grad(), DisableAutocast():
                     step_alone(self.optimizer, group, parameter)
             finally:
                 self._is_stepping = False
-            self._versions[id(parameter)] = parameter._version
+                self._updated[id(parameter)] = parameter, parameter._version
             parameter.grad = FreedGradient(parameter)
 
     def _enter_backward(self) -> None:
@@ -209,7 +206,7 @@ class OptimizerInBackward:
 
     def _check_dropped(self) -> None:
         """Refuses to go on after a backward whose gradients were dropped before a step."""
-        for parameter in self._updated.values():
+        for parameter, _ in self._updated.values():
             if not isinstance(parameter.grad, FreedGradient):
                 raise self._unfinished("zero_grad() was called before step()")
 
@@ -240,7 +237,7 @@ class OptimizerInBackward:
                     )
                 parameter.grad = None
         # a step may call that of its base class, whose hooks are these, too
-        self._stepped = list(self._updated.values())
+        self._stepped = [parameter for parameter, _ in self._updated.values()]
         self._updated.clear()
 
     def _check_finished(self) -> None:
@@ -248,8 +245,8 @@ class OptimizerInBackward:
         if self._running:
             raise self._unfinished("it did not come to its end")
         self._check_dropped()
-        for number, parameter in self._updated.items():
-            if self._versions[number] != parameter._version:
+        for parameter, version in self._updated.values():
+            if version != parameter._version:
                 raise self._unfinished(f"{self._name(parameter)} was changed before step()")
         if self._updated and self._values != list(map(_values, self.optimizer.param_groups)):
             raise self._unfinished(
