@@ -38,7 +38,7 @@ class FreedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuses every kernel but the one that forgets its history, which it has not."""
+        """Refuses every kernel but `detach`, which returns the same object: it has no history."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise OptimizerError(

@@ -290,25 +290,26 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _combined_later(name: str) -> OptimizerError:
+    return OptimizerError(
+        f"{name} combines gradients after they are complete here; use FSDP2 (fully_shard), or the "
+        "optimizer's own step"
+    )
+
+
 def _check_wrappers(model: nn.Module) -> None:
     """Refuses modules that combine gradients of several processes after the backward."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) or (
             type(module).__name__ == "FullyShardedDataParallel"
         ):
-            raise OptimizerError(
-                f"{type(module).__name__} combines gradients after they are complete here; use "
-                "FSDP2 (fully_shard), or the optimizer's own step"
-            )
+            raise _combined_later(type(module).__name__)
 
 
 def _check_forward(model: nn.Module, args: Any) -> None:
     """Refuses a forward whose gradients would not be the optimizer's, before any is made."""
     if DistributedDataParallel._active_ddp_module is not None:
-        raise OptimizerError(
-            "DistributedDataParallel combines gradients after they are complete here; use FSDP2 "
-            "(fully_shard), or the optimizer's own step"
-        )
+        raise _combined_later("DistributedDataParallel")
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16:
         raise OptimizerError(
