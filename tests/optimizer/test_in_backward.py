@@ -403,7 +403,7 @@ def test_what_an_exception_leaves_is_named() -> None:
         backward(model)
     hook.remove()
     assert handle.updated == ["second.bias", "first.bias"]
-    for call in (optimizer.step, optimizer.state_dict):
+    for call in (optimizer.step, optimizer.state_dict, handle.remove):
         with pytest.raises(OptimizerError, match=r"updated 2 of 7 .*second.bias, first.*its end"):
             call()
     optimizer.zero_grad()

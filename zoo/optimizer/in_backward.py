@@ -46,8 +46,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
     parameter is a tensor of the same shape without numbers or memory, whose use raises.
 
     After an exception in a backward the parameters that `updated` of the handle names have taken
-    the step, the others have not. The next `step()`, `state_dict()` and backward raise until
-    weights and optimizer state are loaded and `reset()` is called.
+    the step, the others have not. `step()`, `state_dict()`, `remove()` and the next backward raise
+    until weights and optimizer state are loaded and `reset()` is called.
 
     Between a backward and `step()` weights are already new: evaluate, average or save them after
     `step()`. A weight whose numbers are read by way of `.data` is not protected.
@@ -137,7 +137,12 @@ class OptimizerInBackward:
             parameter.grad = None
 
     def remove(self) -> None:
-        """Has the optimizer step by itself again."""
+        """Has the optimizer step by itself again.
+
+        Raises:
+            OptimizerError: a backward raised, and `reset()` was not called.
+        """
+        self._check_ended()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -204,6 +209,11 @@ class OptimizerInBackward:
                 "torch.autograd.grad for it, or remove() the handle"
             )
 
+    def _check_ended(self) -> None:
+        """Refuses to go on after a backward that raised."""
+        if self._running:
+            raise self._unfinished("it did not come to its end")
+
     def _check_dropped(self) -> None:
         """Refuses to go on after a backward whose gradients were dropped before a step."""
         for parameter, _ in self._updated.values():
@@ -242,8 +252,7 @@ class OptimizerInBackward:
 
     def _check_finished(self) -> None:
         """Refuses a step that would have found other numbers than the backward did."""
-        if self._running:
-            raise self._unfinished("it did not come to its end")
+        self._check_ended()
         self._check_dropped()
         for parameter, version in self._updated.values():
             if version != parameter._version:
@@ -264,8 +273,7 @@ class OptimizerInBackward:
         self._hook_parameters()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        if self._running:
-            raise self._unfinished("it did not come to its end")
+        self._check_ended()
         self._sort_state()
 
     def _sort_state(self) -> None:
