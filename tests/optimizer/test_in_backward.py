@@ -285,6 +285,30 @@ def test_what_changes_between_backward_and_step_is_refused() -> None:
         optimizer.step()
 
 
+def test_a_tensor_of_a_group_is_read_only_if_it_was_written() -> None:
+    """To read it would wait for its device."""
+
+    class Counted(Tensor):
+        reads = 0
+
+        def tolist(self) -> Any:
+            Counted.reads += 1
+            return super().tolist()
+
+    model, optimizer, _ = stepping()
+    note = optimizer.param_groups[0]["note"] = torch.tensor([0.5]).as_subclass(Counted)
+    for change, reads in ((note.size, 0), (note.relu_, 2)):
+        backward(model)
+        change()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert Counted.reads == reads
+    backward(model)
+    note.neg_()
+    with pytest.raises(OptimizerError, match="such as its learning rate, was changed before step"):
+        optimizer.step()
+
+
 def test_a_second_backward_of_other_parameters_is_refused() -> None:
     """Its forward has read updated ones."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

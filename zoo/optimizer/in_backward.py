@@ -289,10 +289,28 @@ class OptimizerInBackward:
             self._sorted |= numbers
 
 
+class _Numbers:
+    """Those of a tensor, which a schedule writes in place; read only if it was written since.
+
+    To read them waits for its device.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version, self.copy = tensor, tensor._version, tensor.clone()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Numbers):
+            return bool(self.copy.tolist() == other)
+        is_still = self.tensor is other.tensor and self.version == other.version
+        return is_still or other == self.copy.tolist()
+
+
 def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a group; of a tensor its number, which a schedule writes in place."""
+    """Returns the values of a group, comparable with those that it has later."""
     return {
-        name: value.tolist() if isinstance(value, Tensor) else value
+        name: _Numbers(value) if isinstance(value, Tensor) else value
         for name, value in group.items()
         if name != "params"
     }
