@@ -45,8 +45,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "draws are kept while all of a segment take less than a state",
-            "    segment.drawn += written[0].nbytes\n    return segment.drawn <= PACKED_SIZE\n",
-            "    return written[0].nbytes <= PACKED_SIZE\n",
+            "        self.drawn += written[0].nbytes\n        return self.drawn <= PACKED_SIZE\n",
+            "        return written[0].nbytes <= PACKED_SIZE\n",
             "test_generators",
         ),
         (

@@ -136,6 +136,13 @@ class Segment:
         if parent is not None:
             parent._inner.append(weakref.ref(self))
 
+    def count_draw(self, written: list[Tensor]) -> bool:
+        """Counts the bytes that a kernel draws; returns whether all take fewer than a state."""
+        if len(written) != 1 or not written[0].is_cpu:
+            return False
+        self.drawn += written[0].nbytes
+        return self.drawn <= PACKED_SIZE
+
     def living(self) -> list[Any]:
         """Returns the handles of this segment itself that somebody may still open."""
         found = [handle for reference in self.handles if (handle := reference()) is not None]
@@ -447,7 +454,9 @@ class Recorder(KernelMode):
             return self._run_empty(func, effects, args, kwargs)
         recording = self.recording
         written = written_by(effects, args, kwargs)
-        keeps = effects.opaque or (effects.seeded and not effects.makes and _keeps_draw(written))
+        keeps, segment = effects.opaque, thread.segment
+        if segment is not None and effects.seeded and not (keeps or effects.makes):
+            keeps = segment.count_draw(written)
         draws = draws_of(args, kwargs) if effects.seeded and not keeps else None
         if keeps or (effects.seeded and draws is None):
             # what it writes comes from outside from now on
@@ -621,15 +630,6 @@ class Recorder(KernelMode):
         if effects.blank and storage.nbytes() > 0:
             value.blank = b"" if effects.empty else constant_of(tensor)
         return value
-
-
-def _keeps_draw(written: list[Tensor]) -> bool:
-    """Says whether what a kernel draws takes fewer bytes than the random state for its replay."""
-    segment = thread.segment
-    if segment is None or len(written) != 1 or not written[0].is_cpu:
-        return False
-    segment.drawn += written[0].nbytes
-    return segment.drawn <= PACKED_SIZE
 
 
 def flat(out: Any) -> list[Any]:
