@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.profiling.models import KIB, Exponentials
 from zoo.errors import ArgumentError
 from zoo.profiling.allocator_events import (
     MemoryTrace,
@@ -13,8 +14,6 @@ from zoo.profiling.allocator_events import (
     resident_bytes,
     trace,
 )
-
-KIB = 1024
 
 
 def floats(kib):
@@ -73,21 +72,6 @@ def test_gradients_that_outlive_a_step_are_not_its_activations(events, gradients
     assert record.activation_peak() == record.peak
 
 
-class Squares(nn.Module):
-    """`count` products of a weight with itself: each saves one result of the weight's size."""
-
-    def __init__(self, count, kib):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(kib * KIB // 4))
-        self.count = count
-
-    def forward(self):
-        value = self.weight
-        for _ in range(self.count):
-            value = value.exp()
-        return value
-
-
 def training_step(model, optimizer):
     def step():
         optimizer.zero_grad(set_to_none=True)
@@ -101,14 +85,15 @@ def training_step(model, optimizer):
 
 @pytest.mark.parametrize("count", [1, 3, 10])
 def test_a_steps_activations_are_the_saved_results_and_the_flowing_gradients(count):
-    model = Squares(count, kib=16)
+    model = Exponentials(count)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     memory = measure_step(training_step(model, optimizer), model, optimizer, [])
     # one result per exp, and in the backward the gradient that flows into one and out of it; the
     # last one that flows out is the parameter's own, which is no activation
     assert memory.activation_peak == (count + min(count - 1, 2)) * 16 * KIB
     assert memory.resident.gradients == memory.resident.optimizer == 16 * KIB
-    assert memory.peak == (2 + count + min(count, 2)) * 16 * KIB
+    assert memory.resident.buffers == 2 * KIB
+    assert memory.peak == (2 + count + min(count, 2)) * 16 * KIB + 2 * KIB
 
 
 def test_each_storage_is_counted_once_and_in_its_first_place():

@@ -14,30 +14,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 import zoo
+from tests.profiling.models import KIB, Exponentials
 from tests.training import Residuals, assert_same, everything, images, train
 from zoo.errors import ArgumentError
 from zoo.profiling.allocator_events import measure_step, trace
 from zoo.profiling.memory_tracker import Recorder, StorageLifetime
 from zoo.profiling.source_location import block_of
 from zoo.profiling.timeline import Allocation, Mark, Timeline
-
-KIB = 1024
-
-
-class Squares(nn.Module):
-    """`count` products of a weight of 16 KiB with itself: each saves one result of that size."""
-
-    def __init__(self, count=3):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4 * KIB))
-        self.register_buffer("offset", torch.zeros(KIB // 2))
-        self.count = count
-
-    def forward(self):
-        value = self.weight
-        for _ in range(self.count):
-            value = value.exp()
-        return value
 
 
 class Training:
@@ -129,7 +112,7 @@ def test_a_tracked_training_is_bit_for_bit_the_untracked_one(plan):
 
 
 def test_each_category_holds_what_it_should():
-    training = Training(Squares(count=3))
+    training = Training(Exponentials(count=3))
     timeline = training.tracked()
     curves = timeline.curves()
     most = {name: max(curve) / KIB for name, curve in curves.items() if max(curve)}
@@ -148,7 +131,7 @@ def test_each_category_holds_what_it_should():
     "again", [zoo.recompute, functools.partial(checkpoint, use_reentrant=False)]
 )
 def test_what_a_recomputation_makes_is_recomputed_whoever_runs_it(again):
-    model = Squares(count=4)
+    model = Exponentials(count=4)
     with zoo.track(model) as timeline:
         again(model).backward(gradient=torch.ones(4 * KIB))
     assert [mark.phase for mark in timeline.phases][:2] == ["forward", "recompute"]
@@ -161,7 +144,7 @@ def test_what_a_recomputation_makes_is_recomputed_whoever_runs_it(again):
 @pytest.mark.parametrize("keep", [None, False])
 @pytest.mark.parametrize("again", [zoo.recompute, lambda function: function()])
 def test_a_backward_that_is_differentiated_is_no_recomputation(again, keep):
-    model = Squares(count=2)
+    model = Exponentials(count=2)
     with zoo.track(model) as timeline:
         total = again(model).sum()
         (gradient,) = torch.autograd.grad(
@@ -174,7 +157,7 @@ def test_a_backward_that_is_differentiated_is_no_recomputation(again, keep):
 
 
 def test_a_recomputation_is_one_though_its_graph_is_retained():
-    model = Squares(count=2)
+    model = Exponentials(count=2)
     with zoo.track(model) as timeline:
         checkpoint(model, use_reentrant=False).sum().backward(retain_graph=True)
     assert max(timeline.curves()["recomputed"])
@@ -192,7 +175,7 @@ def test_the_phases_follow_each_other():
 
 
 def test_gradients_from_before_are_there_from_the_start():
-    model = Squares()
+    model = Exponentials()
     model().sum().backward()
     with zoo.track(model) as timeline:
         model().sum().backward()
@@ -205,7 +188,7 @@ def test_gradients_from_before_are_there_from_the_start():
 
 
 def test_gradients_that_go_right_after_the_backward_were_gradients():
-    model = Squares()
+    model = Exponentials()
     with zoo.track(model) as timeline:
         model().sum().backward()
         model.zero_grad()
@@ -228,7 +211,7 @@ def test_gradients_that_the_optimizer_frees_in_the_backward_were_gradients(plan)
 
 
 def test_an_optimizer_that_was_not_named_is_met_in_its_step():
-    training = Training(Squares())
+    training = Training(Exponentials())
     with zoo.track(training.model) as timeline:
         training.step()
     assert set(timeline.curves()["optimizer state"]) == {16 * KIB}
@@ -327,7 +310,7 @@ def test_the_model_is_as_it_was_and_no_end_is_noted_after_the_block():
 
 
 def test_a_decorated_function_leaves_its_latest_timeline():
-    model = Squares()
+    model = Exponentials()
     tracker = zoo.track(model)
 
     @tracker
