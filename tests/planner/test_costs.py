@@ -23,12 +23,12 @@ def test_the_bytes_of_the_peak_are_each_counted_once(data: st.DataObject) -> Non
     plan = data.draw(st.sampled_from(nested_plans(len(costs))))
     result = simulate(plan, costs)
     moment = result.moment
-    parts = (moment.kept, moment.again, moment.state, moment.work, moment.gradient)
+    parts = (moment.kept, moment.recomputed, moment.state, moment.work, moment.gradient)
     assert sum(parts) == result.peak
     assert min(parts) >= 0
     assert (moment.gradient_of is None) == (moment.phase == FORWARD)
     if not plan.depth():
-        assert moment.again == 0, "nothing is recomputed"
+        assert moment.recomputed == 0, "nothing is recomputed"
 
 
 @settings(deadline=None, max_examples=60)
@@ -48,10 +48,10 @@ def test_a_moment_says_where_its_bytes_are() -> None:
     # the gradients of states 4 and 3 are 10 each, a backward takes 10 for the second of them
     kept = simulate(Plan.keep_all(4), uniform(4)).moment
     assert (kept.phase, kept.step, kept.kept, kept.gradient) == (BACKWARD, 3, 30, 10)
-    # storage 1 is held since the forward as the segment's input, storage 2 again
+    # storage 1 is held since the forward as the segment's input, storage 2 recomputed
     nested = simulate(Plan(((0, 1), (2, 3))), uniform(4)).moment
     assert (nested.phase, nested.step) == (BACKWARD, 3)
-    assert (nested.kept, nested.again, nested.work, nested.gradient) == (10, 10, 10, 10)
+    assert (nested.kept, nested.recomputed, nested.work, nested.gradient) == (10, 10, 10, 10)
 
 
 def test_what_the_caller_holds_is_kept_and_part_of_the_bound() -> None:

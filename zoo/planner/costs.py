@@ -109,7 +109,7 @@ class Moment(NamedTuple):
     phase: "forward", "recompute" or "backward".
     step: the current step.
     kept: held since the forward, also by the caller of the chain.
-    again: held by recomputations, and not since the forward.
+    recomputed: held by recomputations, and not since the forward.
     state: the state in hand, where nobody holds it.
     work: the most that the current step allocates: outputs, saved tensors and temporaries.
     gradient: the gradient of state `gradient_of`, with those of parameters if the costs have them.
@@ -119,7 +119,7 @@ class Moment(NamedTuple):
     phase: str
     step: int
     kept: int
-    again: int
+    recomputed: int
     state: int
     work: int
     gradient: int
@@ -231,8 +231,8 @@ class _Clock:
         total = self.held + state + work + gradient
         if total > self.peak:
             self.peak, kept = total, self.held if end is None else self.kept
-            again = self.held - kept
-            self.moment = Moment(phase, step, kept, again, state, work, gradient, end)
+            recomputed = self.held - kept
+            self.moment = Moment(phase, step, kept, recomputed, state, work, gradient, end)
 
     def extra(self, storages: Iterable[int]) -> int:
         return sum(self.costs.sizes[s] for s in storages if not self.holders[s])

@@ -105,7 +105,7 @@ class BudgetPlanner:
         return planner
 
     def _count(self) -> None:
-        self.timed = bool(self.kernels)
+        self.kernels_measured = bool(self.kernels)
         costs = self.profile.costs(self.device, self.kernels, self.optimizer.updates)
         # a training loop's names for the outputs and the loss outlive the backward
         self.costs = replace(costs, returned=costs.live[self.steps] | costs.live[-1])
@@ -151,7 +151,7 @@ class BudgetPlanner:
             self.of_model(replace(self.baseline, name="baseline")),
             max(during, self.fixed.optimizer_peak),
             self.title,
-            self.timed,
+            self.kernels_measured,
         )
 
     def point(self, plan: Plan) -> Point:
@@ -242,7 +242,7 @@ class BudgetPlanner:
             blocks=self.costs.blocks[: self.steps],
             saved=self.costs.newly_saved()[: self.steps],
             title=self.title,
-            tried=self.timed,
+            kernels_measured=self.kernels_measured,
         )
 
     def of_model(self, point: Point) -> Point:
@@ -255,7 +255,7 @@ class BudgetPlanner:
         fixed, result = self.fixed, simulate(point.plan, self.whole)
         if fixed.optimizer_peak > fixed.beside_activations + result.peak:
             phase = "step of the optimizer"
-            moving = {"gradients": fixed.gradients, "kept": 0, "again": 0, "between": 0}
+            moving = {"gradients": fixed.gradients, "kept": 0, "recomputed": 0, "between": 0}
             moving["work"] = fixed.scratch
         else:
             moment, left = result.moment, self.costs.parameter_gradients
@@ -264,7 +264,7 @@ class BudgetPlanner:
             moving = {
                 "gradients": gradients,
                 "kept": moment.kept,
-                "again": moment.again,
+                "recomputed": moment.recomputed,
                 "between": moment.state + moment.gradient - gradients,
                 "work": moment.work,
             }

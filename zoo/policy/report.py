@@ -29,7 +29,7 @@ OPTIMAL = "optimal"
 _LABELS = {
     "optimizer": "optimizer state",
     "kept": "activations kept",
-    "again": "activations recomputed",
+    "recomputed": "activations recomputed",
     "between": "state between steps",
     "work": "current step",
 }
@@ -61,7 +61,7 @@ class FixedBytes:
 class PeakBytes:
     """What the bytes of a training step are at its predicted peak, each counted once.
 
-    A storage of two categories counts in the first: parameters, buffers, inputs, kept, again.
+    A storage of two of these counts in the first: parameters, buffers, inputs, kept, recomputed.
 
     Attributes:
         moment: "forward of layer1.0.add", "recompute of ...", "backward of ...", or "step of the
@@ -73,7 +73,7 @@ class PeakBytes:
         gradients: of parameters, as far as later steps have left them; in the optimizer's step all.
         kept: activations held since the forward: saved tensors of kept steps, inputs of segments,
             and the outputs of the model.
-        again: activations that recomputations have made and hold: likewise, inside of a segment.
+        recomputed: activations that recomputations hold: likewise, inside of a segment.
         between: the input of the current step where nobody holds it, and the gradient with which
             its backward, or that of its segment, begins.
         work: the most that the current step allocates: outputs, saved tensors, gradients and
@@ -88,7 +88,7 @@ class PeakBytes:
     optimizer: int
     gradients: int
     kept: int
-    again: int
+    recomputed: int
     between: int
     work: int
     reserve: int
@@ -132,7 +132,7 @@ class PlanReport:
         blocks: for each step, the number of its block.
         saved: for each step, bytes that it saves for its backward and no step before it does.
         title: the model and its inputs.
-        tried: whether each kind of kernel was measured, so that kernel workspaces count.
+        kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
     """
 
     plan: Plan
@@ -150,7 +150,7 @@ class PlanReport:
     blocks: tuple[int, ...]
     saved: tuple[int, ...]
     title: str
-    tried: bool = True
+    kernels_measured: bool = True
 
     def to_json(self) -> str:
         """Writes the report as JSON."""
@@ -202,7 +202,7 @@ class PlanReport:
             markdown_table(("predicted", "", "of the baseline"), predicted),
             f"At the peak, {self.at_peak.moment}:",
             peak_table(self.at_peak.by_name(), self.predicted_peak),
-            "" if self.tried else NO_WORKSPACES,
+            "" if self.kernels_measured else NO_WORKSPACES,
             str(self.plan),
         )
         return "\n\n".join(filter(None, parts))
@@ -263,15 +263,15 @@ def _report(values: Any) -> PlanReport:
 class Point:
     """A plan on the frontier, or a scheme beside it: peak of a training step, time ratio.
 
-    `run_again` is the share of the forward's floating point operations that are recomputed; above 1
-    where steps are recomputed more than once.
+    `recomputed_share` is that of the forward's floating point operations; above 1 where steps are
+    recomputed more than once.
     """
 
     peak: int
     time_ratio: float
     plan: Plan
     name: str = OPTIMAL
-    run_again: float = 0.0
+    recomputed_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -289,14 +289,14 @@ class Frontier(Sequence[Point]):
             takes alone, or the optimizer's step. It holds for any schedule of these steps that
             neither moves states off the device nor runs parts of a step.
         title: the model and its inputs.
-        tried: whether each kind of kernel was measured, so that kernel workspaces count.
+        kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
     """
 
     points: tuple[Point, ...]
     baseline: Point
     lower_bound: int
     title: str
-    tried: bool = True
+    kernels_measured: bool = True
 
     @overload
     def __getitem__(self, index: int) -> Point: ...
@@ -336,7 +336,7 @@ class Frontier(Sequence[Point]):
                 format_bytes(point.peak),
                 f"×{self._of_baseline(point):.2f}",
                 f"×{point.time_ratio:.2f}",
-                f"{point.run_again:.1%}",
+                f"{point.recomputed_share:.1%}",
             )
             for point in sorted(shown, key=lambda point: point.peak)
         ]
@@ -346,7 +346,7 @@ class Frontier(Sequence[Point]):
             f"{self.title}, one training step: {count}{left_out}\n\n"
             f"{markdown_table(columns, rows)}\n\n"
             f"no plan goes below {format_bytes(self.lower_bound)}"
-            f"{'' if self.tried else f'; {NO_WORKSPACES}'}"
+            f"{'' if self.kernels_measured else f'; {NO_WORKSPACES}'}"
         )
 
     def _of_baseline(self, point: Point) -> float:

@@ -262,7 +262,7 @@ class _Search:
             measured_peak=None,
             plan=point.plan,
             predicted_time_ratio=point.time_ratio,
-            predicted_seconds=seconds * point.time_ratio if known.timed else None,
+            predicted_seconds=seconds * point.time_ratio if known.kernels_measured else None,
         )
 
     def _refusal(self, ran_out: Largest | None, excess: int) -> BudgetError:
