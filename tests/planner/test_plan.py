@@ -54,8 +54,8 @@ def test_text_says_what_is_kept_and_what_is_recomputed() -> None:
 def test_drawing_has_a_line_per_step_with_its_name() -> None:
     lines = Plan(((0, (1,)), 2)).draw(["conv", "norm", "head"]).splitlines()
     assert [line.split() for line in lines] == [
-        ["┌", "again", "0", "conv"],
-        ["└─", "again", "1", "norm"],
+        ["┌", "recompute", "0", "conv"],
+        ["└─", "recompute", "1", "norm"],
         ["keep", "2", "head"],
     ]
 

@@ -168,17 +168,17 @@ class Plan(tuple[Item, ...]):
     def draw(self, names: Sequence[str] = ()) -> str:
         """Draws one line per step: a bar for each segment around it, its name, kept or runs.
 
-        kept      0  conv1
-        ┌ again   1  bn1
-        └ again   2  conv2
+          keep         0  conv1
+        ┌ recompute    1  bn1
+        └ recompute    2  conv2
         """
         lines = []
-        labels = {1: "keep ", 2: "again"}
+        labels = {1: "keep", 2: "recompute"}
         bars_of_steps = _bars(self, self.depth())
         for index, bars, runs in zip(self.flatten(), bars_of_steps, self.runs(), strict=True):
             name = names[index] if index < len(names) else ""
-            label = labels.get(runs, f"x{runs:<4}")
-            lines.append(f"{bars} {label} {index:>4}  {name}".rstrip())
+            label = labels.get(runs, f"x{runs}")
+            lines.append(f"{bars} {label:9} {index:>4}  {name}".rstrip())
         return "\n".join(lines)
 
 
