@@ -27,21 +27,21 @@ class Tally:
     """What was run, each case counted once."""
 
     cases: set[str] = field(default_factory=set)
-    again: int = 0
+    recomputing: int = 0
     steps: int = 0
 
     def add(self, description: Description) -> None:
         text = repr(description)
         if text not in self.cases:
             self.cases.add(text)
-            self.again += description.plan.depth() > 0
+            self.recomputing += description.plan.depth() > 0
             self.steps += len(description.plan.flatten())
 
     def __str__(self) -> str:
         count = len(self.cases)
         return (
             f"{count:,} cases (all distinct, {self.steps / max(count, 1):.1f} steps on average, "
-            f"{self.again:,} with something run again)"
+            f"{self.recomputing:,} with something recomputed)"
         )
 
 

@@ -211,21 +211,21 @@ def test_autocast_is_left_to_autograd() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_run_again_it_gives_the_same_bits(dtype: torch.dtype) -> None:
+def test_recomputed_it_gives_the_same_bits(dtype: torch.dtype) -> None:
     model = Tied(dtype=dtype)
     x = torch.randn(10, C, dtype=dtype)
 
-    def scores(again: bool) -> list[Tensor]:
+    def scores(recomputes: bool) -> list[Tensor]:
         weight = SharedWeight(model.embedding.weight)
         decoder, embedding = weight.decoder(model.decoder), weight.embedding(model.embedding)
-        call = recompute if again else lambda function, *args: function(*args)
+        call = recompute if recomputes else lambda function, *args: function(*args)
         found = call(lambda x: decoder(x).log_softmax(-1), call(embedding, text()[0][0]) + x)
         return list(torch.autograd.grad(found.float().square().sum(), list(model.parameters())[:1]))
 
     equal(scores(True), scores(False))
 
 
-def test_a_whole_model_can_be_run_again() -> None:
+def test_a_whole_model_can_be_recomputed() -> None:
     model = Tied()
     equal(gradients(model, recompute(model, *text())), gradients(model))
 

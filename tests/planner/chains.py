@@ -67,8 +67,8 @@ def flat_plans(steps: int) -> Iterator[Plan]:
             groups[-1].append(step)
         for choice in itertools.product((False, True), repeat=len(groups)):
             items: list[Item] = []
-            for group, again in zip(groups, choice, strict=True):
-                if again:
+            for group, is_segment in zip(groups, choice, strict=True):
+                if is_segment:
                     items.append(tuple(group))
                 elif len(group) == 1:
                     items += group

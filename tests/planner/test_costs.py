@@ -67,7 +67,7 @@ def test_a_recomputation_is_named_where_it_takes_the_most() -> None:
     assert (found.phase, found.step, found.work, found.gradient_of) == (RECOMPUTE, 1, 99, 3)
 
 
-def test_what_was_returned_is_made_again_by_a_recomputation() -> None:
+def test_what_was_returned_is_recomputed_too() -> None:
     # step 0 makes storage 1, which step 3 returns beside its own
     twice = tuple(live | {0} if state else live for state, live in enumerate(uniform(4).live))
     costs = replace(uniform(4), live=twice, saved=(frozenset(),) * 4)

@@ -39,9 +39,9 @@ def test_keeping_everything_holds_each_storage_once() -> None:
     assert simulate(Plan.keep_all(4), uniform(4)).recomputed_flops == 0
 
 
-def test_a_segment_holds_its_inputs_and_runs_again() -> None:
+def test_a_segment_holds_its_inputs_and_is_recomputed() -> None:
     result = simulate(Plan(((0, 1), (2, 3))), uniform(4, flops=7))
-    # at the second run's end: input 1 and what step 3 saves (2), two gradients
+    # at the recomputation's end: input 1 and what step 3 saves (2), two gradients
     assert result.peak == 10 + 10 + 20
     assert result.recomputed_flops == 14, "the last step of each segment stops before its kernel"
 
@@ -64,7 +64,7 @@ def test_least_memory_is_the_least_of_all_plans_without_nesting(costs: StepCosts
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_of_equal_peaks_the_least_arithmetic_is_run_again(seed: int) -> None:
+def test_of_equal_peaks_the_least_arithmetic_is_recomputed(seed: int) -> None:
     numbers = random.Random(seed)
     sizes, backward, flops = (tuple(numbers.choices(range(1, 10), k=7)) for _ in range(3))
     costs = replace(

@@ -128,12 +128,12 @@ def test_each_category_holds_what_it_should():
 
 
 @pytest.mark.parametrize(
-    "again", [zoo.recompute, functools.partial(checkpoint, use_reentrant=False)]
+    "wrapper", [zoo.recompute, functools.partial(checkpoint, use_reentrant=False)]
 )
-def test_what_a_recomputation_makes_is_recomputed_whoever_runs_it(again):
+def test_what_a_recomputation_makes_is_recomputed_whoever_runs_it(wrapper):
     model = Exponentials(count=4)
     with zoo.track(model) as timeline:
-        again(model).backward(gradient=torch.ones(4 * KIB))
+        wrapper(model).backward(gradient=torch.ones(4 * KIB))
     assert [mark.phase for mark in timeline.phases][:2] == ["forward", "recompute"]
     # each exp but perhaps the last is recomputed
     assert max(timeline.curves()["recomputed"]) in (3 * 16 * KIB, 4 * 16 * KIB)
@@ -142,16 +142,16 @@ def test_what_a_recomputation_makes_is_recomputed_whoever_runs_it(again):
 
 
 @pytest.mark.parametrize("keep", [None, False])
-@pytest.mark.parametrize("again", [zoo.recompute, lambda function: function()])
-def test_a_backward_that_is_differentiated_is_no_recomputation(again, keep):
+@pytest.mark.parametrize("wrapper", [zoo.recompute, lambda function: function()])
+def test_a_backward_that_is_differentiated_is_no_recomputation(wrapper, keep):
     model = Exponentials(count=2)
     with zoo.track(model) as timeline:
-        total = again(model).sum()
+        total = wrapper(model).sum()
         (gradient,) = torch.autograd.grad(
             total, model.parameters(), create_graph=True, retain_graph=keep
         )
     phases = {a.phase for a in timeline.allocations if a.dtype} - {"before", "other"}
-    own = {"recompute"} if again is zoo.recompute else set()
+    own = {"recompute"} if wrapper is zoo.recompute else set()
     assert phases == {"forward", "backward"} | own
     assert gradient.requires_grad
 
