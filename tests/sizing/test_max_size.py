@@ -149,11 +149,53 @@ def test_what_zoo_plan_refuses_is_one_size_further() -> None:
 def test_the_model_and_the_random_state_are_left_as_they_were() -> None:
     model, x = zoo.checkpoint(Residuals(), "sqrt"), images(2, 4, 16)
     runner, before = model.runner, copy.deepcopy(everything(model))
-    found = largest(model, x, memory_budget="1MiB", checkpoint=True)
+    found = largest(model, x, memory_budget="1MiB", checkpoint=True, optimizer_in_backward=True)
     assert found.measured_peak is not None
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert_same(everything(model), before)
     assert model.runner is runner
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(200, 200) for _ in range(8)))
+
+
+def test_an_optimizer_in_the_backward_makes_room_for_more_and_a_real_step_agrees() -> None:
+    find = functools.partial(largest, layers(), torch.rand(1, 200), optimizer=sgd, loss=scores)
+    for checkpoint in (False, "auto"):
+        without = find(memory_budget="3.8MiB", checkpoint=checkpoint)
+        found = find(memory_budget="3.8MiB", checkpoint=checkpoint, optimizer_in_backward=True)
+        assert found.size > 2 * without.size
+        model, x = zoo.checkpoint(layers(), found.plan), torch.rand(found.size, 200)
+        optimizer = sgd(model.parameters())
+        zoo.optimizer_in_backward(model, optimizer)
+
+        def step(model: Any = model, x: Tensor = x, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            loss = scores(outputs := model(x))
+            loss.backward()
+            optimizer.step()
+            assert outputs is not None
+
+        step()
+        step()
+        peak = measure_step(step, model, optimizer, [x]).peak
+        assert peak == found.measured_peak <= found.predicted_peak <= 3.8 * 2**20
+
+
+def test_a_budget_that_only_an_optimizer_in_the_backward_meets_is_told() -> None:
+    parameters = sum(4 * parameter.numel() for parameter in layers().parameters())
+    find = functools.partial(
+        on_paper, layers(), meta(1, 200), memory_budget=5 * parameters // 2, loss=scores
+    )
+    with pytest.raises(BudgetError, match=r"With the optimizer in the backward it needs .*here\."):
+        find()
+    assert find(optimizer_in_backward=True).size >= 1
+    for impossible in ({"memory_budget": 1024}, {"memory_budget": 1024, "checkpoint": "auto"}):
+        with pytest.raises(BudgetError) as refusal:
+            find(**impossible)
+        assert "in the backward" not in str(refusal.value)
 
 
 def test_a_step_that_takes_more_than_predicted_lowers_the_size(

@@ -134,10 +134,7 @@ class BudgetPlanner:
         if self.optimizer.updates is None and not isinstance(self.make, OptimizerBytes):
             other = self.in_backward().least.peak
             if other <= budget:
-                text += (
-                    f" With the optimizer in the backward it needs {exact_bytes(other)}: "
-                    "zoo.optimizer_in_backward, and optimizer_in_backward=True here."
-                )
+                text += only_in_backward(other)
         return BudgetError(text)
 
     def frontier(self) -> Frontier:
@@ -271,6 +268,14 @@ class BudgetPlanner:
         names = ("parameters", "buffers", "inputs", "optimizer")
         known = {name: getattr(fixed, name) for name in names} | moving
         return PeakBytes(phase, **known, reserve=point.peak - sum(known.values()))
+
+
+def only_in_backward(needed: int) -> str:
+    """Says in a BudgetError that a step with the optimizer in the backward keeps to the budget."""
+    return (
+        f" With the optimizer in the backward it needs {exact_bytes(needed)}: "
+        "zoo.optimizer_in_backward, and optimizer_in_backward=True here."
+    )
 
 
 def check_bounds(memory_budget: Any, max_overhead: Any) -> None:

@@ -7,6 +7,7 @@ of the model, where there is room for it, proves the answer. The logger "zoo.lar
 INFO each size that is evaluated.
 """
 
+import contextlib
 import copy
 import functools
 import logging
@@ -27,7 +28,9 @@ from zoo.invocation import (
     place_of,
     with_loss_errors,
 )
+from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
+from zoo.policy.budget import only_in_backward
 from zoo.policy.options import Checkpoint
 from zoo.profiling.allocator_events import measure_step, tensors_in
 from zoo.profiling.optimizer import MakeOptimizer, made_by
@@ -99,6 +102,7 @@ class Options(TypedDict, total=False):
     multiple_of: int
     device: str | None
     verify: bool | None
+    optimizer_in_backward: bool
 
 
 def max_batch_size(
@@ -124,6 +128,7 @@ def largest(
     multiple_of: int = 1,
     device: str | None = None,
     verify: bool | None = None,
+    optimizer_in_backward: bool = False,
 ) -> Largest:
     """Finds the largest size whose whole training step keeps to a budget in bytes.
 
@@ -146,12 +151,15 @@ def largest(
         verify: whether a copy of the model trains at the returned size, if the device is here and
             has room beside the model. If that takes more than the budget, the size is lowered. By
             default it does where kernels were measured and a step takes less than 20 seconds.
+        optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`, as in
+            `zoo.plan`; the real step is, too.
 
     Raises:
         ArgumentError: no module, one that cannot be traced, or an argument of no such form.
         BudgetError: no size keeps to the budget, with the least bytes that one needs; or memory
             runs out in a real step of the smallest.
         InputError: the model does not take inputs like the sample.
+        OptimizerError: a real step's optimizer cannot step in the backward.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"a largest size needs a torch.nn.Module; got {type(model).__name__}")
@@ -173,6 +181,7 @@ def largest(
         optimizer,
         loss,
         device,
+        optimizer_in_backward,
     )
     with torch.inference_mode(False), torch.enable_grad():
         return _Search(estimates, start, memory_budget).run(verify)
@@ -277,12 +286,17 @@ class _Search:
         count, least = self.estimates.smallest()
         least += excess
         shown = f", {format_bytes(excess)} of it as a real step showed" if excess else ""
-        return BudgetError(
+        text = (
             f"a training step of size {count * self.estimates.unit} needs at least "
             f"{exact_bytes(least)}{shown}; the budget is {exact_bytes(self.budget)}. Raise the "
             f"budget to {at_least(least)!r}, choose checkpoint='auto', or an optimizer of less "
             "state."
         )
+        if not self.estimates.optimizer_in_backward:
+            other = self.estimates.in_backward().needed(count)
+            if other is not None and other + excess <= self.budget:
+                text += only_in_backward(other + excess)
+        return BudgetError(text)
 
     def _room(self) -> int:
         """Returns the bytes that are free beside the model where it is."""
@@ -302,18 +316,24 @@ class _Search:
                 put_in_force(model, candidate.plan if candidate.plan.depth() else False)
                 inputs = estimates.make_inputs(candidate.size, place)
                 checked = loss and with_loss_errors(loss, place)
-                return train_twice(model, inputs, estimates.optimizer, checked)
+                in_backward = estimates.optimizer_in_backward
+                return train_twice(model, inputs, estimates.optimizer, checked, in_backward)
             except torch.OutOfMemoryError:
                 return None
 
 
 def train_twice(
-    model: nn.Module, inputs: Invocation, make_optimizer: MakeOptimizer | None, loss: Loss | None
+    model: nn.Module,
+    inputs: Invocation,
+    make_optimizer: MakeOptimizer | None,
+    loss: Loss | None,
+    in_backward: bool = False,
 ) -> int:
     """Trains a model two steps and returns the peak bytes of the second, when all state exists.
 
     Without a loss, an output named `loss` or a scalar first output is the loss; else all outputs
-    are given gradients of ones. Without an optimizer the step ends with the backward.
+    are given gradients of ones. Without an optimizer the step ends with the backward; `in_backward`
+    plain SGD then uses the gradients.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     make = make_optimizer if trained else None
@@ -326,11 +346,14 @@ def train_twice(
         outputs = returned if isinstance(returned, tuple) else (returned,)
         own = loss(returned) if loss is not None else own_loss(outputs[0])
         _backward(outputs if own is None else (own,))
-        if make is not None:
+        if make is not None or in_backward:
             optimizer.step()
 
-    step()
-    return measure_step(step, model, optimizer, inputs.tensors).peak
+    with contextlib.ExitStack() as stack:
+        if in_backward:
+            stack.callback(step_in_backward(model, optimizer).remove)
+        step()
+        return measure_step(step, model, optimizer, inputs.tensors).peak
 
 
 def _backward(outputs: tuple[Any, ...]) -> None:

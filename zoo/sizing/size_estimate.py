@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class SizeEstimates:
     optimizer: MakeOptimizer | None
     loss: Loss | None
     device: str | None
+    optimizer_in_backward: bool = False
     traced: dict[int, BudgetPlanner | None] = field(default_factory=dict)
     measured: dict[int, BudgetPlanner] = field(default_factory=dict)
     kernels: dict[int, Kernels] = field(default_factory=dict)
@@ -119,6 +120,12 @@ class SizeEstimates:
         count = min(count for count, planner in self.traced.items() if planner is not None)
         return count, self.needed(count) or 0
 
+    def in_backward(self) -> "SizeEstimates":
+        """Returns estimates for the same step with the optimizer in the backward."""
+        return replace(
+            self, optimizer_in_backward=True, optimizer_bytes=None, traced={}, measured={}
+        )
+
     def known(self, count: int) -> BudgetPlanner:
         """Returns the costs of a size that the model takes, measured ones where there are some."""
         planner = self.measured.get(count) or self.trace(count)
@@ -139,6 +146,7 @@ class SizeEstimates:
                 optimizer=self.optimizer_bytes or self.optimizer,
                 loss=self.loss,
                 device=self.device or "cpu",
+                optimizer_in_backward=self.optimizer_in_backward,
             )
         except Exception as error:
             error.add_note(f"this happened at size {size}")
