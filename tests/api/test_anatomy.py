@@ -101,6 +101,30 @@ def test_a_plan_of_the_models_own_is_the_plan():
     assert zoo.anatomy(model, images(), checkpoint=False).planned is None
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, None])
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_an_optimizer_in_the_backward_leaves_few_gradients(device, optimizer):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    found, whole = (
+        zoo.anatomy(
+            model,
+            torch.ones(4, 64),
+            optimizer=optimizer,
+            checkpoint=((0, 1), (2, 3), 4, 5),
+            device=device,
+            optimizer_in_backward=way,
+        )
+        for way in (True, False)
+    )
+    layer = sum(parameter.nbytes for parameter in model[0].parameters())
+    for step, other in ((found.baseline, whole.baseline), (found.planned, whole.planned)):
+        assert layer // 2 < max(step.curves()["gradients"]) <= layer
+        assert max(other.curves()["gradients"]) == 6 * layer
+        assert len({*step.curves()["optimizer state"], *other.curves()["optimizer state"]}) == 1
+        assert step.peak <= other.peak - 4 * layer
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_the_model_and_the_random_state_are_left_as_they_are(device):
     model, batch = Residuals(), images().requires_grad_()

@@ -31,6 +31,7 @@ from zoo.invocation import (
     place_of,
     with_loss_errors,
 )
+from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
 from zoo.profiling.allocator_events import tensors_in
@@ -114,6 +115,7 @@ def anatomy(
     loss: Loss | None = None,
     checkpoint: Checkpoint | None = None,
     device: str | None = None,
+    optimizer_in_backward: bool = False,
 ) -> Anatomy:
     """Tracks a steady training step of a model: the baseline and, if there is a plan, with it.
 
@@ -128,9 +130,12 @@ def anatomy(
         checkpoint: what `zoo.create` takes, in place of the model's own.
         device: "meta" runs nothing real: fake tensors stand for those of the model's device, the
             CPU's where the model is on the meta device. Meta inputs or parameters imply it.
+        optimizer_in_backward: both steps are trained with `zoo.optimizer_in_backward`; where
+            `optimizer` is None, plain SGD uses the gradients.
 
     Raises:
         ArgumentError: no module or not in training mode; a plan for what cannot be traced.
+        OptimizerError: the optimizer cannot step in the backward.
     """
     check_training(model, "an anatomy")
     if device not in (None, "meta"):
@@ -141,11 +146,12 @@ def anatomy(
     given, loss = Invocation.of(inputs), loss or mean_of
     plan = _decided(model, given, checkpoint)
     on_meta = any(tensor.is_meta for tensor in (*given.tensors, *model.parameters()))
+    step = (model, given, optimizer, loss)
     with random_state_restored():
         if device == "meta" or on_meta:
-            tracked = FakeStep(model, given, optimizer, loss).track
+            tracked = FakeStep(*step, in_backward=optimizer_in_backward).track
         else:
-            tracked = functools.partial(_measured, model, given, optimizer, loss)
+            tracked = functools.partial(_measured, *step, in_backward=optimizer_in_backward)
         planned = tracked(plan) if plan is not None else None
         return Anatomy(tracked(None), planned, plan if isinstance(plan, Plan) else None)
 
@@ -173,12 +179,17 @@ def _measured(
     make: MakeOptimizer | None,
     loss: Loss,
     plan: Plan | str | None,
+    *,
+    in_backward: bool,
 ) -> Timeline:
     """Trains a real copy for two steps and returns the timeline of the second."""
     trained, own = copy.deepcopy(model), own_copy(inputs)
     on_cpu = all(p.device.type == "cpu" for p in model.parameters() if p.requires_grad)
-    with torch.inference_mode(False), torch.enable_grad():
-        optimizer, loss = optimizer_of(make, trained), with_loss_errors(loss, place_of(model))
+    with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
+        optimizer = optimizer_of(make, trained, in_backward)
+        loss = with_loss_errors(loss, place_of(model))
+        if in_backward and optimizer is not None:
+            stack.callback(step_in_backward(trained, optimizer).remove)
         put_in_force(trained, False if plan is None else plan, steps=named_steps(model))
         train_step(trained, own, loss, optimizer)
         with track(trained, optimizer=optimizer, inputs=own.tensors, allocator=on_cpu) as timeline:
@@ -189,7 +200,8 @@ def _measured(
 class FakeStep:
     """A training step of a fake copy of a model, tracked by one plan after another.
 
-    `wrap` does to the copy what a program does to a model before it trains: shards it, say.
+    `wrap` does to the copy what a program does to a model before it trains: shards it, say. With
+    `in_backward` the optimizer steps in the backward.
     """
 
     def __init__(
@@ -199,6 +211,8 @@ class FakeStep:
         make: MakeOptimizer | None,
         loss: Loss,
         wrap: Callable[[nn.Module], object] | None = None,
+        *,
+        in_backward: bool = False,
     ) -> None:
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.names, self.loss = named_steps(model), with_loss_errors(loss, device)
@@ -208,7 +222,8 @@ class FakeStep:
         if wrap is not None:
             wrap(self.model)
         with self._on_fakes():
-            self.inputs, self.optimizer = inputs.map(fake), optimizer_of(make, self.model)
+            self.inputs = inputs.map(fake)
+            self.optimizer = optimizer_of(make, self.model, in_backward)
             if wrap is not None:
                 # the first step of a wrapped model differs from all that follow
                 put_in_force(self.model, False)
@@ -219,6 +234,9 @@ class FakeStep:
                     if parameter.requires_grad:
                         parameter.grad = torch.empty_like(parameter)
                 self.optimizer.step()
+        # outside of the mode, since the optimizer is tried on real tensors
+        if in_backward and self.optimizer is not None:
+            step_in_backward(self.model, self.optimizer)
 
     def track(self, plan: Plan | str | None) -> Timeline:
         """Trains a step by a plan; None is the baseline."""
@@ -270,9 +288,16 @@ def train_step(
     return outputs, value
 
 
-def optimizer_of(make: MakeOptimizer | None, model: nn.Module) -> torch.optim.Optimizer | None:
-    """Makes an optimizer of the trainable parameters of a model; None where there are none."""
+def optimizer_of(
+    make: MakeOptimizer | None, model: nn.Module, in_backward: bool = False
+) -> torch.optim.Optimizer | None:
+    """Makes an optimizer of the trainable parameters of a model; None where there are none.
+
+    With `in_backward` plain SGD, which has no state, is in the place of none.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if make is None and in_backward:
+        make = torch.optim.SGD
     return made_by(make, trained) if make is not None and trained else None
 
 
