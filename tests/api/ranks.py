@@ -39,11 +39,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     ),
     "foreign": (functools.partial(Net, 16), lambda: (torch.zeros(4, 4, 16, 16),)),
 }
-WAYS: dict[str, Callable[[Any], Any]] = {"fsdp2": shard, "tensor parallel": split}
+IN_BACKWARD = "fsdp2, optimizer in the backward"
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "fsdp2": shard,
+    IN_BACKWARD: shard,
+    "tensor parallel": split,
+}
 # by how many processes
 CASES = {
     2: [
         ("chain", "fsdp2"),
+        ("chain", IN_BACKWARD),
         ("chain", "ddp"),
         ("chain", "tensor parallel"),
         ("foreign", "fsdp2"),
@@ -71,6 +77,8 @@ def peak_of(name: str, way: str, plan: zoo.Plan | bool) -> int:
     if way in WAYS:
         WAYS[way](model)
     optimizer = torch.optim.AdamW(model.parameters())
+    if way == IN_BACKWARD:
+        zoo.optimizer_in_backward(model, optimizer)
 
     def step() -> None:
         optimizer.zero_grad()

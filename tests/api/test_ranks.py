@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 import zoo
-from tests.api.ranks import CASES, MODELS, peaks, split
+from tests.api.ranks import CASES, IN_BACKWARD, MODELS, peaks, split
 from tests.processes import results_in
 from tests.tracing.models import Net
 
@@ -22,7 +23,8 @@ def report(name: str, way: str, world: int, **bounds: Any) -> zoo.RankReport:
     build, inputs = MODELS[name]
     with torch.device("meta"):
         model, given = build(), inputs()
-    strategy = split if way == "tensor parallel" else way
+    strategy = split if way == "tensor parallel" else way.partition(",")[0]
+    bounds["optimizer_in_backward"] = way == IN_BACKWARD
     return zoo.plan_rank(model, given, world_size=world, strategy=strategy, **bounds)
 
 
@@ -39,7 +41,7 @@ def test_a_rank_takes_what_is_predicted(world, tmp_path):
     ranks = results_in(world, functools.partial(peaks, list(predicted)), tmp_path)
     for (_, way, plan), said, taken in zip(predicted, predicted.values(), ranks[0], strict=True):
         # in a replay the gradients of the block behind it may still be under way to other ranks
-        under_way = BLOCK if way == "fsdp2" and plan else 0
+        under_way = BLOCK if way.startswith("fsdp2") and plan else 0
         assert said <= taken <= said + under_way
 
 
@@ -62,6 +64,31 @@ def test_a_budget_is_kept_to_and_the_least_one_works():
     assert least.predicted_peak <= least.budget
     with pytest.raises(zoo.BudgetError):
         plan(model, x, memory_budget=least.predicted_peak - 1)
+
+
+def test_an_optimizer_in_the_backward_frees_the_shards_of_gradients():
+    """Where these are most of what a rank holds, the peak is lower by nearly all of them."""
+    model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(5))), torch.zeros(1, 256)
+    sizes = [4 * parameter.numel() for parameter in model.parameters()]
+    first, other = (
+        plan(model, x, max_overhead=0, strategy=shard_each, optimizer_in_backward=way)
+        for way in (False, True)
+    )
+    # one of five layers is gathered, with its gradient
+    assert 0.5 * sum(sizes) / 4 <= first.predicted_peak - other.predicted_peak <= sum(sizes) / 4
+    assert other.alone.fixed.gradients == 0
+    between = (first.predicted_peak + other.predicted_peak) // 2
+    with pytest.raises(zoo.BudgetError, match="With the optimizer in the backward it needs") as no:
+        plan(model, x, memory_budget=between, strategy=shard_each)
+    assert f"({other.predicted_peak} bytes)" in str(no.value)
+    kept = plan(model, x, memory_budget=between, strategy=shard_each, optimizer_in_backward=True)
+    assert kept.predicted_peak <= between
+
+
+def shard_each(model: nn.Module) -> None:
+    for layer in model.children():
+        fully_shard(layer)
+    fully_shard(model)
 
 
 def test_the_best_plans_of_one_process_are_not_the_only_ones():
@@ -116,7 +143,7 @@ def test_nothing_is_left_behind(strategy):
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     stream = torch.get_rng_state()
     try:
-        plan(model, x, max_overhead=0.5, strategy=strategy)
+        plan(model, x, max_overhead=0.5, strategy=strategy, optimizer_in_backward=True)
     except OSError:
         assert strategy is refuses
     assert not distributed.is_initialized()
@@ -144,6 +171,7 @@ def test_a_group_that_is_there_is_left_alone(tmp_path, monkeypatch):
     [
         ({"world_size": 0}, "world_size=0 is no number from 1"),
         ({"strategy": "fsdp"}, "'fsdp' is neither 'fsdp2' nor 'ddp' nor a function"),
+        ({"strategy": "ddp", "optimizer_in_backward": True}, "combines gradients after an optim"),
         ({"strategy": ["ddp"]}, "is neither 'fsdp2' nor 'ddp' nor a function"),
         ({"memory_budget": "device"}, "what is free here; for a rank that is elsewhere"),
         ({"memory_budget": 0.5, "max_overhead": 1}, "one of memory_budget and max_overhead"),

@@ -30,10 +30,10 @@ from torch import distributed, nn
 from zoo._torch import fake_store
 from zoo.api.track import FakeStep, mean_of
 from zoo.chain import is_hooked
-from zoo.errors import ArgumentError, BudgetError, shortened
+from zoo.errors import ArgumentError, BudgetError, OptimizerError, shortened
 from zoo.invocation import Inputs, Invocation, Loss, check_loss, check_training, place_of
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
+from zoo.policy.budget import Budget, BudgetPlanner, check_bounds, only_in_backward
 from zoo.policy.report import Frontier, PlanReport, peak_table
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.profiling.timeline import Timeline
@@ -230,6 +230,7 @@ def plan_rank(
     optimizer: MakeOptimizer | None = torch.optim.AdamW,
     loss: Loss | None = None,
     device: str | None = None,
+    optimizer_in_backward: bool = False,
 ) -> RankReport:
     """Finds the plan of least time whose training step keeps to a budget on each of many ranks.
 
@@ -251,11 +252,15 @@ def plan_rank(
             there, `0.5`.
         max_overhead, optimizer, loss, device: those of `zoo.plan`; kernels are never timed, and
             time is without communication.
+        optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`: shards of
+            gradients are counted until each is used. Not by "ddp".
 
     Raises:
         ArgumentError: no module, one whose forward cannot be traced or that is spread already, no
-            such strategy or bound, or a process group that exists already.
+            such strategy or bound, an optimizer in the backward by "ddp", or a process group that
+            exists already.
         BudgetError: no plan keeps to the budget, with the least that one needs.
+        OptimizerError: the optimizer cannot step in the backward.
     """
     check_bounds(memory_budget, max_overhead)
     check_training(model, "planning")
@@ -271,26 +276,42 @@ def plan_rank(
             "ranks plan for that many, of which one takes hardly less"
         )
     name, spread = _spreading(strategy)
+    if name == "ddp" and optimizer_in_backward:
+        raise ArgumentError(
+            "strategy='ddp' combines gradients after an optimizer in the backward has used them; "
+            "choose 'fsdp2', or leave out optimizer_in_backward"
+        )
     with random_state_restored(), _fake_group(world_size):
-        step = FakeStep(model, Invocation.of(inputs), optimizer, loss or mean_of, spread)
-        hooked = _hooked_as(step.model, model)
+        made = (model, Invocation.of(inputs), optimizer, loss or mean_of, spread)
+        step = FakeStep(*made, in_backward=optimizer_in_backward)
         planner = planner_for(
-            hooked, inputs, optimizer=optimizer, loss=loss, device=device or "cpu"
+            _hooked_as(step.model, model),
+            inputs,
+            optimizer=optimizer,
+            loss=loss,
+            device=device or "cpu",
+            optimizer_in_backward=optimizer_in_backward,
         )
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         buckets = sum(parameter.nbytes for parameter in trained) if name == "ddp" else 0
-        rank = _Rank(world_size, name, functools.cache(step.track), buckets)
+        is_other = not optimizer_in_backward and name != "ddp"
+        other = (lambda: FakeStep(*made, in_backward=True)) if is_other else None
+        rank = _Rank(world_size, name, functools.cache(step.track), buckets, other)
         return rank.report(planner, memory_budget, max_overhead)
 
 
 @dataclass
 class _Rank:
-    """Rank 0: `track` tracks a step by a plan; `buckets` are bytes of gradients beside it."""
+    """Rank 0: `track` tracks a step by a plan; `buckets` are bytes of gradients beside it.
+
+    `in_backward` makes the same step with the optimizer in the backward, where that can be.
+    """
 
     world_size: int
     strategy: str
     track: Callable[[Plan | None], Timeline]
     buckets: int
+    in_backward: Callable[[], FakeStep] | None
 
     def report(
         self, planner: BudgetPlanner, memory_budget: Budget | None, max_overhead: float | None
@@ -310,7 +331,7 @@ class _Rank:
             )
             within = (point for point in plans if self._peak(plans[point]) <= budget)
             if (fastest := next(within, None)) is None:
-                raise self._refusal(min(map(self._peak, plans.values())), budget)
+                raise self._refusal(min(plans.values(), key=self._peak), budget)
             chosen = fastest
         timeline = self.track(plans[chosen])
         buckets = {"buckets of gradients": self.buckets} if self.buckets else {}
@@ -328,13 +349,20 @@ class _Rank:
     def _peak(self, plan: Plan | None) -> int:
         return self.track(plan).peak + self.buckets
 
-    def _refusal(self, least: int, budget: int) -> BudgetError:
-        return BudgetError(
+    def _refusal(self, plan: Plan | None, budget: int) -> BudgetError:
+        """Returns why none of the plans keeps to the budget, of which this one takes the least."""
+        least = self._peak(plan)
+        text = (
             f"a rank of {self.world_size} by {self.strategy} needs at least {exact_bytes(least)} "
             f"by the plans compared; the budget is {exact_bytes(budget)}; the baseline takes "
             f"{exact_bytes(self._peak(None))}. Raise the budget to {at_least(least)!r}, lower the "
             "batch of a rank, or spread over more ranks."
         )
+        with contextlib.suppress(OptimizerError):
+            if self.in_backward is not None:
+                other = self.in_backward().track(plan).peak
+                text += only_in_backward(other) if other <= budget else ""
+        return BudgetError(text)
 
 
 def _hooked_as(spread: nn.Module, model: nn.Module) -> nn.Module:
