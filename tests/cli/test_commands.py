@@ -12,6 +12,7 @@ from tests.tracing.models import Net
 from tests.training import Residuals
 from zoo.catalog import model_arguments
 from zoo.cli.main import run
+from zoo.cli.parser import OPTIMIZERS
 from zoo.profiling.allocator_events import trace
 
 RESIDUALS = ("tests.training:Residuals", "--input", "8,4,16,16")
@@ -159,6 +160,23 @@ def test_options_of_ranks_that_mean_nothing_are_refused(command, options, messag
     told = command("plan", *RESIDUALS, "--memory-budget", "80%", *options)
     assert (told.code, told.out) == (2, "")
     assert message in told.err
+
+
+def test_the_optimizer_in_the_backward_is_that_of_the_functions(numbers):
+    given, flag = (*RESIDUALS, "--optimizer", "sgd"), "--optimizer-in-backward"
+    options = {"optimizer": OPTIMIZERS["sgd"], "optimizer_in_backward": True}
+    for ranks in ((), ("--world-size", "2")):
+        both = (
+            numbers("plan", *given, "--max-overhead", "9", *ranks, *way) for way in ((), (flag,))
+        )
+        without, found = ((part["alone"] if ranks else part)["fixed"] for part in both)
+        assert without["gradients"] > found["gradients"] == 0
+    bounds = {"memory_budget": "1MiB", "device": "a100", "verify": False}
+    expected = zoo.largest(Residuals(), images(), **bounds, **options)
+    found = numbers("max-batch", *given, "--memory-budget", "1MiB", "--device", "a100", flag)
+    assert found == as_json({**asdict(expected), "plan": expected.plan.text()})
+    step = zoo.anatomy(Residuals(), images(), **options).baseline
+    assert numbers("anatomy", *given, flag)["baseline"]["categories"] == step.by("category")
 
 
 def test_plan_takes_an_overhead_and_an_optimizer(numbers):

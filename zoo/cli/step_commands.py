@@ -35,6 +35,7 @@ IN_BACKWARD = {
 PLANNED = {
     **MODEL,
     **OPTIMIZER,
+    **IN_BACKWARD,
     "--device DEVICE": "cpu or cuda: measure each kind of kernel here, its time and workspace; "
     f"{', '.join(RATED)}: an analytical estimate from that device's peak rates; default: the same "
     "for a small CPU",
@@ -44,7 +45,6 @@ PLANNED = {
 @command(
     {
         **PLANNED,
-        **IN_BACKWARD,
         "--memory-budget SIZE": "peak of the whole training step: 8GiB, 8GB, bytes, 0.5 or 50%% of "
         "the baseline, or device for the memory that is free here",
         "--max-overhead RATIO": "instead of a budget: the plan of least memory that takes at most "
@@ -74,9 +74,7 @@ def run_plan(options: argparse.Namespace) -> Answer:
     arguments |= {"memory_budget": options.memory_budget, "max_overhead": options.max_overhead}
     report: PlanReport | planning.RankReport
     if options.world_size is None:
-        report = alone = planning.plan(
-            **arguments, optimizer_in_backward=options.optimizer_in_backward
-        )
+        report = alone = planning.plan(**arguments)
     else:
         ranks = {"world_size": options.world_size, "strategy": options.strategy or "fsdp2"}
         report = planning.plan_rank(**arguments, **ranks)
@@ -92,8 +90,6 @@ def _check_ranks(options: argparse.Namespace) -> None:
     if options.world_size is None:
         if options.strategy:
             raise ArgumentError("--strategy says how ranks share a model; give --world-size, too")
-    elif options.optimizer_in_backward:
-        raise ArgumentError("--optimizer-in-backward plans one process; leave out --world-size")
     elif options.plot:
         raise ArgumentError("--plot draws a plan for one process; leave out --world-size")
     elif _is_torch_device(options.device, RATED):
@@ -106,7 +102,6 @@ def _check_ranks(options: argparse.Namespace) -> None:
 @command(
     {
         **PLANNED,
-        **IN_BACKWARD,
         "--points COUNT=12": "how many of the best plans to print, evenly spread",
         "--csv FILE": "write all plans as CSV",
         **PLOT,
@@ -119,8 +114,7 @@ def run_frontier(options: argparse.Namespace) -> Answer:
       zoo frontier resnet50 --input 32,3,224,224
       zoo frontier densenet121 --plot frontier.svg --csv frontier.csv
     """
-    arguments = _planning_arguments(model_spec(options), options)
-    frontier = planning.frontier(**arguments, optimizer_in_backward=options.optimizer_in_backward)
+    frontier = planning.frontier(**_planning_arguments(model_spec(options), options))
     write(options.csv, lambda path: Path(path).write_text(frontier.to_csv(), encoding="utf-8"))
     write(options.plot, frontier.plot)
     return Answer(frontier.table(options.points), frontier.to_json())
@@ -172,6 +166,7 @@ def _planning_arguments(spec: ModelSpec, options: argparse.Namespace) -> dict[st
         "inputs": spec.inputs_on("meta"),
         "optimizer": OPTIMIZERS[options.optimizer],
         "device": None if is_here else options.device or "cpu",
+        "optimizer_in_backward": options.optimizer_in_backward,
     }
 
 
@@ -200,6 +195,7 @@ def _is_torch_device(device: str | None, others: Sequence[str] = ()) -> bool:
         **MODEL,
         "--checkpoint PLAN": f"also show a step by this plan: {PLANS}",
         **OPTIMIZER,
+        **IN_BACKWARD,
         "--device DEVICE": "cpu or cuda: run a real step there; default: fake tensors of a CPU",
         "--holders NUMBER=10": "how many of the largest tensors to list",
         "--save FILE": "write every allocation as JSON",
@@ -228,6 +224,7 @@ def run_anatomy(options: argparse.Namespace) -> Answer:
             spec.inputs_on(device or "meta"),
             optimizer=OPTIMIZERS[options.optimizer],
             checkpoint=options.checkpoint,
+            optimizer_in_backward=options.optimizer_in_backward,
         )
     plan, planned = steps.plan, steps.planned
     write(options.save, lambda path: Path(path).write_text(steps.to_json(), encoding="utf-8"))
