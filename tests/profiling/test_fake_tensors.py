@@ -1,5 +1,6 @@
 """What code makes of its own numbers can be read while planning; what depends on data cannot."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -212,6 +213,18 @@ class Counting(torch.optim.SGD):
             state["count"] = state.get("count", torch.zeros(1)).add_(1)
             if state["count"].item() > 0:
                 state["mean"] = parameter.grad.clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_batch_norm_saves_statistics_of_the_type_that_real_ones_have(
+    dtype: torch.dtype, affine: bool
+) -> None:
+    weights = [torch.ones(5) if affine else None for _ in range(4)]
+    call = functools.partial(torch.native_batch_norm, training=True, momentum=0.1, eps=1e-5)
+    real = call(torch.ones(2, 5, 3, dtype=dtype), *weights)
+    fake = read(lambda x: call(x, *weights), torch.ones(2, 5, 3, dtype=dtype))
+    assert [tensor.dtype for tensor in fake] == [tensor.dtype for tensor in real]
 
 
 def test_an_optimizer_that_reads_its_own_count_is_counted() -> None:

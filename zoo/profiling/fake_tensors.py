@@ -6,10 +6,12 @@ the same whatever the data: a counter, whether a given mask masks anything. So b
 tensor whose numbers are known a real one is kept, and every kernel that gets only such tensors runs
 on these, too (constant propagation). Of any other tensor no number is made up.
 
-Of two kinds of kernels torch gets the memory wrong when tensors are fake:
+Of three kinds of kernels torch gets the memory wrong when tensors are fake:
 
 - Those of fused optimizers write in place and allocate nothing. torch does not know what they do to
   fake tensors and runs them, on real tensors of the same sizes.
+- The CPU's batch norm of half precision with weights of float32, as under autocast, saves its
+  statistics in float32; a fake one in half precision.
 - The CPU's LSTM hands its backward a workspace that as a fake tensor is empty, and for real is most
   of what an LSTM saves. How large it is only the kernel knows: each different call runs once, for
   real.
@@ -46,6 +48,7 @@ MOST = 1 << 12
 SMALL = 1 << 16
 CPU = torch.device("cpu")
 LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+BATCH_NORM = torch.ops.aten.native_batch_norm.default
 # of the arguments of these only the shape and the dtype count
 OF_SHAPES = frozenset(
     f"aten::{name}"
@@ -218,6 +221,11 @@ def _on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
         if is_fused_optimizer and not schema.returns:
             return None
     result = func(*args, **kwargs)
+    if func is BATCH_NORM and result[0].device == CPU:
+        output, *statistics = result
+        weights = [tensor.dtype for tensor in tensors_in(args[1:])]
+        dtype = torch.float32 if torch.float32 in weights else output.dtype
+        return (output, *(saved.to(dtype) for saved in statistics))
     if func is not LSTM:
         return result
     *outputs, workspace = result
