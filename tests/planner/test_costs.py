@@ -61,6 +61,23 @@ def test_what_the_caller_holds_is_kept_and_part_of_the_bound() -> None:
     assert least_possible(returning(uniform(4))) == least_possible(uniform(4)) + 10
 
 
+def test_a_cast_that_is_cached_is_made_once_and_goes_when_the_forward_ends() -> None:
+    plain, cast = uniform(4), frozenset([4])
+    casting = replace(
+        plain,
+        sizes=(*plain.sizes, 1000),
+        forward=(1010, 10, 1010, 10),
+        casts=(cast, frozenset(), cast, frozenset()),
+    )
+    found = simulate(Plan.keep_all(4), casting)
+    # beside the cast storages 0 and 1 are saved, 2 is the state and 3 is made
+    assert (found.moment.phase, found.moment.step, found.peak) == (FORWARD, 3, 1000 + 40)
+    assert found.turns == simulate(Plan.keep_all(4), plain).turns
+    # a recomputation makes it anew
+    nested = simulate(Plan(((0, 1, 2, 3),)), casting).moment
+    assert (nested.phase, nested.kept, nested.work) == (RECOMPUTE, 0, 1010)
+
+
 def test_a_recomputation_is_named_where_it_takes_the_most() -> None:
     costs = replace(uniform(4), forward=(10, 99, 10, 10))
     found = simulate(Plan(((0, 1, 2), 3)), costs).moment

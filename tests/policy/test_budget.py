@@ -203,6 +203,58 @@ def test_a_real_step_keeps_to_each_of_20_budgets(family: str, in_backward: bool)
         assert measured >= (0.95 if family == "lstm" else 0.985) * report.predicted_peak
 
 
+HALF: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet": (functools.partial(zoo.resnet18, classes=10), (4, 3, 96, 96)),
+    "vit": (functools.partial(zoo.vit_tiny_patch16, depth=4, classes=10), (2, 3, 224, 224)),
+    "gpt2": (
+        functools.partial(
+            zoo.gpt2_small,
+            depth=4,
+            width=128,
+            heads=4,
+            vocabulary=300,
+            chunk_tokens=32,
+            drop_rate=0,
+        ),
+        (),
+    ),
+    "traced": (lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), (64, 256)),
+}
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("family", HALF)
+def test_the_copies_of_weights_that_autocast_holds_are_counted(
+    family: str, in_backward: bool
+) -> None:
+    build, shape = HALF[family]
+    torch.manual_seed(1)
+    model, is_text = build(), family == "gpt2"
+    inputs = tokens() if is_text else (torch.rand(shape),)
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    loss = None if is_text else lambda output: output.float().square().mean()
+    with autocast():
+        options: dict[str, Any] = {"optimizer": sgd, "optimizer_in_backward": in_backward}
+        found = planner_for(model, inputs, loss=loss, **options)
+    optimizer = sgd(model.parameters())
+    if in_backward:
+        zoo.optimizer_in_backward(model, optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast():
+            output = model(*inputs)
+            value = output if loss is None else loss(output)
+        value.backward()
+        optimizer.step()
+
+    for point in found.points[:: max(len(found.points) // 3, 1)]:
+        zoo.checkpoint(model, found.of_model(point).plan)
+        step()
+        measured = measure_step(step, model, optimizer, inputs).peak
+        assert 0.995 * point.peak <= measured <= point.peak
+
+
 def test_with_the_optimizer_in_the_backward_gradients_are_not_counted_twice() -> None:
     """Of equal layers two gradients: that of the layer, and one that a product is about to make."""
     model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(10)))

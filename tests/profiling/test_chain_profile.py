@@ -69,6 +69,37 @@ def test_profiling_under_autocast_leaves_no_fake_weights_in_its_cache() -> None:
     assert type(model.fc.weight.grad) is Tensor
 
 
+class Cast(Chain):
+    """Casts the weight of a layer in three steps, of which two are equal; one layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.twin, self.frozen = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def steps(self) -> Steps:
+        return [self.shared, nn.Tanh(), self.shared, self.frozen, self.twin, self.exact]
+
+    def exact(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.shared.weight)
+
+
+def test_casts_are_those_that_autocast_caches_each_once() -> None:
+    model, x, size = Cast(), torch.rand(3, 8, requires_grad=True), 2 * 8 * 8
+    for is_cached in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+            costs = costs_of(model, x)
+        found = [list(map(costs.sizes.__getitem__, casts)) for casts in costs.casts]
+        if is_cached:
+            assert found == [[size], [], [size], [], [size], [size]]
+            shared = frozenset.intersection(*(costs.casts[step] for step in (0, 2, 5)))
+            assert shared.isdisjoint(costs.casts[4])
+            assert all(shared <= costs.saved[step] for step in (0, 2, 5))
+        else:
+            assert found == [[]] * 6
+            assert not costs.saved[0] & costs.saved[2]
+
+
 # a convolution has a list among its settings
 @pytest.mark.parametrize("layer", [nn.Tanh, lambda: nn.Conv2d(1, 1, 1)])
 def test_equal_steps_are_run_once(layer: Callable[[], nn.Module]) -> None:

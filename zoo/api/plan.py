@@ -73,7 +73,9 @@ def plan(
             time.
         optimizer: makes the optimizer whose state is counted; None counts none. The step is assumed
             to begin without gradients: where they are accumulated, or zeroed in place, subtract
-            `report.fixed.gradients` from the budget. Autocast's cache of weights is not counted.
+            `report.fixed.gradients` from the budget. Called under autocast, it counts the casts of
+            weights that are cached until the forward and the loss are over; where the backward is
+            inside of the region, too, subtract half of `report.fixed.parameters`.
         loss: where it is outside of the model, so that its bytes count: a function of the model's
             output that knows its targets, `lambda logits: cross_entropy(logits, targets)`;
             targets that are meta tensors count as zeros. Wherever zoo takes a loss it is called as

@@ -52,6 +52,8 @@ class StepCosts:
         gradients_made: for each step, bytes of gradients of parameters that its forward makes
             beside the bytes above; none where it is empty.
         draws: for each step, how many of its kernels draw random numbers; none where it is empty.
+        casts: for each step, storages of its forward that are held until the forward of the chain
+            ends: casts of weights, which autocast caches; none where it is empty.
     """
 
     sizes: tuple[int, ...]
@@ -71,6 +73,7 @@ class StepCosts:
     returned: frozenset[int] = frozenset()
     gradients_made: tuple[int, ...] = ()
     draws: tuple[int, ...] = ()
+    casts: tuple[frozenset[int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.saved)
@@ -149,6 +152,8 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     plan.check(len(costs))
     clock = _Clock(costs)
     clock.run(plan)
+    for casts in costs.casts:
+        clock.release(casts)
     peaks = [(clock.peak, clock.moment)]
     clock.hold(costs.returned)
     for item in reversed(plan):
@@ -196,7 +201,11 @@ class _Clock:
             if isinstance(item, tuple):
                 self.hold(costs.live[steps[0]])
             for step in steps:
-                self.tick(phase, step, self.extra(costs.live[step]), costs.forward[step], end)
+                casts = costs.casts[step] if costs.casts and end is None else ()
+                # a weight that an earlier step has cast is not cast again
+                work = costs.forward[step] - costs.bytes_of(casts) + self.extra(casts)
+                self.tick(phase, step, self.extra(costs.live[step]), work, end)
+                self.hold(casts)
                 if end is not None:
                     self.flops += costs.flops[step]
                     self.seconds.append(costs.seconds[step])

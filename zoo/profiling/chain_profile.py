@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import FakeTensor, FakeTensorMode, disable_current_modes, unset_fake_temporarily
+from zoo._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_current_modes,
+    is_any_autocast_enabled,
+    unset_fake_temporarily,
+)
 from zoo.chain import HOOKS, Outline, State, Step
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
@@ -31,7 +37,6 @@ from zoo.profiling.kernel_costs import (
     Curve,
     Device,
     KernelCosts,
-    Update,
     UpdateBytes,
     device_named,
     flop_formulas,
@@ -71,12 +76,15 @@ class ChainRun(NamedTuple):
     saved: tuple[frozenset[int], ...]
     gradients: tuple[int, ...]
     kernels: tuple[KernelSpec | None, ...]
+    # for each step, ids of weights and the storages of their casts, which autocast caches
+    casts: tuple[tuple[tuple[int, int], ...], ...]
 
 
 class Profile:
     """The steps of a chain for inputs like these (real, fake or meta tensors).
 
-    Grad mode, autocast and the training flags are those of the caller.
+    Grad mode, autocast and the training flags are those of the caller. Casts of weights are counted
+    as autocast caches them: made once, and held until the forward of the chain ends.
 
     Raises:
         PlanError: a step fails, or needs numbers that a fake tensor does not have.
@@ -128,10 +136,11 @@ class Profile:
             pairs = zip(curves, runs, strict=True)
             return tuple(curve.seconds(device, run.dtype, kernels) for curve, run in pairs)
 
+        firsts = self._first_casts
         return StepCosts(
             sizes=found.sizes,
             live=found.live,
-            saved=found.saved,
+            saved=tuple(frozenset(firsts.get(s, s) for s in saved) for saved in found.saved),
             forward=peaks(run.forward for run in runs),
             forward_until_saved=peaks(run.until_saved for run in runs),
             backward=peaks(iter(self._backwards(updates))),
@@ -145,6 +154,7 @@ class Profile:
             parameter_gradients=self._gradients_left(updates is not None),
             gradients_made=tuple(run.made for run in runs),
             draws=tuple(run.draws for run in runs),
+            casts=tuple(frozenset(firsts[cast] for _, cast in casts) for casts in found.casts),
         )
 
     def _backwards(self, updates: UpdateBytes | None) -> list[Curve]:
@@ -153,7 +163,11 @@ class Profile:
             return [run.backward for run in self.runs]
         curves = []
         for number, run in enumerate(self.runs):
-            done = [u for u in run.updates if self._uses[self._owner(number, u)].first == number]
+            done = [
+                update
+                for update in run.updates
+                if self._uses[self._owner(number, update.parameter)].first == number
+            ]
             needs = [updates.get((update.shape, update.dtype), 0) for update in done]
             curves.append(run.backward.with_updates(done, needs))
         return curves
@@ -182,14 +196,24 @@ class Profile:
         found: dict[int, _Use] = {}
         for number, run in enumerate(self.runs):
             for update in run.updates:
-                owner = self._owner(number, update)
+                owner = self._owner(number, update.parameter)
                 first = found[owner].first if owner in found else number
                 found[owner] = _Use(first, number, update.size, update.is_shared)
         return found
 
-    def _owner(self, number: int, update: Update) -> int:
+    @functools.cached_property
+    def _first_casts(self) -> dict[int, int]:
+        """The storages of casts, and that of the first cast of the same weight: it is cached."""
+        firsts: dict[int, int] = {}
+        return {
+            cast: firsts.setdefault(self._owner(number, weight), cast)
+            for number, casts in enumerate(self.found.casts)
+            for weight, cast in casts
+        }
+
+    def _owner(self, number: int, parameter: int) -> int:
         """Returns the id of a step's parameter; equal steps were measured by those of the first."""
-        return self._owners[number].get(update.parameter, update.parameter)
+        return self._owners[number].get(parameter, parameter)
 
     @functools.cached_property
     def _owners(self) -> list[dict[int, int]]:
@@ -292,6 +316,7 @@ class _Follower:
     def __init__(self, inputs: State) -> None:
         self.kernels: Kernels = {}
         self.fixed: set[int] = set()
+        self.caches_casts = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
         storages = Storages()
         self.state = storages.specs(inputs)
         self.sizes = storages.sizes
@@ -299,6 +324,7 @@ class _Follower:
         self.tensors = len({entry.tensor for entry in self.state if entry is not None})
         self.states = [self.state]
         self.saved: list[frozenset[int]] = []
+        self.casts: list[tuple[tuple[int, int], ...]] = []
         # for each step: the tensors that it numbers from 0, and the key of its run
         self.names: list[list[int]] = []
         self.keys: list[Hashable] = []
@@ -322,6 +348,7 @@ class _Follower:
             tuple(self.saved),
             gradients,
             tuple(spec for _, spec in self.kernels.values()),
+            tuple(self.casts),
         )
 
     def _advance(self, step: Step, key: Hashable) -> None:
@@ -336,11 +363,14 @@ class _Follower:
         self.sizes += run.new_sizes
         self.state = tuple(entry and self._global(entry, names, numbers) for entry in run.outputs)
         self.saved.append(frozenset(numbers[number] for number in run.saved) - self.inputs)
+        self.casts.append(tuple((weight, numbers[number]) for weight, number in run.casts))
 
     def _run(self, key: Hashable, sample: tuple[Step, StateSpec], strided: Strided = ()) -> StepRun:
         if key not in self.known:
             self.samples[key] = sample
-            self.known[key] = run_step(*sample, strided, self.fixed, self.kernels)
+            self.known[key] = run_step(
+                *sample, strided, self.fixed, self.kernels, caches_casts=self.caches_casts
+            )
         return self.known[key]
 
     def _gradients(self) -> tuple[int, ...]:

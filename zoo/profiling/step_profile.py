@@ -61,6 +61,8 @@ class StepRun:
         updates: when the gradient of each parameter was complete, in the order of time.
         made: bytes of gradients of parameters that the forward made; its peaks are without them.
         draws: how many kernels of the forward draw random numbers.
+        casts: weights of which the forward makes casts that autocast caches, and the storages of
+            these.
     """
 
     outputs: StateSpec
@@ -74,6 +76,7 @@ class StepRun:
     updates: tuple[Update, ...]
     made: int
     draws: int
+    casts: tuple[tuple[int, int], ...]
 
 
 def run_step(
@@ -82,16 +85,20 @@ def run_step(
     strided: Strided,
     fixed: Container[int],
     kernels: Kernels,
+    *,
+    caches_casts: bool = False,
 ) -> StepRun:
     """Runs a step, forward and backward, on a state of these specs, under a `FakeTensorMode`.
 
     Storages and tensors are numbered from 0 in order. `fixed` are the addresses of storages that
     are there anyway, those of parameters and buffers. Different kernels are added to `kernels`.
+    `caches_casts` holds casts of weights to the end of the forward, as autocast's cache does.
     """
     storages = Storages()
     leaves = storages.empty(state)
     given = len(storages.sizes)
     mode = AllocationMode(fixed, kernels)
+    mode.caches_casts = caches_casts
     saved = _SavedTensors(storages, leaves, mode)
     start = sequence_number()
     with mode, saved_tensors_hooks(saved.pack, _unpack):
@@ -99,8 +106,10 @@ def run_step(
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
     ends = ends_of(outputs, strided)
-    # only their graph holds the outputs from here on
+    casts = tuple((weight, storages.number(cast)) for weight, cast in mode.casts)
+    # only their graph holds the outputs and casts from here on
     del value, outputs
+    mode.casts.clear()
     draws = mode.draws
     roots, incoming = _roots(ends)
     backward = mode.now
@@ -146,6 +155,7 @@ def run_step(
         updates=tuple(updates),
         made=sum(mode.changes[birth][1] for birth in births if birth < backward.changes),
         draws=draws,
+        casts=casts,
     )
 
 
@@ -270,6 +280,14 @@ _START = Moment()
 _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
 
 
+def _is_cached(func: Any, args: Any, result: Any) -> bool:
+    """Says whether autocast caches what a kernel returned: a weight in its lower precision."""
+    if func is not torch.ops.aten._to_copy.default or not isinstance(args[0], nn.Parameter):
+        return False
+    is_trained = args[0].requires_grad and args[0].dtype is torch.float32
+    return is_trained and result.dtype is torch.get_autocast_dtype(args[0].device.type)
+
+
 class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the bytes of the storages that operations make, and notes the kernels.
 
@@ -283,6 +301,9 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fixed = fixed
         self.known = known
         self.draws = 0
+        # ids of weights, and the casts of these that autocast would cache
+        self.caches_casts = False
+        self.casts: list[tuple[int, Tensor]] = []
         self.kernels: list[Kernel] = []
         self.changes: list[tuple[int, int]] = []
         self._births: dict[int, int] = {}
@@ -299,6 +320,8 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tensors_in(result)
         for tensor in outputs:
             self._note(tensor.untyped_storage(), given)
+        if self.caches_casts and _is_cached(func, args, result):
+            self.casts.append((id(args[0]), result))
         if starts_kernel:
             count = flop_formulas().get(func._overloadpacket)
             flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
