@@ -237,6 +237,22 @@ def test_where_memory_runs_out_few_real_steps_find_about_the_largest_that_has_ro
     assert found.next_peak > found.budget
 
 
+def test_memory_that_runs_out_in_a_backward_that_updates_lowers_the_size() -> None:
+    def loss(output: Tensor) -> Tensor:
+        def refuse(gradient: Tensor) -> None:
+            if len(gradient) > 20:
+                raise torch.OutOfMemoryError
+
+        # the last layer has been updated by then
+        output.grad_fn.next_functions[1][0].register_prehook(lambda grads: refuse(grads[0]))
+        return scores(output)
+
+    options: dict[str, Any] = {"memory_budget": "3.8MiB", "optimizer_in_backward": True}
+    found = largest(layers(), torch.rand(1, 200), optimizer=sgd, loss=loss, **options)
+    assert 10 <= found.size <= 20
+    assert found.measured_peak is not None
+
+
 def test_no_device_means_not_measured() -> None:
     with torch.device("meta"):
         model = Residuals(1)

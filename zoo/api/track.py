@@ -189,7 +189,7 @@ def _measured(
         optimizer = optimizer_of(make, trained, in_backward)
         loss = with_loss_errors(loss, place_of(model))
         if in_backward and optimizer is not None:
-            stack.callback(step_in_backward(trained, optimizer).remove)
+            stack.enter_context(stepping_in_backward(trained, optimizer))
         put_in_force(trained, False if plan is None else plan, steps=named_steps(model))
         train_step(trained, own, loss, optimizer)
         with track(trained, optimizer=optimizer, inputs=own.tensors, allocator=on_cpu) as timeline:
@@ -299,6 +299,22 @@ def optimizer_of(
     if make is None and in_backward:
         make = torch.optim.SGD
     return made_by(make, trained) if make is not None and trained else None
+
+
+@contextlib.contextmanager
+def stepping_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Has an optimizer step in the backward inside the block, of which the gradients are dropped.
+
+    Raises:
+        OptimizerError: it cannot.
+    """
+    handle = step_in_backward(model, optimizer)
+    try:
+        yield
+    finally:
+        # a backward may have raised
+        handle.reset()
+        handle.remove()
 
 
 def own_copy(inputs: Invocation) -> Invocation:

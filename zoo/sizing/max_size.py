@@ -17,6 +17,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
+from zoo.api.track import stepping_in_backward
 from zoo.errors import ArgumentError, BudgetError
 from zoo.invocation import (
     Inputs,
@@ -28,7 +29,6 @@ from zoo.invocation import (
     place_of,
     with_loss_errors,
 )
-from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.budget import only_in_backward
 from zoo.policy.options import Checkpoint
@@ -351,7 +351,7 @@ def train_twice(
 
     with contextlib.ExitStack() as stack:
         if in_backward:
-            stack.callback(step_in_backward(model, optimizer).remove)
+            stack.enter_context(stepping_in_backward(model, optimizer))
         step()
         return measure_step(step, model, optimizer, inputs.tensors).peak
 
