@@ -14,7 +14,7 @@ What would use other numbers than `backward(); step(); zero_grad()` is refused b
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -85,6 +85,18 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
     _check_wrappers(model)
     check_independent(optimizer)
     return OptimizerInBackward(model, optimizer)
+
+
+def attached_to(parameters: Iterable[Tensor]) -> Optimizer | None:
+    """Returns the optimizer that updates all of these in the backward, so far as they are trained.
+
+    None where there is no such optimizer, or it updates only some of them.
+    """
+    trained = {id(p) for p in parameters if p.requires_grad} if _ATTACHED else set()
+    for optimizer in _ATTACHED if trained else ():
+        if trained <= {id(p) for group in optimizer.param_groups for p in group["params"]}:
+            return optimizer
+    return None
 
 
 class OptimizerInBackward:

@@ -5,6 +5,7 @@ or counts its steps in a group. No list of names can tell, so it is tried: twins
 take the same steps with all parameters at once and with one at a time, bit for bit.
 """
 
+import copy
 from collections import defaultdict
 from typing import Any
 
@@ -80,15 +81,26 @@ def _counts(optimizer: Optimizer) -> dict[str, Any]:
     return {name: v for name, v in vars(optimizer).items() if isinstance(v, int | float)}
 
 
+def alike(optimizer: Optimizer, parameters: list[Any]) -> Optimizer:
+    """Returns an optimizer like this one for other parameters, in a group like its first."""
+    return _alike(optimizer, [{**optimizer.param_groups[0], "params": parameters}])
+
+
 def _twin(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer like this one, without state, of small parameters."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    twin.state = defaultdict(dict)
-    twin.param_groups = [
-        {**group, "params": _small_parameters(group["params"])} for group in optimizer.param_groups
-    ]
-    return twin
+    """Returns an optimizer like this one, of small parameters."""
+    groups = optimizer.param_groups
+    return _alike(
+        optimizer, [{**group, "params": _small_parameters(group["params"])} for group in groups]
+    )
+
+
+def _alike(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Returns an optimizer like this one for other groups, without state and hooks."""
+    # torch leaves hooks out, but also what a class of the user's has beside its groups
+    other = copy.copy(optimizer)
+    vars(other).update({k: v for k, v in vars(optimizer).items() if k not in vars(other)})
+    other.state, other.param_groups = defaultdict(dict), groups
+    return other
 
 
 def _small_parameters(parameters: list[Tensor]) -> list[Tensor]:

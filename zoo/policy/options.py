@@ -4,25 +4,30 @@ A plan is chosen at the first training forward, when the inputs are known, once 
 of inputs (shapes, types, devices, autocast), and cached in the runner that `attach` gives a chain.
 """
 
+import functools
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from zoo._torch import are_functorch_transforms_active, is_exporting
+from zoo._torch import FakeTensor, are_functorch_transforms_active, is_exporting, is_profiling
 from zoo.chain import Chain, Outline, State, fold, step_names
 from zoo.engine.executor import run_compiled, run_plan
 from zoo.errors import ArgumentError
+from zoo.optimizer.in_backward import attached_to
+from zoo.optimizer.independence import alike
 from zoo.planner import schemes
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
 from zoo.policy.report import PlanReport
 from zoo.profiling.chain_profile import Profile
+from zoo.profiling.optimizer import OptimizerBytes, optimizer_bytes
+from zoo.profiling.sharded import is_spread
 from zoo.units import format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
@@ -121,7 +126,7 @@ class PlannedRunner:
 
     def settle(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Puts the plan for inputs like these in force and returns it."""
-        signature = (len(outline.steps), *_signature(inputs))
+        signature = (len(outline.steps), *_signature(chain, inputs))
         if signature not in self.plans:
             plan = self.decide(chain, outline, inputs)
             plan.check(len(outline.steps))
@@ -142,25 +147,28 @@ class PlannedRunner:
         option = self.checkpoint
         if isinstance(option, Plan):
             return option
-        if option == "auto":
+        if option is True or option == "auto":
             parameters = [(name, p.shape, p.dtype) for name, p in chain.named_parameters()]
             steps = step_names(chain, outline.steps), outline.blocks, parameters
-            bounds = self.memory_budget, self.max_overhead
-            request = repr((*steps, _signature(inputs), *bounds))
-            return _first_decided(request, lambda: self._planned(chain, outline, inputs))
-        if option is True:
-            return least_memory(Profile(chain, outline, inputs).costs())
+            bounds = option, self.memory_budget, self.max_overhead
+            request = repr((*steps, _signature(chain, inputs), *bounds))
+            choose = _least if option is True else self._planned
+            return _first_decided(request, lambda: choose(chain, outline, inputs))
         if isinstance(option, int):
             return schemes.segments(outline.blocks, option)
         blocks = outline.blocks, outline.whole
         return schemes.named(option, *blocks, lambda: Profile(chain, outline, inputs).costs())
 
     def _planned(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
-        """Plans for the budget, AdamW's state counted, and logs the prediction."""
-        planner = BudgetPlanner(chain, outline, inputs)
+        """Plans for the budget and logs the prediction.
+
+        The optimizer is the one that steps in the backward, else AdamW is counted.
+        """
+        optimizer = _optimizer_in_backward(chain) or torch.optim.AdamW
+        planner = BudgetPlanner(chain, outline, inputs, optimizer=optimizer)
         report = planner.report(self.memory_budget, self.max_overhead)
         _log.info(
-            "%s on %s: planned peak %s with AdamW, x%.2f of the baseline, time x%.2f",
+            "%s on %s: planned peak %s, x%.2f of the baseline, time x%.2f",
             type(chain).__name__,
             ", ".join("x".join(map(str, value.shape)) for value in inputs if value is not None),
             format_bytes(report.predicted_peak),
@@ -168,6 +176,43 @@ class PlannedRunner:
             report.predicted_time_ratio,
         )
         return report.plan
+
+
+def _least(chain: Chain, outline: Outline, inputs: State) -> Plan:
+    """Returns the plan of least peak of the whole step, as far as plans and kernels decide it.
+
+    Beside activations these are gradients of parameters, from when the backward makes them to when
+    an optimizer in the backward frees them, and kernel workspaces, for which each different kernel
+    runs once. Gradients of parameters that are spread over processes come and go; they are left
+    out.
+    """
+    profile = Profile(chain, outline, inputs)
+    if any(map(is_spread, chain.parameters())):
+        return least_memory(profile.costs())
+    values = [value for value in inputs if value is not None]
+    is_real = not any(value.is_meta or isinstance(value, FakeTensor) for value in values)
+    measures = is_real and profile.device.type != "meta" and not is_profiling()
+    optimizer = _optimizer_in_backward(chain)
+    costs = profile.costs(
+        kernels=profile.kernels(timed=False) if measures else (),
+        updates=None if optimizer is None else optimizer.updates,
+    )
+    # a training loop's name for the output outlives the backward
+    costs = replace(costs, returned=costs.live[-1])
+    return least_memory(costs.with_parameter_gradients())
+
+
+def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:
+    """Returns the bytes of the optimizer that steps in the backward; None where none does."""
+    attached = attached_to(chain.parameters())
+    if attached is None:
+        return None
+    try:
+        make = functools.partial(alike, attached)
+        return optimizer_bytes(make, chain.parameters(), in_backward=True)
+    except ArgumentError:
+        # one that cannot step on fake tensors is taken to need what AdamW does
+        return optimizer_bytes(torch.optim.AdamW, chain.parameters(), in_backward=True)
 
 
 def _settle_uncompiled(
@@ -204,8 +249,12 @@ def _first_decided(request: str, decide: Callable[[], Plan]) -> Plan:
     return Plan.parse(store.compare_set(key, "", decide().text()).decode())
 
 
-def _signature(inputs: State) -> tuple[Any, ...]:
-    """Returns what a plan depends on: properties of each input, and autocast on their devices."""
+def _signature(chain: Chain, inputs: State) -> tuple[Any, ...]:
+    """Returns what a plan depends on beside the chain's steps.
+
+    These are properties of each input, autocast on their devices, and whether an optimizer steps
+    in the backward.
+    """
     tensors = [
         value if value is None else (value.shape, value.dtype, value.device, value.requires_grad)
         for value in inputs
@@ -216,4 +265,4 @@ def _signature(inputs: State) -> tuple[Any, ...]:
         for device in devices
         if torch.amp.is_autocast_available(device)
     ]
-    return (*tensors, *autocast)
+    return (*tensors, *autocast, attached_to(chain.parameters()) is not None)

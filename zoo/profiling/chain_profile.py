@@ -109,9 +109,9 @@ class Profile:
         self.specs = answer.kernels
         self.runs = [answer.runs[number] for number in answer.numbers]
 
-    def kernels(self) -> list[KernelCosts | None]:
+    def kernels(self, *, timed: bool = True) -> list[KernelCosts | None]:
         """Runs each different kernel for real, alone, on the inputs' device, unless it is known."""
-        return measure_kernels(self.specs, self.device)
+        return measure_kernels(self.specs, self.device, timed=timed)
 
     def costs(
         self,

@@ -86,7 +86,10 @@ def device_named(name: str) -> Device:
 
 
 class KernelCosts(NamedTuple):
-    """Seconds of a kernel (median), and its workspace: the most bytes beside its results."""
+    """Seconds of a kernel (median; of its first run if not timed), and its workspace.
+
+    The workspace is the most bytes beside its results.
+    """
 
     seconds: float
     workspace: int
@@ -187,40 +190,47 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
 
 
 # by what a kernel is called with and the settings that choose it
-_known: dict[tuple[str, Settings], KernelCosts | None] = {}
+_known: dict[bool, dict[tuple[str, Settings], KernelCosts | None]] = {True: {}, False: {}}
 
 
 def measure_kernels(
-    specs: Sequence[KernelSpec | None], device: torch.device
+    specs: Sequence[KernelSpec | None], device: torch.device, *, timed: bool = True
 ) -> list[KernelCosts | None]:
     """Runs kernels on a device, each that is not known yet; None for those that cannot run alone.
+
+    Each runs once, which shows its workspace; those that are `timed` run several times.
 
     Raises:
         ArgumentError: on a CPU where a profiler of torch's is at work.
     """
     settings = read_settings()
+    known = _known[timed]
     keys = [(repr(spec), settings) for spec in specs]
-    if len(_known) + len(keys) > MOST_KNOWN:
-        _known.clear()
+    if len(known) + len(keys) > MOST_KNOWN:
+        known.clear()
+    if not timed:
+        known.update({key: _known[True][key] for key in keys if key in _known[True]})
     missing = {
         key: spec
         for key, spec in zip(keys, specs, strict=True)
-        if spec is not None and key not in _known
+        if spec is not None and key not in known
     }
     if missing:
         measure = _on_cuda if device.type == "cuda" else _on_cpu
         with random_state_restored(), disable_current_modes(), torch.no_grad(), DisableAutocast():
-            costs = measure(list(missing.values()), device)
-        _known.update(zip(missing, costs, strict=True))
-    return [_known.get(key) for key in keys]
+            costs = measure(list(missing.values()), device, timed)
+        known.update(zip(missing, costs, strict=True))
+    return [known.get(key) for key in keys]
 
 
-def _on_cpu(specs: Sequence[KernelSpec], _: torch.device) -> list[KernelCosts | None]:
+def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[KernelCosts | None]:
     with AllocatorEvents() as record:
         spans = [_span(spec) for spec in specs]
     workspaces = _workspaces(record.events, spans)
     return [
-        None if span is None else KernelCosts(_seconds(spec), workspace)
+        None
+        if span is None
+        else KernelCosts(_seconds(spec) if timed else (span[1] - span[0]) / 1e9, workspace)
         for spec, span, workspace in zip(specs, spans, workspaces, strict=True)
     ]
 
@@ -266,12 +276,14 @@ def _seconds(spec: KernelSpec) -> float:
     return statistics.median(times)
 
 
-def _on_cuda(specs: Sequence[KernelSpec], device: torch.device) -> list[KernelCosts | None]:
+def _on_cuda(
+    specs: Sequence[KernelSpec], device: torch.device, timed: bool
+) -> list[KernelCosts | None]:
     with torch.cuda.device(device):
-        return [_run_on_cuda(spec) for spec in specs]
+        return [_run_on_cuda(spec, timed) for spec in specs]
 
 
-def _run_on_cuda(spec: KernelSpec) -> KernelCosts | None:
+def _run_on_cuda(spec: KernelSpec, timed: bool) -> KernelCosts | None:
     try:
         operator, args, kwargs = spec.prepared()
         operator(*args, **kwargs)
@@ -285,9 +297,10 @@ def _run_on_cuda(spec: KernelSpec) -> KernelCosts | None:
         return None
     start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    runs = RUNS if timed else 1
     start.record()
-    for _ in range(RUNS):
+    for _ in range(runs):
         operator(*args, **kwargs)
     end.record()
     end.synchronize()
-    return KernelCosts(float(start.elapsed_time(end)) / 1e3 / RUNS, workspace)
+    return KernelCosts(float(start.elapsed_time(end)) / 1e3 / runs, workspace)

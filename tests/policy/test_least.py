@@ -1,0 +1,86 @@
+"""`checkpoint=True` takes no more of the allocator than any other option, gradients included."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from tests.training import images
+from zoo.models.densenet import DenseNet
+from zoo.policy.options import attach
+from zoo.profiling.allocator_events import trace
+
+OTHERS = ["blocks", "sqrt", "cheap", 2, 4]
+FAMILIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Any]]] = {
+    "resnet": (functools.partial(zoo.resnet18, classes=5), lambda: (images(2, 3, 64),)),
+    "densenet": (
+        functools.partial(DenseNet, growth_rate=12, depths=(3, 4), classes=5),
+        lambda: (images(2, 3, 64),),
+    ),
+    "vit": (
+        functools.partial(zoo.vit_tiny_patch16, image_size=64, depth=4),
+        lambda: (images(8, 3, 64),),
+    ),
+    "vnet": (functools.partial(zoo.vnet, width=8), lambda: (torch.rand(1, 1, 16, 16, 16),)),
+    "gpt2": (
+        functools.partial(zoo.gpt2_small, depth=3, width=64, heads=4, vocabulary=200),
+        lambda: (torch.randint(200, (2, 128)), torch.randint(200, (2, 128))),
+    ),
+    "lstm": (
+        functools.partial(zoo.lstm, vocabulary=200, embedding=64, hidden=64),
+        lambda: (torch.randint(200, (20, 8)), None, torch.randint(200, (20, 8))),
+    ),
+}
+
+
+@functools.cache
+def peak(name: str, checkpoint: Any) -> int:
+    """Returns the most bytes beside parameters in the second step, gradients dropped before it."""
+    build, make = FAMILIES[name]
+    torch.manual_seed(0)
+    model, inputs = attach(build(), checkpoint), make()
+    held: list[Any] = []
+
+    def step() -> None:
+        held[:] = [model(*inputs)]
+        value = held[0][0] if isinstance(held[0], tuple) else held[0]
+        (value if value.ndim == 0 else value.square().mean()).backward()
+
+    step()
+    held.clear()
+    model.zero_grad(set_to_none=True)
+    return trace(step).peak
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_true_takes_the_least(name: str) -> None:
+    """By a thousandth, which its search leaves, and what the loss here takes beside the model."""
+    least = min(peak(name, option) for option in OTHERS)
+    assert peak(name, True) <= least * 1.002
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_true_takes_no_more_than_a_plan_for_a_budget(name: str) -> None:
+    """Of those that recompute no step twice: `zoo.plan` knows others, too."""
+    build, make = FAMILIES[name]
+    torch.manual_seed(0)
+    model = build()
+    frontier = zoo.frontier(model, make(), optimizer=None)
+    plans = [point.plan for point in frontier.points if max(point.plan.runs()) <= 2]
+    least = min(peak(name, plan) for plan in (plans[0], plans[len(plans) // 2]))
+    assert peak(name, True) <= least * 1.002
+
+
+def test_where_gradients_or_workspaces_are_the_peak_less_is_recomputed() -> None:
+    """A wide layer's gradient is more than all activations: no segment makes the peak lower."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)), nn.Linear(8, 20_000)
+    )
+    zoo.checkpoint(model)
+    model(torch.rand(4, 8)).sum().backward()
+    model(torch.rand(4, 8)).sum().backward()
+    assert max(zoo.plan_of(model).runs()) == 1
