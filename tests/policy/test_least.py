@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Any]]] = {
         functools.partial(zoo.vit_tiny_patch16, image_size=64, depth=4),
         lambda: (images(8, 3, 64),),
     ),
-    "vnet": (functools.partial(zoo.vnet, width=8), lambda: (torch.rand(1, 1, 16, 16, 16),)),
+    "vnet": (functools.partial(zoo.vnet, width=4), lambda: (torch.rand(1, 1, 32, 32, 32),)),
     "gpt2": (
         functools.partial(zoo.gpt2_small, depth=3, width=64, heads=4, vocabulary=200),
         lambda: (torch.randint(200, (2, 128)), torch.randint(200, (2, 128))),

@@ -140,7 +140,7 @@ class ModelConfig:
     repeats: Count = 5
     """timed rounds of steps, each variant once"""
     largest_ratio: Share = 1.0
-    """the worst activation peak of tensors to accept, in bytes relative to the baseline's"""
+    """the worst peak of the whole step to accept, in bytes relative to the baseline's"""
 
     _validate = field_validator("*", mode="wrap")(_validate)
 

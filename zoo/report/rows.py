@@ -32,7 +32,8 @@ DEFINITIONS = {
     "step peak": (
         "the most bytes that the allocator handed out at once in a whole training step: "
         "parameters, gradients, optimizer state, inputs, activations and kernel workspaces; the "
-        "optimizer is SGD with momentum unless the model's name is followed by another"
+        "optimizer is SGD with momentum unless the model's name is followed by another. The ratio of "
+        "checkpointed to the baseline is what a config's largest_ratio judges"
     ),
     "+ optimizer in backward": (
         "checkpointed, and with zoo.optimizer_in_backward: each parameter is updated in the "
@@ -44,7 +45,7 @@ DEFINITIONS = {
     ),
     "of tensors alone": (
         "the activation peak without kernel workspaces, which differ from processor to processor "
-        "and with the threads: the same on every machine, and what a config's largest_ratio judges"
+        "and with the threads"
     ),
     "(ratio)": "of what stands in front of it to the baseline",
     "step time": (
@@ -125,7 +126,7 @@ class Row:
 
     `peak` and `activation_peak` are bytes from the allocator, kernel workspaces included, which
     differ from processor to processor; `tensor_peak` and `tensor_activation_peak` are of tensors
-    alone, None in results from before they were counted. The ratio of the last is judged: it may be
+    alone, None in results from before they were counted. The ratio of `peak` is judged: it may be
     `largest_ratio` at most. `arguments` are the model's own and, unless True and SGD, `checkpoint`
     and `optimizer`. `step_seconds` and `fits` have a key for each variant that is there. `faults`
     are sentences, each a reason why the comparison fails.
@@ -261,7 +262,7 @@ def _row(comparison: Comparison) -> Row:
         name: Peaks(**{kind: cell.get("memory", {}).get(name) for kind, cell in cells.items()})
         for name in names
     }
-    faults = _faults(comparison, differing, peaks["tensor_activation_peak"].ratio)
+    faults = _faults(comparison, differing, peaks["peak"].ratio)
     parameters = (cell["parameters"] for cell in cells.values() if "parameters" in cell)
     return Row(
         model=visible(model["name"]),
@@ -304,11 +305,9 @@ def _faults(
         if found:
             whose = " with the optimizer in the backward" * (kind == "optimizer_in_backward")
             yield f"{name}{whose} is not exact: it differs in {', '.join(found)}"
-    # the ratio of tensors alone: no plan decides how large kernel workspaces are
     if ratio is not None and ratio > largest:
         yield (
-            f"{name} keeps {ratio:.3f} of the activation peak of the baseline's tensors; "
-            f"largest_ratio is {largest:g}"
+            f"{name} takes {ratio:.3f} of the baseline's step peak; largest_ratio is {largest:g}"
         )
 
 

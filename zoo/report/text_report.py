@@ -17,9 +17,9 @@ from zoo.report.plot import draw_comparison
 from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, TimeRatios, columns, variants, words
 
 CAPTION = (
-    "step peak: of the whole step; activation peak: less what is resident; both the allocator's, "
-    "kernel workspaces included; of tensors alone: the same on every machine, what largest_ratio "
-    "judges; (ratio) to the baseline; times over the baseline's"
+    "step peak: of the whole step, what largest_ratio judges; activation peak: less what is "
+    "resident; both the allocator's, kernel workspaces included; of tensors alone: without these; "
+    "(ratio) to the baseline; times over the baseline's"
 )
 NOT_TIMED = TimeRatios([])
 IN_BACKWARD = "+ optimizer in backward: checkpointed, and each gradient is used and freed at once"
