@@ -32,8 +32,8 @@ DEFINITIONS = {
     "step peak": (
         "the most bytes that the allocator handed out at once in a whole training step: "
         "parameters, gradients, optimizer state, inputs, activations and kernel workspaces; the "
-        "optimizer is SGD with momentum unless the model's name is followed by another. The ratio of "
-        "checkpointed to the baseline is what a config's largest_ratio judges"
+        "optimizer is SGD with momentum unless the model's name is followed by another; a config's "
+        "largest_ratio judges the ratio of checkpointed to the baseline"
     ),
     "+ optimizer in backward": (
         "checkpointed, and with zoo.optimizer_in_backward: each parameter is updated in the "
