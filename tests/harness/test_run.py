@@ -85,11 +85,12 @@ def test_results_are_kept_one_line_a_cell(config, results):
     assert found[1]["timing"]["step_seconds"] == SECONDS["step_seconds"]
 
 
-def test_what_follows_has_the_plan_that_was_measured(config, results):
-    plans = {"checkpointed": "(0-1) 2"}
+def test_the_timing_has_the_plans_that_were_measured(config, results):
+    plans = {"checkpointed": "(0-1) 2", "optimizer_in_backward": "0 (1-2)"}
     results(lambda cell: measured(cell) | {"plan": plans.get(cell.kind)})
     found = run(config, quiet())
-    assert [found[0][kind]["cell"]["plan"] for kind in KINDS] == [None, None, "(0-1) 2", "(0-1) 2"]
+    assert [found[0][kind]["cell"]["plan"] for kind in KINDS] == [None, None, None, "(0-1) 2"]
+    assert found[0]["timing"]["cell"]["plan_in_backward"] == "0 (1-2)"
     assert comparisons(results_of(config).read().values()) == [
         entry | {"model": entry["checkpointed"]["cell"]["model"]} for entry in as_stored(found)
     ]

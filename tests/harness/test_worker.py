@@ -62,8 +62,6 @@ def test_the_gradients_are_gone_from_the_peak_with_the_optimizer_in_the_backward
     assert third["memory"]["resident"] == memory["resident"] | {"gradients": 0}
     assert memory["peak"] - third["memory"]["peak"] > 0.8 * gradients
     assert memory["tensor_peak"] - third["memory"]["tensor_peak"] > 0.8 * gradients
-    # it frees gradients and no activation
-    assert third["memory"]["tensor_activation_peak"] == memory["tensor_activation_peak"]
     assert "activation_peak" not in third["memory"]
     held, freed = (cell["timeline"]["bytes"]["gradients"] for cell in (checkpointed, third))
     assert max(held) == gradients

@@ -4,7 +4,7 @@ Each model of a config becomes four. One whose key already has a result is not m
 
     baseline                steps with digests, the last with its memory traced, no recomputation
     checkpointed            the same with the plan
-    optimizer_in_backward   the same with the plan and `zoo.optimizer_in_backward`, unless the
+    optimizer_in_backward   the same with its own plan and `zoo.optimizer_in_backward`, unless the
                             config leaves it out
     timing                  one model as each of these on the same batches, step by step in turn
 """
@@ -32,7 +32,7 @@ KINDS: Sequence[Kind] = get_args(Kind)
 class Cell:
     """One process's work; `memory_limit` is in bytes, `plan` replaces the model's `checkpoint`.
 
-    `optimizer_in_backward` adds that variant to those which are timed.
+    `optimizer_in_backward` adds that variant to those which are timed, by `plan_in_backward`.
     """
 
     kind: Kind
@@ -47,6 +47,7 @@ class Cell:
     frontier: bool = False
     plan: str | None = None
     optimizer_in_backward: bool = False
+    plan_in_backward: str | None = None
 
     @property
     def checkpoint(self) -> bool | int | str | Plan:

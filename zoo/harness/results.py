@@ -24,7 +24,10 @@ Comparison = dict[str, Any]
 """A model's config under "model" and the records of its cells under their kinds."""
 
 # what may differ between the cells of one experiment
-BY_KIND = {"kind", "steps", "repeats", "plan", "frontier", "optimizer_in_backward"}
+BY_KIND = {
+    *("kind", "steps", "repeats", "frontier"),
+    *("plan", "optimizer_in_backward", "plan_in_backward"),
+}
 MODEL_BY_KIND = {"checkpoint", "repeats", "largest_ratio", "cuda_batch_size"}
 MEASURED = {
     "baseline": ("memory", "digests"),
@@ -224,8 +227,8 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
     """Puts the records of cells together by model, without the config that asked for them.
 
     The checkpointed cells are the comparisons; to each belong the baseline of the same experiment,
-    the timing of its plan, of several the last, and where there is one, that with its plan and the
-    optimizer in the backward.
+    the timing of its plan, of several the last, and where there is one, that with the optimizer in
+    the backward.
     """
     baselines, checkpointed, in_backward, timings = {}, {}, {}, {}
     for record in records:
@@ -237,13 +240,13 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
         elif record["kind"] == "checkpointed":
             checkpointed[experiment, checkpoint] = record
         elif record["kind"] == "optimizer_in_backward":
-            in_backward[experiment, plan] = record
+            in_backward[experiment, checkpoint] = record
         else:
             timings[experiment, plan] = record
     found = []
     for (experiment, checkpoint), record in checkpointed.items():
         of_plan, as_given = (experiment, str(record.get("plan"))), (experiment, checkpoint)
-        third = in_backward.get(of_plan) or in_backward.get(as_given)
+        third = in_backward.get(as_given)
         found.append(
             {
                 "model": record["cell"]["model"],

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -68,11 +69,16 @@ def run(config: Config, console: Console) -> list[Comparison]:
         for model, entry in zip(config.models, cells, strict=True):
             found: Comparison = {"model": asdict(model)}
             for kind, cell in entry.items():
-                # what follows has the plan that was measured
-                plan = found.get("checkpointed", {}).get("plan")
-                found[kind] = record_of(replace(cell, plan=plan))
+                plans = _measured_plans(found) if kind == "timing" else {}
+                found[kind] = record_of(replace(cell, **plans))
             comparisons.append(found)
     return comparisons
+
+
+def _measured_plans(found: Comparison) -> dict[str, Any]:
+    """Returns the plans that were measured, which are those to time."""
+    names = {"plan": "checkpointed", "plan_in_backward": "optimizer_in_backward"}
+    return {name: found.get(kind, {}).get("plan") for name, kind in names.items()}
 
 
 def _prepared_results(config: Config) -> Results:
@@ -90,7 +96,7 @@ def _prepared_results(config: Config) -> Results:
 
 
 def _is_measured(entry: Mapping[Kind, Cell], known: Mapping[str, Record]) -> bool:
-    # the others follow with the plan that was measured
+    # the timing follows with the plans that were measured
     return known.keys() >= {entry["baseline"].key(), entry["checkpointed"].key()}
 
 

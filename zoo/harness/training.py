@@ -29,6 +29,8 @@ from zoo.harness.cells import Cell, Kind
 from zoo.harness.data import Batch
 from zoo.optimizer.freed_gradient import FreedGradient
 from zoo.optimizer.in_backward import OptimizerInBackward, optimizer_in_backward
+from zoo.planner.plan import Plan
+from zoo.policy.options import runner_for
 from zoo.verification.state_comparison import bits, read_streams
 
 Named = tuple[str, Tensor | None]
@@ -53,15 +55,19 @@ class Training:
         half = cell.dtype == "bfloat16"
         self.autocast = torch.autocast(cell.device, torch.bfloat16, enabled=half)
         self._data, self._state = cell.model.data, None
-        self._runner = self.model.runner
+        self._runner = self._runner_in_backward = self.model.runner
+        if cell.plan_in_backward is not None:
+            plan = Plan.parse(cell.plan_in_backward)
+            self._runner_in_backward = runner_for(plan, None, None)
         self._handle: OptimizerInBackward | None = None
 
     def switch(self, variant: Kind) -> None:
         """Goes on as a variant: with the plan or without, with the optimizer in the backward."""
-        self.model.runner = None if variant == "baseline" else self._runner
         if self._handle is not None:
             self._handle.remove()
         in_backward = variant == "optimizer_in_backward"
+        runner = self._runner_in_backward if in_backward else self._runner
+        self.model.runner = None if variant == "baseline" else runner
         self._handle = optimizer_in_backward(self.model, self.optimizer) if in_backward else None
 
     def step(self, batch: Batch) -> Tensor:

@@ -37,7 +37,7 @@ DEFINITIONS = {
     ),
     "+ optimizer in backward": (
         "checkpointed, and with zoo.optimizer_in_backward: each parameter is updated in the "
-        "backward and its gradient freed at once; the activations are those of checkpointed"
+        "backward and its gradient freed at once, which the plan counts with"
     ),
     "activation peak": (
         "the same less parameters, buffers, optimizer state, inputs and the gradients that exist "
