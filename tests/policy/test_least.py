@@ -84,3 +84,24 @@ def test_where_gradients_or_workspaces_are_the_peak_less_is_recomputed() -> None
     model(torch.rand(4, 8)).sum().backward()
     model(torch.rand(4, 8)).sum().backward()
     assert max(zoo.plan_of(model).runs()) == 1
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_in_the_backward_has_a_plan_of_its_own(optimizer: Any) -> None:
+    """All gradients are more than all activations, one of them is less."""
+    model = zoo.checkpoint(
+        nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))
+    )
+
+    def runs() -> int:
+        model(torch.rand(64, 256)).square().sum().backward()
+        updates.step()
+        updates.zero_grad()
+        return max(zoo.plan_of(model).runs())
+
+    updates = optimizer(model.parameters(), lr=0.01)
+    assert runs() == 1
+    handle = zoo.optimizer_in_backward(model, updates)
+    assert runs() == 2
+    handle.remove()
+    assert runs() == 1

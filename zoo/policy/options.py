@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from zoo._torch import FakeTensor, are_functorch_transforms_active, is_exporting, is_profiling
+from zoo._torch import active_fake_mode, are_functorch_transforms_active, is_exporting, is_profiling
 from zoo.chain import Chain, Outline, State, fold, step_names
 from zoo.engine.executor import run_compiled, run_plan
 from zoo.errors import ArgumentError
@@ -142,8 +142,13 @@ class PlannedRunner:
         self.plan = plan
         self.compiled = tuple((isinstance(item, tuple), *indices(item)) for item in plan)
 
-    def decide(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
-        """Returns the plan that the option means for a chain and its inputs."""
+    def decide(
+        self, chain: Chain, outline: Outline, inputs: State, *, runs_kernels: bool = True
+    ) -> Plan:
+        """Returns the plan that the option means for a chain and its inputs.
+
+        For inputs that may not fit, `True` runs no kernels, whose workspaces it then leaves out.
+        """
         option = self.checkpoint
         if isinstance(option, Plan):
             return option
@@ -152,8 +157,9 @@ class PlannedRunner:
             steps = step_names(chain, outline.steps), outline.blocks, parameters
             bounds = option, self.memory_budget, self.max_overhead
             request = repr((*steps, _signature(chain, inputs), *bounds))
-            choose = _least if option is True else self._planned
-            return _first_decided(request, lambda: choose(chain, outline, inputs))
+            if option == "auto":
+                return _first_decided(request, lambda: self._planned(chain, outline, inputs))
+            return _first_decided(request, lambda: _least(chain, outline, inputs, runs_kernels))
         if isinstance(option, int):
             return schemes.segments(outline.blocks, option)
         blocks = outline.blocks, outline.whole
@@ -178,7 +184,7 @@ class PlannedRunner:
         return report.plan
 
 
-def _least(chain: Chain, outline: Outline, inputs: State) -> Plan:
+def _least(chain: Chain, outline: Outline, inputs: State, runs_kernels: bool) -> Plan:
     """Returns the plan of least peak of the whole step, as far as plans and kernels decide it.
 
     Beside activations these are gradients of parameters, from when the backward makes them to when
@@ -189,9 +195,8 @@ def _least(chain: Chain, outline: Outline, inputs: State) -> Plan:
     profile = Profile(chain, outline, inputs)
     if any(map(is_spread, chain.parameters())):
         return least_memory(profile.costs())
-    values = [value for value in inputs if value is not None]
-    is_real = not any(value.is_meta or isinstance(value, FakeTensor) for value in values)
-    measures = is_real and profile.device.type != "meta" and not is_profiling()
+    is_here = profile.device.type != "meta" and active_fake_mode() is None
+    measures = runs_kernels and is_here and not is_profiling()
     optimizer = _optimizer_in_backward(chain)
     costs = profile.costs(
         kernels=profile.kernels(timed=False) if measures else (),

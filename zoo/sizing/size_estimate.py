@@ -68,7 +68,8 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
         plan = Plan.keep_all(planner.steps)
         try:
             if runner is not None:
-                plan = runner.decide(model, planner.outline, planner.state)  # type: ignore[arg-type]
+                chain: Any = model
+                plan = runner.decide(chain, planner.outline, planner.state, runs_kernels=False)
             return planner.of_model(planner.point(plan))
         except BudgetError as error:
             raise ArgumentError(

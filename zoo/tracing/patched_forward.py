@@ -31,6 +31,7 @@ from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
 from zoo.engine.recording import thread
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.invocation import Invocation
+from zoo.optimizer.in_backward import attached_to
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
 from zoo.profiling.sharded import is_spread
@@ -213,6 +214,8 @@ class PatchedForward(Patch):
         # the latest kind of inputs last
         self.traces: dict[InputSpec, Traces] = {}
         self.latest: Script | None = None
+        # whether plans count with an optimizer in the backward, which frees gradients
+        self.counts_freed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"traces": {}, "latest": None}
@@ -246,6 +249,9 @@ class PatchedForward(Patch):
         module = self.module
         if not module.training or not conducts():
             return self.original(*args, **kwargs)
+        if (attached_to(module.parameters()) is not None) != self.counts_freed:
+            self.counts_freed = not self.counts_freed
+            self.traces.clear()
         given = Invocation(args, kwargs)
         traces = self._traces_for(InputSpec.of(given))
         if not traces.branches and (script := self.planner.before_first_step(module, given)):
