@@ -117,7 +117,7 @@ def test_the_chosen_chunks_take_no_more_than_the_best_of_several(shape):
     pairs = [(5, 32), (20, 64), (shape[0], 64)]
     given = [peak(chunk_steps=steps, chunk_tokens=tokens) for steps, tokens in pairs]
     chosen = peak()
-    assert chosen <= 1.01 * min(given)
+    assert chosen <= 1.02 * min(given)
     assert chosen < 0.95 * max(given)
 
 
