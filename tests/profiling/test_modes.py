@@ -28,16 +28,22 @@ def step(model: nn.Module) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("build", [chain, other])
-def test_a_step_that_decides_a_plan_counts_the_operations_of_any(
-    build: Callable[[], nn.Module],
-) -> None:
-    model, counts = build(), []
-    for _ in range(2):
-        with FlopCounterMode(display=False) as flops:
-            step(model)
-        counts.append(flops.get_total_flops())
-    assert counts[0] == counts[1] > 0
+def operations(model: nn.Module) -> int:
+    with FlopCounterMode(display=False) as flops:
+        step(model)
+    return flops.get_total_flops()
+
+
+def test_a_step_that_decides_the_plan_of_a_chain_counts_its_own_operations() -> None:
+    model = chain()
+    assert operations(model) == operations(model) > 0
+
+
+def test_a_step_that_decides_the_plan_of_any_module_counts_those_of_blocks() -> None:
+    model = other()
+    first = operations(model)
+    assert first == operations(zoo.checkpoint(other(), checkpoint="blocks"))
+    assert first > operations(model) == operations(model) > operations(zoo.uncheckpoint(model))
 
 
 @pytest.mark.parametrize("build", [chain, other])
