@@ -5,7 +5,11 @@ one that is missing is an error that names it and the versions of torch which ha
 tensors and modules (`_version`, `_parameters`) and operators of `torch.ops` are not among them.
 """
 
+import importlib.util
 import operator
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +20,11 @@ try:
         DataDependentOutputException,
         DynamicOutputShapeException,
         FakeTensor,
+        FakeTensorConverter,
         FakeTensorMode,
         UnsupportedFakeTensorException,
         UnsupportedOperatorException,
+        in_kernel_invocation_manager,
         unset_fake_temporarily,
     )
     from torch.utils import _pytree as pytree
@@ -46,6 +52,7 @@ def _private(path: str) -> Any:
 
 
 disable_current_modes: Any = _disable_current_modes
+in_kernel_invocation: Any = in_kernel_invocation_manager
 dispatch_modes: Any = _get_current_dispatch_mode_stack
 DisableTorchFunction: Any = _private("_C.DisableTorchFunction")
 DispatchKey: Any = _private("_C.DispatchKey")
@@ -94,6 +101,54 @@ def is_exporting() -> bool:
     Asked by `torch.compiler.is_exporting()`, the compiler of torch 2.11 answers yes in each graph.
     """
     return torch.compiler._is_exporting_flag
+
+
+class _CompilerStandIn(types.ModuleType):
+    """In the place of `torch._dynamo`: its settings; for anything else it imports the compiler."""
+
+    def __init__(self) -> None:
+        super().__init__("torch._dynamo")
+        path = Path(torch.__file__).parent / "_dynamo" / "config.py"
+        spec: Any = importlib.util.spec_from_file_location("torch._dynamo.config", path)
+        self.config = importlib.util.module_from_spec(spec)
+        self.source = _Sources("torch._dynamo.source")
+        self._modules = {module.__name__: module for module in (self, self.config, self.source)}
+        sys.modules.update(self._modules)
+        spec.loader.exec_module(self.config)
+
+    def disable(self, function: Any, *_: Any, **__: Any) -> Any:
+        """Returns the function: nothing is compiled here."""
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        for module in self._modules:
+            sys.modules.pop(module, None)
+        self._modules.clear()
+        return getattr(importlib.import_module("torch._dynamo"), name)
+
+
+class _Sources(types.ModuleType):
+    """Has a class of each name, as what the compiler calls sources, which nobody asks here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return type(name, (), {"__init__": lambda *_, **__: None, "name": name})
+
+
+def leave_out_compiler() -> None:
+    """Has fake tensors not import the compiler, of which they read settings and names: a second.
+
+    Only for a process of one thread that ends soon.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    _CompilerStandIn()
+    make = FakeTensorConverter.from_real_tensor
+
+    def made(self: Any, *args: Any, **others: Any) -> Any:
+        # to trace it would import the compiler, too
+        return make(self, *args, **others | {"trace": False})
+
+    FakeTensorConverter.from_real_tensor = made  # type: ignore[method-assign]
 
 
 def fake_store() -> Any:

@@ -37,6 +37,8 @@ from zoo.optimizer.freed_gradient import FreedGradient
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 Event = tuple[int, int]
+# what holds no tensor
+VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
 @dataclass(frozen=True)
@@ -292,10 +294,14 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Lists the tensors in nested containers and dataclasses, or of a single one."""
     if isinstance(value, Tensor):
         return [value]
-    tensors: list[Tensor] = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            tensors += tensors_in([getattr(leaf, part.name) for part in dataclasses.fields(leaf)])
-    return tensors
+    if isinstance(value, VALUES):
+        return []
+    if type(value) is dict:
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, part.name) for part in dataclasses.fields(value)]
+    if type(value) not in (tuple, list):
+        # it knows all containers, and takes ten times as long
+        leaves = pytree.tree_leaves(value)
+        value = [] if len(leaves) == 1 and leaves[0] is value else leaves
+    return [tensor for part in value for tensor in tensors_in(part)]

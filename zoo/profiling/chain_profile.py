@@ -13,6 +13,7 @@ see `isolation`.
 import contextlib
 import copy
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -239,8 +240,7 @@ def _parameters_of(step: Step) -> list[int]:
 @functools.cache
 def _import_all() -> None:
     """Has torch import once, and not in each process, what fake tensors need."""
-    with FakeTensorMode():
-        torch.empty(1).relu()
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
     flop_formulas()
 
 

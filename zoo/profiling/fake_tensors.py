@@ -40,15 +40,14 @@ from zoo._torch import (
 from zoo.engine.operators import effects_of
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
 from zoo.profiling.allocator_events import tensors_in
+from zoo.profiling.fake_kernels import BATCH_NORM, CPU, result_by_rule, statistics_type
 from zoo.profiling.tensor_spec import KernelSpec
 
 # numbers of a constant, at most; who reads more reads data
 MOST = 1 << 12
 # in a process of its own, which need not save memory
 SMALL = 1 << 16
-CPU = torch.device("cpu")
 LSTM = torch.ops.aten.mkldnn_rnn_layer.default
-BATCH_NORM = torch.ops.aten.native_batch_norm.default
 # of the arguments of these only the shape and the dtype count
 OF_SHAPES = frozenset(
     f"aten::{name}"
@@ -123,7 +122,7 @@ class FakeTensorFixes(KernelMode):
         if is_known and given and torch.Tag.data_dependent_output in func.tags:
             return self._on_reals(func, args, kwargs)
         try:
-            result = _on_fakes(func, args, kwargs)
+            result = self._on_fakes(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if is_known:
                 return self._faked(self._on_reals(func, args, kwargs))
@@ -137,6 +136,26 @@ class FakeTensorFixes(KernelMode):
             for tensor in written_by(effects_of(func), args, kwargs):
                 self.forget(tensor)
         return result
+
+    def _on_fakes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a kernel on fake tensors, those that torch gets wrong as they are for real."""
+        result = result_by_rule(self.mode, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        if (schema := getattr(func, "_schema", None)) is not None:
+            is_fused_optimizer = schema.name.startswith("aten::_fused_") and schema.is_mutable
+            if is_fused_optimizer and not schema.returns:
+                return None
+        result = func(*args, **kwargs)
+        if func is BATCH_NORM and result[0].device == CPU:
+            output, *statistics = result
+            dtype = statistics_type(output, *args[1:])
+            return (output, *(saved.to(dtype) for saved in statistics))
+        if func is not LSTM:
+            return result
+        *outputs, workspace = result
+        size = _workspace(func, args, kwargs)
+        return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
         """Runs a kernel on the real tensors, too; says whether they could."""
@@ -212,25 +231,6 @@ def _repeats(operator: Any) -> bool:
     effects = effects_of(operator)
     is_empty = effects.blank and "empty" in operator._schema.name
     return not (effects.opaque or effects.seeded or effects.reshapes or is_empty)
-
-
-def _on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a kernel on fake tensors, those that torch gets wrong as they are for real."""
-    if (schema := getattr(func, "_schema", None)) is not None:
-        is_fused_optimizer = schema.name.startswith("aten::_fused_") and schema.is_mutable
-        if is_fused_optimizer and not schema.returns:
-            return None
-    result = func(*args, **kwargs)
-    if func is BATCH_NORM and result[0].device == CPU:
-        output, *statistics = result
-        weights = [tensor.dtype for tensor in tensors_in(args[1:])]
-        dtype = torch.float32 if torch.float32 in weights else output.dtype
-        return (output, *(saved.to(dtype) for saved in statistics))
-    if func is not LSTM:
-        return result
-    *outputs, workspace = result
-    size = _workspace(func, args, kwargs)
-    return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
 
 
 # bytes, by the call

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from zoo._torch import active_fake_mode, disable_current_modes
+from zoo._torch import active_fake_mode, disable_current_modes, leave_out_compiler
 from zoo.chain import GLOBAL_HOOKS
 from zoo.errors import ZooError
 from zoo.verification.state_comparison import random_state_restored
@@ -120,6 +120,7 @@ def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
         _hush()
         # the threads of kernels stayed in the parent
         torch.set_num_threads(1)
+        leave_out_compiler()
         try:
             answer = pickle.dumps(function())
         except Exception as error:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zoo._torch import TorchDispatchMode, sequence_number
+from zoo._torch import sequence_number
 from zoo.chain import Step
+from zoo.engine.recording import KernelMode
 from zoo.engine.references import detached
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.backward_walk import gradients_of
@@ -288,13 +289,15 @@ def _is_cached(func: Any, args: Any, result: Any) -> bool:
     return is_trained and result.dtype is torch.get_autocast_dtype(args[0].device.type)
 
 
-class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AllocationMode(KernelMode):
     """Follows the bytes of the storages that operations make, and notes the kernels.
 
     Those in `fixed` were there before: views of real parameters lie in them. `changes` are pairs:
     a storage by the place of the change that made it (-1 for none), and the bytes that came or
     went.
     """
+
+    supports_higher_order_operators = False
 
     def __init__(self, fixed: Container[int] = (), known: Kernels | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,0 +1,173 @@
+"""The rules for results on fake tensors say what torch says."""
+
+import contextlib
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo._torch import FakeTensorMode
+from zoo.profiling import fake_kernels
+from zoo.profiling.allocator_events import tensors_in
+from zoo.profiling.fake_kernels import result_by_rule
+
+aten = torch.ops.aten
+SHAPES = ((2, 4, 6, 8), (2, 4, 6, 1), (2, 4, 1, 1), (2, 4, 6, 8))
+
+
+def fakes(mode: FakeTensorMode, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Makes tensors of several layouts."""
+    with mode:
+        dense = [torch.empty(shape, dtype=dtype) for shape in SHAPES]
+        return [
+            *dense,
+            dense[0].to(memory_format=torch.channels_last),
+            dense[0].transpose(1, 2),
+            dense[0][:, ::2],
+            torch.empty(2, 4, 6, 8, dtype=torch.float64),
+            torch.empty(2, 4, 6, 8, dtype=torch.int64),
+        ]
+
+
+def described(result: Any, inputs: list[Tensor]) -> list[Any]:
+    """Describes results, and which of the inputs they lie in."""
+    storages = [tensor.untyped_storage()._cdata for tensor in inputs]
+    return [
+        (
+            type(tensor),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.device,
+            tensor.untyped_storage().nbytes(),
+            tensor.untyped_storage()._cdata in storages,
+        )
+        for tensor in tensors_in(result)
+    ]
+
+
+def agrees(func: Any, *args: Any, **kwargs: Any) -> bool:
+    """Asserts that a rule says what torch says; returns whether there is a rule."""
+    inputs = tensors_in(args)
+    mode = inputs[0].fake_mode if inputs else FakeTensorMode()
+    ruled = result_by_rule(mode, func, args, kwargs)
+    if ruled is NotImplemented:
+        return False
+    with mode:
+        expected = func(*args, **kwargs)
+    assert described(ruled, inputs) == described(expected, inputs)
+    return True
+
+
+@pytest.mark.parametrize(
+    "func", sorted(fake_kernels.POINTWISE | fake_kernels.IN_PLACE, key=str), ids=str
+)
+def test_arithmetic(func: Any) -> None:
+    count = sum(argument.type.kind() == "TensorType" for argument in func._schema.arguments)
+    mode = FakeTensorMode()
+    takes_number = func._schema.name in ("aten::threshold_backward", "aten::lerp_")
+    others = (0.5,) if takes_number else ()
+    found = []
+    for tensors in itertools.product(fakes(mode), repeat=count):
+        # torch refuses some: a result of another type written in place
+        with contextlib.suppress(RuntimeError):
+            found.append(agrees(func, *tensors, *others))
+    assert any(found)
+    assert not all(found)
+
+
+@pytest.mark.parametrize("size", [2, 3.0, 0.5])
+def test_arithmetic_with_a_number(size: float) -> None:
+    # an integer tensor times a fraction is of another type: torch is asked
+    mode = FakeTensorMode()
+    assert sum(agrees(aten.mul.Tensor, tensor, size) for tensor in fakes(mode)) == 6
+
+
+def test_views() -> None:
+    found = [
+        agrees(func, tensor, *others)
+        for tensor in fakes(FakeTensorMode())
+        for func, *others in (
+            (aten.slice.Tensor, 1, 1, 3),
+            (aten.permute.default, [0, 3, 1, 2]),
+            (aten.unsqueeze.default, 0),
+            (aten.expand.default, [5, *tensor.shape]),
+            (aten.select.int, 1, 1),
+            (aten.detach.default,),
+            (aten.as_strided.default, [2, 4], [1, 2], 1),
+            (aten.split.Tensor, 1, 1),
+            (aten.unbind.int, 1),
+        )
+    ]
+    assert all(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_empty(dtype: torch.dtype) -> None:
+    cpu = torch.device("cpu")
+    assert agrees(aten.empty_strided.default, [3, 4], [1, 5], dtype=dtype, device=cpu)
+
+
+@pytest.mark.parametrize("dtypes", itertools.product([torch.float32, torch.bfloat16], repeat=2))
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_is_as_the_kernel_is(dtypes: Any, affine: bool, training: bool) -> None:
+    """Not as its decomposition, which makes gradients that nobody asked for."""
+    mode, found = FakeTensorMode(), []
+
+    def is_as_the_kernel(func: Any, *args: Any) -> bool:
+        fake_args = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, args)
+        ruled = result_by_rule(mode, func, fake_args, {})
+        if ruled is NotImplemented:
+            return False
+        real = func(*args)
+        assert [one is None for one in ruled] == [other is None for other in real]
+        assert [one[1:] for one in described(ruled, [])] == [
+            other[1:] for other in described(real, [])
+        ]
+        return True
+
+    dtype, of_weights = dtypes
+    if dtype is torch.float32 and of_weights is torch.bfloat16:  # there is no such kernel
+        return
+    x, ones = torch.rand(2, 4, 6, 8).to(dtype), torch.ones(4, dtype=of_weights)
+    weights = (ones, ones) if affine else (None, None)
+    statistics = (ones.clone(), ones.clone())
+    for given in (x, x.transpose(2, 3)):
+        args = (given, *weights, *statistics, training, 0.1, 1e-5)
+        found.append(is_as_the_kernel(aten.native_batch_norm.default, *args))
+        _, *saved = aten.native_batch_norm.default(*args)
+        for wanted in itertools.product([True, False], repeat=3):
+            others = (weights[0], *statistics, *saved, training, 1e-5, list(wanted))
+            if not training and not affine:
+                continue
+            found.append(
+                is_as_the_kernel(aten.native_batch_norm_backward.default, given, given, *others)
+            )
+    assert any(found) is training
+    assert not all(found)
+
+
+def test_a_first_step_imports_no_compiler() -> None:
+    program = (
+        "import sys, torch, zoo; model = zoo.resnet18(checkpoint=True)\n"
+        "model(torch.rand(2, 3, 32, 32)).sum().backward()\n"
+        "assert max(model.plan.runs()) == 2\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_what_a_process_without_compiler_lacks_is_imported() -> None:
+    program = (
+        "import torch, zoo; from zoo._torch import leave_out_compiler; leave_out_compiler()\n"
+        "import torch._dynamo.config; assert torch._dynamo.config.cache_size_limit > 0\n"
+        "import torch._dynamo.utils\n"
+        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(())) == 2"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,151 @@
+"""What the most frequent kernels return on fake tensors, by rules: shape, stride, dtype, storage.
+
+torch runs a kernel on meta tensors to find that out, and many as decompositions in Python, which
+takes up to a hundred times as long. Most calls of a model are views, arithmetic on tensors of one
+shape, and the CPU's batch norm. For anything else there is no rule, and torch is asked.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo._torch import DisableTorchDispatch, FakeTensor, FakeTensorMode, in_kernel_invocation
+
+CPU = torch.device("cpu")
+BATCH_NORM = torch.ops.aten.native_batch_norm.default
+BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+# makes a fake tensor of a real one
+LIFT = torch.ops.aten.lift_fresh.default
+EMPTY = torch.ops.aten.empty_strided.default
+# element by element; the result has the type of arguments that all have one type
+POINTWISE = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "relu", "gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "sigmoid_backward",
+        "tanh", "tanh_backward", "threshold_backward", "exp", "neg", "sqrt", "rsqrt",
+    )
+) | frozenset(
+    getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")
+)  # fmt: skip
+IN_PLACE = frozenset(
+    {
+        torch.ops.aten.relu_.default,
+        torch.ops.aten.lerp_.Scalar,
+        torch.ops.aten.addcmul_.default,
+        torch.ops.aten.addcdiv_.default,
+    }
+    | {getattr(torch.ops.aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_")}
+)
+ARITHMETIC = POINTWISE | IN_PLACE
+
+
+def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what torch would for a kernel on fake tensors, NotImplemented without a rule."""
+    if func is EMPTY:
+        return _empty_strided(mode, *args, **kwargs)
+    tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
+    if not tensors or tensors[0] is not args[0] or not _is_plain(tensors[0]):
+        return NotImplemented
+    if func.is_view and len(tensors) == 1 and func is not LIFT:
+        return _view(mode, func, args, kwargs)
+    if func in _BATCH_NORMS:
+        return _BATCH_NORMS[func](mode, args)
+    if func in ARITHMETIC and _are_alike(tensors):
+        return tensors[0] if func in IN_PLACE else _like(mode, tensors[0])
+    return NotImplemented
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Says whether a tensor is a fake one of no known numbers."""
+    is_fake = type(tensor) is FakeTensor and tensor.layout is torch.strided
+    return is_fake and tensor.constant is None  # type: ignore[attr-defined]
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Says whether tensors are dense, of one shape, stride, device and floating type."""
+    first = tensors[0]
+    return (
+        first.is_floating_point()
+        and (first.is_contiguous() or first.is_contiguous(memory_format=torch.channels_last))
+        and all(
+            _is_plain(other)
+            and other.shape == first.shape
+            and other.stride() == first.stride()
+            and other.dtype is first.dtype
+            and other.device == first.device
+            for other in tensors[1:]
+        )
+    )
+
+
+def _empty(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    with DisableTorchDispatch():
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    fake: Tensor = FakeTensor(mode, made, device)
+    return fake
+
+
+def _like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    return _empty(mode, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _empty_strided(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **others: Any,
+) -> Any:
+    if dtype is None or device is None or device.type == "meta" or any(others.values()):
+        return NotImplemented
+    return _empty(mode, shape, stride, dtype, device)
+
+
+def _view(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    device = args[0].device
+    with in_kernel_invocation(mode):
+        found = func(*args, **kwargs)
+    if isinstance(found, Tensor):
+        return FakeTensor(mode, found, device)
+    return [FakeTensor(mode, view, device) for view in found]
+
+
+def _batch_norm(mode: FakeTensorMode, args: Any) -> Any:
+    x, *weights, training, _, _ = args
+    if x.device != CPU or not training or not x.is_contiguous():
+        return NotImplemented
+    of_statistics = (x.shape[1],), (1,), statistics_type(x, *weights), CPU
+    return (_like(mode, x), _empty(mode, *of_statistics), _empty(mode, *of_statistics))
+
+
+def statistics_type(x: Tensor, *weights: Any) -> torch.dtype:
+    """Returns the type of a batch norm's statistics on the CPU: float32 where one weight's is."""
+    dtypes = [weight.dtype for weight in weights if isinstance(weight, Tensor)]
+    return torch.float32 if torch.float32 in dtypes else x.dtype
+
+
+def _batch_norm_backward(mode: FakeTensorMode, args: Any) -> Any:
+    gradient, x, weight, *_, training, _, wanted = args
+    are_dense = gradient.is_contiguous() and x.is_contiguous()
+    if x.device != CPU or not training or not are_dense or weight is None:
+        return NotImplemented
+    of_weight = (x.shape[1],), (1,), weight.dtype, CPU
+    of_input, of_scale, of_bias = wanted
+    return (
+        _like(mode, x) if of_input else None,
+        _empty(mode, *of_weight) if of_scale else None,
+        _empty(mode, *of_weight) if of_bias else None,
+    )
+
+
+_BATCH_NORMS = {BATCH_NORM: _batch_norm, BATCH_NORM_BACKWARD: _batch_norm_backward}
