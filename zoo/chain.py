@@ -52,6 +52,34 @@ class NamedStep(functools.partial[Any]):
     sources: tuple[Source, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class PassThrough:
+    """A function of a part of the state; the rest is handed on.
+
+    Attributes:
+        function: takes `modules` modules and then the tensors that it reads; returns new ones.
+        modules: how many.
+        reads: places of the tensors that it reads, in the state.
+        gives: for each tensor of the next state its place in this state, or ~n for the n-th new
+            one.
+    """
+
+    function: Callable[..., tuple[Any, ...]]
+    modules: int
+    reads: tuple[int, ...]
+    gives: tuple[int, ...]
+
+    def __call__(self, *given: Any) -> State:
+        """Calls the function and puts the next state together."""
+        modules, state = given[: self.modules], given[self.modules :]
+        made = self.function(*modules, *(state[place] for place in self.reads))
+        return self.next_state(state, made)
+
+    def next_state(self, state: Sequence[Any], made: Sequence[Any]) -> tuple[Any, ...]:
+        """Puts the next state together, from this one and what the function made."""
+        return tuple(state[place] if place >= 0 else made[~place] for place in self.gives)
+
+
 class Runner(Protocol):
     """Runs the steps of a chain in training; `plan` is what it decided, None before it did."""
 

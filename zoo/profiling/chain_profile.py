@@ -17,7 +17,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from zoo._torch import (
     is_any_autocast_enabled,
     unset_fake_temporarily,
 )
-from zoo.chain import HOOKS, Outline, State, Step
+from zoo.chain import HOOKS, NamedStep, Outline, PassThrough, State, Step
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes
@@ -323,6 +323,8 @@ class _Follower:
         self.inputs = frozenset(range(len(self.sizes)))
         self.tensors = len({entry.tensor for entry in self.state if entry is not None})
         self.states = [self.state]
+        # for each step the tensors that it returned
+        self.made: list[StateSpec] = []
         self.saved: list[frozenset[int]] = []
         self.casts: list[tuple[tuple[int, int], ...]] = []
         # for each step: the tensors that it numbers from 0, and the key of its run
@@ -336,7 +338,7 @@ class _Follower:
         self.fixed = fixed
         described = functools.cache(_described)
         for step in steps:
-            self._advance(step, step_key(step, described))
+            self._advance(step, described)
             self.states.append(self.state)
         gradients = self._gradients()
         places = {key: place for place, key in enumerate(self.known)}
@@ -351,17 +353,24 @@ class _Follower:
             tuple(self.casts),
         )
 
-    def _advance(self, step: Step, key: Hashable) -> None:
+    def _advance(self, step: Step, described: Callable[[nn.Module], Hashable]) -> None:
+        """Runs a step on the state, or on the part of it that the step reads, and follows."""
+        given, part = self.state, getattr(step, "func", None)
+        if isinstance(part, PassThrough):
+            step = functools.partial(part.function, *cast(NamedStep, step).args)
+            given = tuple(given[place] for place in part.reads)
         tensors: dict[int, int] = {}
         storages: dict[int, int] = {}
-        state = tuple(entry and entry.renumbered(tensors, storages) for entry in self.state)
-        self.keys.append((key, state))
+        state = tuple(entry and entry.renumbered(tensors, storages) for entry in given)
+        self.keys.append((step_key(step, described), state))
         run = self._run(self.keys[-1], (step, state))
         numbers = [*storages, *range(len(self.sizes), len(self.sizes) + len(run.new_sizes))]
         names = list(tensors)
         self.names.append(names)
         self.sizes += run.new_sizes
-        self.state = tuple(entry and self._global(entry, names, numbers) for entry in run.outputs)
+        made = tuple(entry and self._global(entry, names, numbers) for entry in run.outputs)
+        self.made.append(made)
+        self.state = part.next_state(self.state, made) if isinstance(part, PassThrough) else made
         self.saved.append(frozenset(numbers[number] for number in run.saved) - self.inputs)
         self.casts.append(tuple((weight, numbers[number]) for weight, number in run.casts))
 
@@ -399,10 +408,9 @@ class _Follower:
     def _gives(self, number: int, held: Mapping[int, GradientSpec]) -> dict[int, GradientSpec]:
         """Returns the gradients that a step gives when it gets these."""
         key = self.keys[number]
-        after = self.states[number + 1]
         strided = tuple(
             (place, held[entry.tensor]._replace(storage=None))
-            for place, entry in enumerate(after)
+            for place, entry in enumerate(self.made[number])
             if entry and entry.tensor in held and held[entry.tensor].stride is not None
         )
         if strided:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
 from zoo._torch import DisableAutocast, FakeTensorMode
-from zoo.chain import NamedStep, Outline, Source, Step
+from zoo.chain import NamedStep, Outline, PassThrough, Source, Step
 from zoo.profiling.allocator_events import tensors_in
 from zoo.tracing.blocks import block_of_each
 from zoo.tracing.graph import OWNED, Attribute, Call, Graph, Value
@@ -152,9 +152,18 @@ class _Partition:
         self, calls: Sequence[Call], needs: Sequence[int], gives: Sequence[int], name: str
     ) -> NamedStep:
         calls = [*self._views_for(calls), *calls]
-        key, program, owners = _localized(calls, needs, gives)
-        program = self.programs.setdefault(key, program)
-        step = NamedStep(program, *(self.modules[owner] for owner in owners))
+        read = {number for call in calls for number in call.reads()}
+        places = {number: place for place, number in enumerate(needs)}
+        reads = [number for number in needs if number in read]
+        made = [number for number in gives if number not in places]
+        key, program, owners = _localized(calls, reads, made)
+        part = PassThrough(
+            self.programs.setdefault(key, program),
+            len(owners),
+            tuple(places[number] for number in reads),
+            tuple(places[n] if n in places else ~made.index(n) for n in gives),
+        )
+        step = NamedStep(part, *(self.modules[owner] for owner in owners))
         step.title = name
         step.sources = tuple(Source(id(self.modules[_path(c)]), c.line) for c in calls)
         return step
