@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from tests.planner.chains import chains, flat_plans
 from tests.planner.test_plan import plans
 from zoo.errors import ArgumentError, PlanError
+from zoo.planner import least_memory as search
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.least_memory import least_memory
@@ -79,6 +81,30 @@ def test_of_equal_peaks_the_least_arithmetic_is_recomputed(seed: int) -> None:
     result = simulate(least_memory(costs), costs)
     least = min((other.peak, other.recomputed_flops) for other in others)
     assert (result.peak, result.recomputed_flops) == least
+
+
+def test_the_work_of_least_memory_grows_with_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of segments fit at late steps: gradients of parameters come with the early ones."""
+    work = {"Label": 0, "simulate": 0}
+
+    def count(name: str) -> None:
+        call = getattr(search, name)
+
+        def counted(*arguments: Any) -> Any:
+            work[name] += 1
+            return call(*arguments)
+
+        monkeypatch.setattr(search, name, counted)
+
+    count("Label")
+    count("simulate")
+    gradients = tuple(10 + 3 * (400 - state) for state in range(401))
+    flops = tuple(step % 2 for step in range(400))
+    costs = replace(uniform(400), flops=flops, gradients=gradients)
+    assert max(least_memory(costs).runs()) == 2
+    # 28 labels a step; by all segments that fit it is 320, and 72 simulations
+    assert work["Label"] <= 40 * 400
+    assert work["simulate"] <= 9
 
 
 @settings(deadline=None, max_examples=50)

@@ -1,0 +1,146 @@
+"""The segments of a chain for a search of plans: the bytes that each needs, and where they end.
+
+A chain of 2,000 steps has two million segments, and hundreds of thousands fit. So their bytes are
+sums of numbers, no sets; and a search is given few of them. A segment holds the same wherever it
+ends, the state that it begins with. So of two ends within a peak the later one is enough where no
+state from the one to the other is cheaper to hold than its own.
+
+A tensor that is saved by several steps and in no state counts for each of them.
+"""
+
+import itertools
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from zoo.planner.costs import StepCosts
+from zoo.planner.plan import LARGEST
+
+# for a first step and free bytes, the ends of segments to try and the bytes that they need
+Ends = Callable[[int, int], Iterable[tuple[int, int]]]
+
+# more ends improve hardly any plan
+FEW = 8
+
+
+class Segments:
+    """The segments that fit a ceiling: the bytes that they need, and which of their ends matter."""
+
+    def __init__(self, costs: StepCosts, ceiling: int) -> None:
+        # by first step and length, and the least that one of that length or longer needs
+        self.needs = list(_needs(costs, ceiling))
+        self.least = [_least_from(needs) for needs in self.needs]
+        # by state the last one that shares a storage with it, and the last before it of fewer bytes
+        last = _last_states(costs)
+        self.shares = [max((last[storage] for storage in live), default=0) for live in costs.live]
+        self.smaller: list[int] = []
+        sizes = [costs.bytes_of(live) for live in costs.live]
+        for state, size in enumerate(sizes):
+            before = state - 1
+            while before >= 0 and sizes[before] >= size:
+                before = self.smaller[before]
+            self.smaller.append(before)
+        # by first step the end of the longest segment that recomputes no operations, else the next
+        self.free = list(range(1, len(costs) + 1))
+        for start in reversed(range(len(costs) - 1)):
+            if costs.flops[start] == costs.flops_until_saved[start + 1] == 0:
+                self.free[start] = self.free[start + 1]
+
+    def ends(self, start: int, slack: int, limit: int = LARGEST) -> Iterator[tuple[int, int]]:
+        """Yields the ends that matter up to a limit, the last one first, and what they need.
+
+        Of states that share storages with the first one, any may be the cheapest to hold.
+        """
+        needs, shares = self.needs[start], self.shares[start]
+        stop = min(start + bisect_right(self.least[start], slack), limit)
+        while stop > start:
+            need = needs[stop - start - 1]
+            if need <= slack:
+                yield stop, need
+            if need > slack or stop <= shares:
+                stop -= 1
+            else:
+                stop = max(self.smaller[stop], shares)
+
+    def few_ends(self, start: int, slack: int) -> Iterator[tuple[int, int]]:
+        """Yields few of the last ends, and of those that recompute no operations; all of few."""
+        longest = bisect_right(self.least[start], slack)
+        if longest < FEW:
+            needs = enumerate(self.needs[start][:longest], start + 1)
+            yield from ((stop, need) for stop, need in needs if need <= slack)
+        else:
+            yield from itertools.islice(self.ends(start, slack), FEW)
+            yield from itertools.islice(self.ends(start, slack, self.free[start]), FEW)
+
+    def ends_among(self, stops: Mapping[int, int]) -> Ends:
+        """Returns what yields one end for some first steps, where the segment fits."""
+
+        def ends(start: int, slack: int) -> Iterator[tuple[int, int]]:
+            if start in stops and (need := self.needs[start][stops[start] - start - 1]) <= slack:
+                yield stops[start], need
+
+        return ends
+
+
+def _last_states(costs: StepCosts) -> dict[int, int]:
+    return {storage: state for state, live in enumerate(costs.live) for storage in live}
+
+
+def _needs(costs: StepCosts, ceiling: int) -> Iterator[list[int]]:
+    """Yields for each step what the segments need that begin there, up to where none fits.
+
+    The bytes of a step are those of a segment that holds nothing before it begins. As the start
+    moves on, they lose the storages of its state.
+    """
+    steps, live, saved = range(len(costs)), costs.live, costs.saved
+    last = _last_states(costs)
+    first_saved = {storage: step for step in reversed(steps) for storage in saved[step]}
+    held: frozenset[int] = frozenset()
+    unsaved, new = [], []
+    for step in steps:
+        unsaved.append(costs.bytes_of(live[step] - held))
+        new.append(costs.bytes_of(saved[step] - held))
+        held = (held | saved[step]) & live[step + 1]
+    handed = list(map(operator.add, map(costs.bytes_of, live), costs.forward))
+    turns = list(map(operator.add, costs.gradients[1:], costs.backward))
+    fixed = turns, costs.forward, costs.forward_until_saved, costs.gradients[1:]
+    for start in steps:
+        for storage in live[start] - (live[start - 1] if start else frozenset()):
+            size, save = costs.sizes[storage], first_saved.get(storage, len(costs))
+            for step in steps[start : last[storage] + 1]:
+                handed[step] -= size
+                if step <= save:
+                    unsaved[step] -= size
+            if save < len(costs):
+                new[save] -= size
+        rows = zip(*(row[start:] for row in (handed, unsaved, new, *fixed)), strict=False)
+        yield list(_needs_from(rows, ceiling))
+
+
+def _needs_from(rows: Iterable[tuple[int, ...]], ceiling: int) -> Iterator[int]:
+    """Yields what a segment needs that ends with the first step, the second, and so on."""
+    kept = 0  # bytes saved so far in the recomputation
+    through = 0  # largest need of the recomputation whose last step does not stop early
+    behind = 0  # largest need of the backwards
+    for handed, unsaved, new, turn, forward, until_saved, gradient in rows:
+        before = kept + unsaved
+        kept += new
+        # comparisons: calls of `max` would take most of the time
+        if kept + turn > behind:
+            behind = kept + turn
+            if behind > ceiling:
+                return
+        stopped = before + until_saved
+        need = (stopped if stopped > through else through) + gradient
+        need = need if need > behind else behind
+        yield need if need > handed else handed
+        worked = before + forward
+        through = through if through > worked else worked
+
+
+def _least_from(numbers: list[int]) -> list[int]:
+    """Returns for each number the least of it and those that follow."""
+    least = numbers[-1:]
+    for number in numbers[-2::-1]:
+        least.append(number if number < least[-1] else least[-1])
+    return least[::-1]
