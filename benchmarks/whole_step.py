@@ -5,9 +5,9 @@
     python benchmarks/whole_step.py --exact               # digests, by four optimizers
 
 A budget lies midway between the baseline's peak and the least that a plan needs. `taken` is the
-allocator's peak of the third step by the plan found, when the optimizer has its state; `error` is
-what was predicted less that, relative to it. Forward and loss are under bfloat16 autocast where it
-says so, the backward outside of it.
+allocator's peak of the third step by the plan found, when optimizer and model have their state;
+`error` is what was predicted less that, relative to it. Forward and loss are under bfloat16
+autocast where it says so, the backward outside of it.
 
 `--exact` trains ten steps after the backward and ten with `zoo.optimizer_in_backward` and
 `checkpoint=True`, from the same weights and seeds, and compares loss, buffers, parameters and the
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from zoo.harness.cells import Cell, Kind, expand
 from zoo.harness.config import read
 from zoo.harness.data import Batch, batches
 from zoo.harness.training import OPTIMIZERS, Training, step_digests
-from zoo.profiling.allocator_events import measure_step
+from zoo.profiling.allocator_events import measure_step, tensors_in
 from zoo.units import format_bytes
 
 BUDGETS, EXACT = Path("configs/default.yaml"), Path("configs/quick.yaml")
@@ -61,13 +62,15 @@ def budget_lines(cells: list[Cell]) -> Iterator[str]:
     for cell, dtype, in_backward in itertools.product(
         cells, ("float32", "bfloat16"), (False, True)
     ):
-        training, given = _prepared(replace(cell, dtype=dtype, plan=None))
+        training, (first, second, _) = _prepared(replace(cell, dtype=dtype, plan=None))
+        training.switch("baseline")
+        training.step(first)
         with training.autocast:
             planner = planner_for(
                 training.model,
-                given[0].arguments(cell.model.data),
+                training.arguments(second),
                 optimizer=OPTIMIZERS[cell.model.optimizer],
-                loss=training.outer_loss(given[0]),
+                loss=training.outer_loss(second),
                 optimizer_in_backward=in_backward,
             )
             asked = (planner.least.peak + planner.baseline.peak) // 2
@@ -82,14 +85,19 @@ def budget_lines(cells: list[Cell]) -> Iterator[str]:
 
 
 def peak(cell: Cell, in_backward: bool) -> int:
-    """Returns the allocator's peak of the third step, in bytes."""
+    """Returns the allocator's peak of the third step, in bytes.
+
+    A name for the model's outputs outlives the backward, as in a training loop and as is predicted.
+    """
     training, given = _prepared(cell)
+    names: dict[str, Any] = {}
+    training.model.register_forward_hook(lambda *call: names.update(outputs=call[-1]))
     training.switch("optimizer_in_backward" if in_backward else "checkpointed")
     *first, last = given
     for batch in first:
         training.step(batch)
     run = partial(training.step, last)
-    inputs = [last.inputs, last.targets]
+    inputs = tensors_in((training.arguments(last), last.targets))
     return measure_step(run, training.model, training.optimizer, inputs).peak
 
 

@@ -78,6 +78,30 @@ def test_a_cast_that_is_cached_is_made_once_and_goes_when_the_forward_ends() -> 
     assert (nested.phase, nested.kept, nested.work) == (RECOMPUTE, 0, 1010)
 
 
+def test_a_segment_holds_a_cast_that_an_earlier_one_made() -> None:
+    plain, cast = uniform(4), frozenset([4])
+    casting = replace(
+        plain,
+        sizes=(*plain.sizes, 1000),
+        forward=(1010, 10, 1010, 10),
+        forward_until_saved=(1010, 10, 1010, 10),
+        casts=(cast, frozenset(), cast, frozenset()),
+    )
+    plan = Plan(((0,), 1, (2,), 3))
+    more = zip(simulate(plan, casting).turns, simulate(plan, plain).turns, strict=True)
+    # segment (2,) does not make it again; segment (0,) does
+    assert [turn - other for turn, other in more] == [1000, 0, 1000, 1000]
+
+
+def test_a_segment_copies_what_it_reads_and_does_not_make() -> None:
+    plain = uniform(4)
+    copied = tuple(plain.live[step] for step in range(4))
+    plan = Plan((0, (1, 2), 3))
+    found, other = simulate(plan, replace(plain, copied=copied)), simulate(plan, plain)
+    size = plain.bytes_of(plain.live[1])
+    assert [a - b for a, b in zip(found.turns, other.turns, strict=True)] == [0, size, size]
+
+
 def test_a_recomputation_is_named_where_it_takes_the_most() -> None:
     costs = replace(uniform(4), forward=(10, 99, 10, 10))
     found = simulate(Plan(((0, 1, 2), 3)), costs).moment

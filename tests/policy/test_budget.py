@@ -199,8 +199,8 @@ def test_a_real_step_keeps_to_each_of_20_budgets(family: str, in_backward: bool)
         measured = measure_step(step, model, optimizer, given).peak
         assert report.budget is not None
         assert measured <= report.budget, "the smallest of the budgets that get this plan"
-        # an LSTM's steps share gradients, which are counted from the first of them
-        assert measured >= (0.95 if family == "lstm" else 0.985) * report.predicted_peak
+        # the random states of an LSTM's segments are counted as if each drew
+        assert measured >= (0.98 if family == "lstm" else 0.985) * report.predicted_peak
 
 
 HALF: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -218,6 +218,19 @@ HALF: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (),
     ),
+    # chunks add up gradients of a cast of a weight that is larger than all else
+    "wide gpt2": (
+        functools.partial(
+            zoo.gpt2_small,
+            depth=1,
+            width=64,
+            heads=4,
+            vocabulary=6000,
+            chunk_tokens=32,
+            drop_rate=0,
+        ),
+        (),
+    ),
     "traced": (lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), (64, 256)),
 }
 
@@ -229,7 +242,7 @@ def test_the_copies_of_weights_that_autocast_holds_are_counted(
 ) -> None:
     build, shape = HALF[family]
     torch.manual_seed(1)
-    model, is_text = build(), family == "gpt2"
+    model, is_text = build(), "gpt2" in family
     inputs = tokens() if is_text else (torch.rand(shape),)
     autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
     loss = None if is_text else lambda output: output.float().square().mean()
@@ -476,6 +489,13 @@ def test_a_loss_may_know_its_targets() -> None:
 def test_what_is_no_loss_is_said_to_be_the_loss(loss: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         zoo.plan(Residuals(), images(8, 4, 32), max_overhead=0.1, loss=loss)
+
+
+def test_targets_that_the_loss_holds_are_counted_as_inputs() -> None:
+    model, x, targets = Residuals(), images(8, 4, 32), torch.zeros(8, dtype=torch.long)
+    loss = functools.partial(F.cross_entropy, target=targets)
+    first, other = (planner_for(model, x, loss=one) for one in (loss, scores))
+    assert first.fixed.inputs == other.fixed.inputs + targets.nbytes
 
 
 def test_targets_may_be_on_meta() -> None:

@@ -196,14 +196,18 @@ def test_an_addition_gives_both_its_inputs_one_gradient() -> None:
     assert costs_of(Sum(), x).gradients == (32, 64, 64, 64, 4)
 
 
-def test_weights_are_not_counted_nor_is_a_gradient_that_steps_share() -> None:
+def test_weights_are_not_counted_and_a_gradient_that_steps_share_is_by_the_last() -> None:
     class Decoder(Chain):
         def __init__(self) -> None:
             super().__init__()
             self.decoder = nn.Linear(8, 1000, bias=False)
 
         def steps_for(self, *inputs: Tensor | None) -> Steps:
-            return [SharedWeight(self.decoder.weight).decoder(self.decoder), self.square]
+            decoder = SharedWeight(self.decoder.weight).decoder(self.decoder)
+            return [decoder, self.narrow, decoder, self.square]
+
+        def narrow(self, scores: Tensor) -> Tensor:
+            return scores[:, :8]
 
         def square(self, scores: Tensor) -> Tensor:
             return scores.square()
@@ -212,3 +216,45 @@ def test_weights_are_not_counted_nor_is_a_gradient_that_steps_share() -> None:
     assert costs.forward[0] == 2 * 1000 * 4, "the scores"
     assert costs.backward[0] <= 2 * 8 * 4 + 4, "the gradient of the input and what starts it"
     assert costs.bytes_of(costs.saved[0]) == 0, "the chain's input and the weight"
+    size = 8 * 1000 * 4
+    assert costs.parameter_gradients == (size, size, size, 0, 0)
+    assert size <= costs.backward[2] <= size + 2 * 8 * 4 + 4
+
+
+def test_gradients_of_a_cast_are_summed_as_they_are_and_converted_once() -> None:
+    class Twice(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(100, 100, bias=False)
+
+        def steps(self) -> Steps:
+            return [self.layer, torch.tanh, self.layer, torch.tanh, self.layer]
+
+    x, size = torch.rand(1, 100, requires_grad=True), 2 * 100 * 100
+    with torch.autocast("cpu", torch.bfloat16):
+        costs = costs_of(Twice(), x)
+    state = 2 * 100
+    # from the last step on, until the first step converts the sum
+    assert costs.gradients == (2 * state, *[size + state] * 4, state)
+    assert costs.parameter_gradients == (2 * size, *[0] * 5)
+    # a gradient; beside it a new sum, since the gradient before is a view; no cast nor sum any more
+    for step, expected in ((4, size), (2, 2 * size), (0, 2 * size - size)):
+        assert 0 <= costs.backward[step] - expected <= 4 * state
+
+
+def test_tensors_that_a_function_holds_are_counted_apart_from_what_it_does() -> None:
+    x, targets = torch.rand(50, 10, requires_grad=True), torch.rand(5, 100)
+
+    class Compare(Chain):
+        def steps(self) -> Steps:
+            return [torch.tanh, self.compare, lambda state: state * targets[0, 0] * x.detach()]
+
+        def compare(self, state: Tensor) -> Tensor:
+            return F.mse_loss(state, targets.view(50, 10), reduction="none")
+
+    model = Compare()
+    profile = Profile(model, outline(model.steps_for(x)), (x,))
+    assert profile.found.outside == targets.nbytes
+    costs = profile.costs()
+    assert costs.bytes_of(costs.saved[1]) == x.nbytes, "the output of tanh"
+    assert costs.forward[1] == x.nbytes

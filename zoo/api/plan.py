@@ -77,9 +77,9 @@ def plan(
             weights that are cached until the forward and the loss are over; where the backward is
             inside of the region, too, subtract half of `report.fixed.parameters`.
         loss: where it is outside of the model, so that its bytes count: a function of the model's
-            output that knows its targets, `lambda logits: cross_entropy(logits, targets)`;
-            targets that are meta tensors count as zeros. Wherever zoo takes a loss it is called as
-            in `loss(model(x))`: a tuple, dict or dataclass is its one argument.
+            output that knows its targets, `lambda logits: cross_entropy(logits, targets)`, which
+            count as inputs; targets that are meta tensors count as zeros. Wherever zoo takes a loss
+            it is called as in `loss(model(x))`: a tuple, dict or dataclass is its one argument.
         device: plans for a device that may not be here ("a100"; see `zoo.profiling.kernel_costs`)
             by its peak rates; else each kind of kernel is timed, where the model is.
         optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`: gradients are

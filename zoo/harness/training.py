@@ -79,6 +79,10 @@ class Training:
         self.optimizer.step()
         return loss.detach()
 
+    def arguments(self, batch: Batch) -> tuple[Any, ...]:
+        """Returns what the model is called with: a batch and the state that the last one left."""
+        return batch.arguments(self._data, self._state)
+
     def outer_loss(self, batch: Batch) -> Callable[[Tensor], Tensor] | None:
         """Returns the loss of the model's logits; None where the model returns its loss."""
         if self._data in ("text", "stream"):
@@ -86,7 +90,7 @@ class Training:
         return partial(F.cross_entropy, target=batch.targets)
 
     def _loss(self, batch: Batch) -> Tensor:
-        returned = self.model(*batch.arguments(self._data, self._state))
+        returned = self.model(*self.arguments(batch))
         if self._data == "stream":
             returned, state = returned
             self._state = self.model.detach(state)

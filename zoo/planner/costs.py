@@ -54,6 +54,8 @@ class StepCosts:
         draws: for each step, how many of its kernels draw random numbers; none where it is empty.
         casts: for each step, storages of its forward that are held until the forward of the chain
             ends: casts of weights, which autocast caches; none where it is empty.
+        copied: for each step, storages of its inputs of which a segment that it is in keeps a copy
+            until its backward is over, unless it makes them; none where it is empty.
     """
 
     sizes: tuple[int, ...]
@@ -74,6 +76,7 @@ class StepCosts:
     gradients_made: tuple[int, ...] = ()
     draws: tuple[int, ...] = ()
     casts: tuple[frozenset[int], ...] = ()
+    copied: tuple[frozenset[int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.saved)
@@ -154,13 +157,18 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     clock.run(plan)
     for casts in costs.casts:
         clock.release(casts)
+    given = _given_casts(plan, costs)
+    for casts in given:
+        clock.hold(casts)
     peaks = [(clock.peak, clock.moment)]
     clock.hold(costs.returned)
-    for item in reversed(plan):
+    for item, casts in zip(reversed(plan), reversed(given), strict=True):
         # here no recomputed tensor is held
         clock.kept, clock.peak = clock.held, 0
         clock.give_away(item)
         clock.backward(item)
+        clock.release(casts)
+        clock.held -= clock.copies(item)
         peaks.append((clock.peak, clock.moment))
     peak, moment = max(peaks, key=operator.itemgetter(0))
     turns = tuple(turn for turn, _ in reversed(peaks[1:]))
@@ -182,6 +190,21 @@ def least_possible(costs: StepCosts) -> int:
     return max(peaks)
 
 
+def _given_casts(plan: Plan, costs: StepCosts) -> list[frozenset[int]]:
+    """Returns for each item the casts that an earlier one made: a segment holds them as it is."""
+    known: frozenset[int] = frozenset()
+    given = []
+    for item in plan if costs.casts else ():
+        casts = frozenset().union(*(costs.casts[step] for step in _steps(item)))
+        given.append(casts & known if isinstance(item, tuple) else frozenset())
+        known |= casts
+    return given or [frozenset()] * len(plan)
+
+
+def _steps(item: Item) -> tuple[int, ...]:
+    return (item,) if isinstance(item, int) else tuple(indices(item))
+
+
 class _Clock:
     """The storages held, by how many holders, and the peak since `peak` was last set to 0."""
 
@@ -197,20 +220,21 @@ class _Clock:
         costs = self.costs
         phase = FORWARD if end is None else RECOMPUTE
         for item in items:
-            steps = (item,) if isinstance(item, int) else tuple(indices(item))
+            steps = _steps(item)
             if isinstance(item, tuple):
                 self.hold(costs.live[steps[0]])
             for step in steps:
-                casts = costs.casts[step] if costs.casts and end is None else ()
-                # a weight that an earlier step has cast is not cast again
-                work = costs.forward[step] - costs.bytes_of(casts) + self.extra(casts)
+                work = self.without_casts(step, costs.forward[step])
                 self.tick(phase, step, self.extra(costs.live[step]), work, end)
-                self.hold(casts)
-                if end is not None:
+                if end is None:
+                    self.hold(costs.casts[step] if costs.casts else ())
+                else:
                     self.flops += costs.flops[step]
                     self.seconds.append(costs.seconds[step])
             if isinstance(item, int):
                 self.hold(costs.saved[item])
+            elif end is None:
+                self.held += self.copies(item)
 
     def backward(self, item: Item) -> None:
         costs = self.costs
@@ -225,7 +249,7 @@ class _Clock:
             # it is handed over without being run: its own backward recomputes it
             self.hold(costs.live[next(indices(last))])
         else:
-            work = costs.forward_until_saved[last]
+            work = self.without_casts(last, costs.forward_until_saved[last])
             self.tick(RECOMPUTE, last, self.extra(costs.live[last]), work, end)
             self.flops += costs.flops_until_saved[last]
             self.seconds.append(costs.seconds_until_saved[last])
@@ -233,6 +257,11 @@ class _Clock:
         for inner in reversed(item):
             self.backward(inner)
         self.release(costs.live[steps[0]])
+
+    def without_casts(self, step: int, work: int) -> int:
+        """Takes the casts that are held already, and not made again, from the bytes of a step."""
+        casts = self.costs.casts[step] if self.costs.casts else ()
+        return work - self.costs.bytes_of(casts) + self.extra(casts)
 
     def tick(self, phase: str, step: int, state: int, work: int, end: int | None) -> None:
         """Records the bytes of a moment; `end` is the state whose gradient is in hand."""
@@ -258,10 +287,20 @@ class _Clock:
         Their bytes stay. Nobody else holds them: all that came after the segment is done.
         """
         if isinstance(item, tuple):
-            inputs = self.costs.live[next(indices(item))]
-            made = {s for step in indices(item) for s in self.costs.live[step + 1]}
-            for storage in (made - inputs) & self.costs.returned:
+            for storage in self.made_by(item) & self.costs.returned:
                 self.holders[storage] = 0
+
+    def copies(self, item: Item) -> int:
+        """Returns the bytes of the copies that a segment keeps of what it was given."""
+        if not self.costs.copied or isinstance(item, int):
+            return 0
+        copied = frozenset().union(*(self.costs.copied[step] for step in indices(item)))
+        return self.costs.bytes_of(copied - self.made_by(item))
+
+    def made_by(self, item: tuple[Item, ...]) -> frozenset[int]:
+        """Returns the storages of the states inside and behind a segment that it was not given."""
+        states = (self.costs.live[step + 1] for step in indices(item))
+        return frozenset().union(*states) - self.costs.live[next(indices(item))]
 
     def release(self, storages: Iterable[int]) -> None:
         for storage in storages:

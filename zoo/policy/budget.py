@@ -76,10 +76,10 @@ class BudgetPlanner:
         if not isinstance(optimizer, OptimizerBytes):
             optimizer = optimizer_bytes(optimizer, self.parameters, optimizer_in_backward)
         self.optimizer = optimizer
-        self.fixed = _fixed_bytes(model, state, optimizer)
         self.place = place_of(model)
         self.device = device_named(device) if device is not None else None
         self.profile = Profile(model, with_loss(outline, loss), state)
+        self.fixed = _fixed_bytes(model, state, optimizer, self.profile.found.outside)
         is_here = self.device is None and self.place.type != "meta"
         self.kernels: Sequence[KernelCosts | None] = self.profile.kernels() if is_here else ()
         self._count()
@@ -327,7 +327,9 @@ def _planner() -> Any:
     return optimal
 
 
-def _fixed_bytes(model: nn.Module, inputs: State, optimizer: OptimizerBytes) -> FixedBytes:
+def _fixed_bytes(
+    model: nn.Module, inputs: State, optimizer: OptimizerBytes, outside: int
+) -> FixedBytes:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     resident = resident_bytes(model, inputs=tensors)
     trained = (p.nbytes for p in model.parameters() if p.requires_grad)
@@ -335,7 +337,7 @@ def _fixed_bytes(model: nn.Module, inputs: State, optimizer: OptimizerBytes) -> 
         parameters=resident.parameters,
         buffers=resident.buffers,
         gradients=0 if optimizer.updates is not None else sum(trained),
-        inputs=resident.inputs,
+        inputs=resident.inputs + outside,
         optimizer=optimizer.state,
         scratch=optimizer.step,
     )

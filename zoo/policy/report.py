@@ -68,7 +68,7 @@ class PeakBytes:
             optimizer".
         parameters: the model's, trained or not.
         buffers: the model's, such as running statistics.
-        inputs: what the model is called with.
+        inputs: what the model is called with, and tensors that the loss holds, such as targets.
         optimizer: the optimizer's state.
         gradients: of parameters, as far as later steps have left them; in the optimizer's step all.
         kept: activations held since the forward: saved tensors of kept steps, inputs of segments,

@@ -16,6 +16,7 @@ import functools
 import importlib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -38,13 +39,22 @@ from zoo.profiling.kernel_costs import (
     Curve,
     Device,
     KernelCosts,
+    Update,
     UpdateBytes,
     device_named,
     flop_formulas,
     measure_kernels,
 )
 from zoo.profiling.sharded import whole_parameters
-from zoo.profiling.step_profile import GradientSpec, Kernels, StepRun, Strided, run_step
+from zoo.profiling.step_profile import (
+    REAL,
+    GradientSpec,
+    Kernels,
+    Outside,
+    StepRun,
+    Strided,
+    run_step,
+)
 from zoo.profiling.tensor_spec import KernelSpec, NumberedSpec, StateSpec, Storages
 from zoo.verification.state_comparison import BOOKKEEPING
 
@@ -54,13 +64,27 @@ VALUES = int | float | str | bool | None | torch.dtype
 class _Use(NamedTuple):
     """The first and the last step that a parameter is of, and the bytes of its gradient.
 
+    `made`: the first state, from the last one on, that has the gradient behind it.
+    `added`: the step whose backward adds to a gradient that is a view, so not in place; -1 if none.
     `is_shared`: it comes to these steps through a node that was made before them.
     """
 
     first: int
     last: int
     size: int
+    made: int
+    added: int
     is_shared: bool
+
+    @classmethod
+    def of(cls, number: int, update: Update, before: "_Use | None", *, of_cast: bool) -> "_Use":
+        """Counts a use by a step more, by the last so far."""
+        first, last = (before.first, before.last) if before else (number, -1)
+        made = number + (update.is_shared and update.birth < 0)
+        # a gradient that was converted is no view
+        is_view = update.is_view and (of_cast or not update.cast) and not update.is_shared
+        size = update.cast if of_cast else update.size
+        return cls(first, number, size, made, last if is_view else -1, update.is_shared)
 
 
 class ChainRun(NamedTuple):
@@ -79,6 +103,9 @@ class ChainRun(NamedTuple):
     kernels: tuple[KernelSpec | None, ...]
     # for each step, ids of weights and the storages of their casts, which autocast caches
     casts: tuple[tuple[tuple[int, int], ...], ...]
+    copied: tuple[frozenset[int], ...]
+    # bytes of tensors that functions of the chain hold, such as a loss its targets
+    outside: int
 
 
 class Profile:
@@ -145,7 +172,7 @@ class Profile:
             forward=peaks(run.forward for run in runs),
             forward_until_saved=peaks(run.until_saved for run in runs),
             backward=peaks(iter(self._backwards(updates))),
-            gradients=found.gradients,
+            gradients=tuple(map(operator.add, found.gradients, self._gradients_of_casts())),
             flops=tuple(run.forward.flops for run in runs),
             flops_until_saved=tuple(run.until_saved.flops for run in runs),
             seconds=seconds(run.forward for run in runs),
@@ -155,51 +182,93 @@ class Profile:
             parameter_gradients=self._gradients_left(updates is not None),
             gradients_made=tuple(run.made for run in runs),
             draws=tuple(run.draws for run in runs),
+            copied=found.copied,
             casts=tuple(frozenset(firsts[cast] for _, cast in casts) for casts in found.casts),
         )
 
     def _backwards(self, updates: UpdateBytes | None) -> list[Curve]:
         """Returns the curve of each step's backward, in which an optimizer may step."""
-        if updates is None:
-            return [run.backward for run in self.runs]
         curves = []
         for number, run in enumerate(self.runs):
-            done = [
-                update
-                for update in run.updates
-                if self._uses[self._owner(number, update.parameter)].first == number
-            ]
-            needs = [updates.get((update.shape, update.dtype), 0) for update in done]
-            curves.append(run.backward.with_updates(done, needs))
+            owned = [(self._owner(number, update.parameter), update) for update in run.updates]
+            # a cast stays as long as an earlier step has it
+            left_out = {
+                cast.freed
+                for cast, (_, storage) in zip(run.casts, self.found.casts[number], strict=True)
+                if self._cast_savers.get(self._first_casts[storage]) != number
+            }
+            others = []
+            for owner, update in owned:
+                use, cast = self._uses[owner], self._cast_uses.get(owner)
+                if cast is not None and update.cast:
+                    if cast.added == number:
+                        others += [(update.birth, update.cast), (update.birth, -update.cast)]
+                    if cast.first != number:
+                        left_out.add(update.birth)
+                        continue
+                    if cast.last != number:
+                        # it has gone into the sum, which is then converted and freed
+                        others += [(update.birth, -update.cast), (update.birth + 2, update.cast)]
+                if update.is_shared and use.last != number:
+                    left_out.add(update.birth)
+                if use.added == number:
+                    others += [(update.change, update.size), (update.change, -update.size)]
+                if updates is not None and use.first == number:
+                    need = updates.get((update.shape, update.dtype), 0)
+                    others += [(update.change, size) for size in (need, -need, -update.freed)]
+            curves.append(run.backward.without(left_out).with_changes(others))
         return curves
 
     def _gradients_left(self, frees: bool) -> tuple[int, ...]:
         """Returns the bytes of parameters' gradients that are there when a state is reached.
 
         Each step leaves its own in the backward, one that comes again its last time in the chain.
-        Those that different steps share are there from the first of these that the backward comes
-        to: before it begins, since what it adds is counted without them. An optimizer in the
-        backward `frees` each when it is complete, that of a weight that steps share through an
-        earlier node at the end.
+        One that several steps sum up in a buffer is there before the backward of the last of these
+        where the forward made it. An optimizer in the backward `frees` each when it is complete,
+        that of a weight that steps share through an earlier node at the end.
         """
         changes = [0] * (len(self.runs) + 1)
         for use in self._uses.values():
-            changes[use.last + use.is_shared] += use.size
+            changes[use.made] += use.size
             if frees and not use.is_shared:
                 changes[use.first] -= use.size
         changes[-1] += max(self.gradient_bytes - sum(use.size for use in self._uses.values()), 0)
         left = list(itertools.accumulate(reversed(changes)))
         return tuple(min(count, self.gradient_bytes) for count in reversed(left))
 
+    def _gradients_of_casts(self) -> list[int]:
+        """Returns the bytes of the sums of gradients of casts that there are with each state.
+
+        Steps that have the cast of a weight from autocast's cache add up its gradients as they are.
+        The backward of the first of these converts the sum.
+        """
+        sums = [0] * (len(self.runs) + 1)
+        for use in self._cast_uses.values():
+            for state in range(use.first + 1, use.made + 1):
+                sums[state] += use.size
+        return sums
+
     @functools.cached_property
     def _uses(self) -> dict[int, _Use]:
-        """The uses of each parameter, by its id."""
+        """The uses of each parameter, by its id; those of a cast are its first."""
         found: dict[int, _Use] = {}
         for number, run in enumerate(self.runs):
             for update in run.updates:
                 owner = self._owner(number, update.parameter)
-                first = found[owner].first if owner in found else number
-                found[owner] = _Use(first, number, update.size, update.is_shared)
+                if update.cast and self._cast_uses[owner].first != number:
+                    continue
+                found[owner] = _Use.of(number, update, found.get(owner), of_cast=False)
+        return found
+
+    @functools.cached_property
+    def _cast_uses(self) -> dict[int, _Use]:
+        """The uses of each parameter by casts that autocast caches, with gradients of these."""
+        found: dict[int, _Use] = {}
+        for number, run in enumerate(self.runs):
+            for update in run.updates:
+                if update.cast:
+                    owner = self._owner(number, update.parameter)
+                    found[owner] = _Use.of(number, update, found.get(owner), of_cast=True)
         return found
 
     @functools.cached_property
@@ -211,6 +280,16 @@ class Profile:
             for number, casts in enumerate(self.found.casts)
             for weight, cast in casts
         }
+
+    @functools.cached_property
+    def _cast_savers(self) -> dict[int, int]:
+        """The first step that saves each cast, by the storage of the first cast of the weight."""
+        found: dict[int, int] = {}
+        for number, casts in enumerate(self.found.casts):
+            for _, storage in casts:
+                if storage in self.found.saved[number]:
+                    found.setdefault(self._first_casts[storage], number)
+        return found
 
     def _owner(self, number: int, parameter: int) -> int:
         """Returns the id of a step's parameter; equal steps were measured by those of the first."""
@@ -270,7 +349,8 @@ def _run_steps(chain: nn.Module, outline: Outline, inputs: State, is_apart: bool
             steps = _copies(chain, steps, made)
         owned = [made.get(id(value), value) for value in (*chain.parameters(), *chain.buffers())]
         fakes = [v if isinstance(v, FakeTensor) else mode.from_tensor(v) for v in owned]
-        return follower.run(steps, {fake.untyped_storage()._cdata for fake in fakes})
+        real = [v for v in (*inputs, *owned) if v is not None and type(v) in REAL]
+        return follower.run(steps, {v.untyped_storage()._cdata for v in (*fakes, *real)})
 
 
 def _replace(chain: nn.Module, made: Mapping[int, Tensor]) -> None:
@@ -316,6 +396,7 @@ class _Follower:
     def __init__(self, inputs: State) -> None:
         self.kernels: Kernels = {}
         self.fixed: set[int] = set()
+        self.outside: Outside = {}
         self.caches_casts = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
         storages = Storages()
         self.state = storages.specs(inputs)
@@ -327,6 +408,7 @@ class _Follower:
         self.made: list[StateSpec] = []
         self.saved: list[frozenset[int]] = []
         self.casts: list[tuple[tuple[int, int], ...]] = []
+        self.copied: list[frozenset[int]] = []
         # for each step: the tensors that it numbers from 0, and the key of its run
         self.names: list[list[int]] = []
         self.keys: list[Hashable] = []
@@ -334,7 +416,7 @@ class _Follower:
         self.samples: dict[Hashable, tuple[Step, StateSpec]] = {}
 
     def run(self, steps: Sequence[Step], fixed: set[int]) -> ChainRun:
-        """Runs each different step once; `fixed` are the storages of parameters and buffers."""
+        """Runs each different step once; `fixed` are storages of parameters, buffers and inputs."""
         self.fixed = fixed
         described = functools.cache(_described)
         for step in steps:
@@ -351,6 +433,8 @@ class _Follower:
             gradients,
             tuple(spec for _, spec in self.kernels.values()),
             tuple(self.casts),
+            tuple(self.copied),
+            sum(size for _, size in self.outside.values()),
         )
 
     def _advance(self, step: Step, described: Callable[[nn.Module], Hashable]) -> None:
@@ -372,13 +456,19 @@ class _Follower:
         self.made.append(made)
         self.state = part.next_state(self.state, made) if isinstance(part, PassThrough) else made
         self.saved.append(frozenset(numbers[number] for number in run.saved) - self.inputs)
-        self.casts.append(tuple((weight, numbers[number]) for weight, number in run.casts))
+        self.copied.append(frozenset(numbers[number] for number in run.copied))
+        self.casts.append(tuple((cast.weight, numbers[cast.storage]) for cast in run.casts))
 
     def _run(self, key: Hashable, sample: tuple[Step, StateSpec], strided: Strided = ()) -> StepRun:
         if key not in self.known:
             self.samples[key] = sample
             self.known[key] = run_step(
-                *sample, strided, self.fixed, self.kernels, caches_casts=self.caches_casts
+                *sample,
+                strided,
+                self.fixed,
+                self.kernels,
+                outside=self.outside,
+                caches_casts=self.caches_casts,
             )
         return self.known[key]
 

@@ -15,10 +15,11 @@ architecture's white paper; dense numbers, with float32 products in TF32 where t
 import bisect
 import functools
 import itertools
+import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -116,6 +117,11 @@ class Update(NamedTuple):
     size: bytes of the gradient.
     freed: the same if the backward of this step made it, else 0.
     is_shared: whether other steps add to it, through a node that was made before this step.
+    birth: which change of the backward made the gradient; -1 where it was there before.
+    cast: bytes of the gradient of a cast that autocast caches, which became this one and was freed
+        by the next change; 0 where there is none.
+    is_view: whether the gradient (that of the cast) is a view: autograd's first addition to it is
+        not in place.
     """
 
     parameter: int
@@ -125,6 +131,9 @@ class Update(NamedTuple):
     size: int
     freed: int
     is_shared: bool
+    birth: int
+    cast: int
+    is_view: bool
 
 
 # bytes that an optimizer allocates to update a parameter, by its shape and type
@@ -147,22 +156,25 @@ class Curve:
             most = max(most, totals[kernel.change] + (known.workspace if known else 0))
         return most
 
-    def with_updates(self, updates: Sequence["Update"], needs: Sequence[int]) -> "Curve":
-        """Returns the curve where an optimizer uses gradients as soon as they are complete.
-
-        Each update takes what it `needs` beside the gradient, which is freed then.
-        """
+    def with_changes(self, others: Iterable[tuple[int, int]]) -> "Curve":
+        """Returns the curve with other changes, each before the one at its place."""
+        ordered = sorted(others, key=operator.itemgetter(0))
         parts: list[int] = []
-        place = 0
-        for update, need in zip(updates, needs, strict=True):
-            parts += (*self.changes[place : update.change], need, -need, -update.freed)
-            place = update.change
-        before = [update.change for update in updates]
+        start = 0
+        for place, size in ordered:
+            parts += (*self.changes[start:place], size)
+            start = place
+        before = [place for place, _ in ordered]
         kernels = (
-            kernel._replace(change=kernel.change + 3 * bisect.bisect_left(before, kernel.change))
+            kernel._replace(change=kernel.change + bisect.bisect_left(before, kernel.change))
             for kernel in self.kernels
         )
-        return Curve((*parts, *self.changes[place:]), tuple(kernels))
+        return Curve((*parts, *self.changes[start:]), tuple(kernels))
+
+    def without(self, places: Container[int]) -> "Curve":
+        """Returns the curve as if some changes had been of no bytes."""
+        pairs = enumerate(self.changes)
+        return replace(self, changes=tuple(0 if n in places else size for n, size in pairs))
 
     @property
     def flops(self) -> int:

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zoo._torch import sequence_number
 from zoo.chain import Step
-from zoo.engine.recording import KernelMode
+from zoo.engine.recording import SMALL, KernelMode
 from zoo.engine.references import detached
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.backward_walk import gradients_of
@@ -40,8 +40,24 @@ class GradientSpec(NamedTuple):
 Strided = tuple[tuple[int, GradientSpec], ...]
 # different calls of kernels by their texts: the number of each, and its spec
 Kernels = dict[str, tuple[int, KernelSpec | None]]
+# storages that somebody else holds, by their addresses, which no other gets meanwhile: the bytes,
+# none of a fake one that stands in for a real one
+Outside = dict[int, tuple[Any, int]]
 # outputs that have a graph, and their gradients where these are not contiguous
 Ends = dict[Tensor, GradientSpec | None]
+
+
+class Cast(NamedTuple):
+    """A cast of a weight that autocast caches.
+
+    weight: the id of the weight.
+    storage: that of the cast.
+    freed: which change of the backward freed it, -1 if it was freed before.
+    """
+
+    weight: int
+    storage: int
+    freed: int
 
 
 @dataclass(frozen=True)
@@ -57,13 +73,14 @@ class StepRun:
         backward: the bytes of its backward above the saved tensors and the incoming gradients. Both
             are freed on the way, as autograd frees them: a gradient when it was used, a saved
             tensor when its node is done. Gradients of tensors that the step only hands on are
-            already there; so are those of parameters that other steps share.
+            already there.
         gives: for the tensors of the state that it took part in, the gradient that they get.
         updates: when the gradient of each parameter was complete, in the order of time.
         made: bytes of gradients of parameters that the forward made; its peaks are without them.
         draws: how many kernels of the forward draw random numbers.
-        casts: weights of which the forward makes casts that autocast caches, and the storages of
-            these.
+        copied: storages of its inputs of which a segment keeps a copy: small ones without history
+            that kernels read.
+        casts: those of weights that the forward makes and autocast caches.
     """
 
     outputs: StateSpec
@@ -77,7 +94,8 @@ class StepRun:
     updates: tuple[Update, ...]
     made: int
     draws: int
-    casts: tuple[tuple[int, int], ...]
+    copied: frozenset[int]
+    casts: tuple[Cast, ...]
 
 
 def run_step(
@@ -87,18 +105,20 @@ def run_step(
     fixed: Container[int],
     kernels: Kernels,
     *,
+    outside: Outside | None = None,
     caches_casts: bool = False,
 ) -> StepRun:
     """Runs a step, forward and backward, on a state of these specs, under a `FakeTensorMode`.
 
     Storages and tensors are numbered from 0 in order. `fixed` are the addresses of storages that
-    are there anyway, those of parameters and buffers. Different kernels are added to `kernels`.
+    are there anyway, those of parameters, buffers and inputs. Different kernels are added to
+    `kernels`, and to `outside` tensors that somebody else holds, such as a loss its targets.
     `caches_casts` holds casts of weights to the end of the forward, as autocast's cache does.
     """
     storages = Storages()
     leaves = storages.empty(state)
     given = len(storages.sizes)
-    mode = AllocationMode(fixed, kernels)
+    mode = AllocationMode(fixed, kernels, outside)
     mode.caches_casts = caches_casts
     saved = _SavedTensors(storages, leaves, mode)
     start = sequence_number()
@@ -107,11 +127,12 @@ def run_step(
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
     ends = ends_of(outputs, strided)
-    casts = tuple((weight, storages.number(cast)) for weight, cast in mode.casts)
+    casts = [(weight, storages.number(cast), mode.births_of([cast])) for weight, cast in mode.casts]
+    cast_weights = {weight for weight, *_ in casts}
     # only their graph holds the outputs and casts from here on
     del value, outputs
     mode.casts.clear()
-    draws = mode.draws
+    draws, copied = mode.draws, _copied(state, leaves, mode.read)
     roots, incoming = _roots(ends)
     backward = mode.now
     mode.changes.append((-1, -incoming))
@@ -123,7 +144,6 @@ def run_step(
     inputs = {id(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad}
     of_parameters = {name: gradients[name] for name in gradients.keys() - inputs}
     births = mode.births_of(of_parameters.values())
-    sums = {name: gradient for name, gradient in of_parameters.items() if name in shared}
     complete = [(leaf, change) for leaf, change in completed if id(leaf) in of_parameters]
     # gradients of one storage are freed with the last of them
     last = {of_parameters[id(leaf)].untyped_storage()._cdata: id(leaf) for leaf, _ in complete}
@@ -131,8 +151,10 @@ def run_step(
     for leaf, change in complete:
         storage = of_parameters[id(leaf)].untyped_storage()
         size = storage.nbytes() if last[storage._cdata] == id(leaf) else 0
-        # of what the forward made, or several steps sum up, the backward's curve is without
-        is_own = id(leaf) not in shared and mode.is_made_since(backward, storage)
+        birth = mode.born_since(backward, storage)
+        cast, is_view = 0, of_parameters[id(leaf)]._is_view()
+        if birth >= 0 and id(leaf) in cast_weights:
+            cast, is_view = mode.converted(backward, birth) or (0, is_view)
         updates.append(
             Update(
                 parameter=id(leaf),
@@ -140,8 +162,11 @@ def run_step(
                 dtype=leaf.dtype,
                 change=change - backward.changes,
                 size=size,
-                freed=size if is_own else 0,
+                freed=size if birth >= 0 and id(leaf) not in shared else 0,
                 is_shared=id(leaf) in shared,
+                birth=birth,
+                cast=cast,
+                is_view=is_view,
             )
         )
     return StepRun(
@@ -151,12 +176,26 @@ def run_step(
         saved=frozenset(saved.numbers),
         forward=mode.curve(births, end=backward),
         until_saved=mode.curve(births, end=saved.last() or backward),
-        backward=mode.curve(mode.births_of(sums.values()), start=backward),
+        backward=mode.curve(start=backward),
         gives=_gives(state, leaves, gradients),
         updates=tuple(updates),
         made=sum(mode.changes[birth][1] for birth in births if birth < backward.changes),
         draws=draws,
-        casts=casts,
+        copied=copied,
+        casts=tuple(
+            Cast(weight, number, mode.freed(births, backward)) for weight, number, births in casts
+        ),
+    )
+
+
+def _copied(
+    state: StateSpec, leaves: Sequence[Tensor | None], read: Container[int]
+) -> frozenset[int]:
+    return frozenset(
+        entry.storage
+        for entry, leaf in zip(state, leaves, strict=True)
+        if entry is not None and leaf is not None and not leaf.requires_grad
+        if entry.spec.bytes <= SMALL and leaf.untyped_storage()._cdata in read
     )
 
 
@@ -250,7 +289,8 @@ class _SavedTensors:
     def pack(self, tensor: Tensor) -> Tensor:
         """Notes a saved tensor; returns what autograd holds: no cycle with its own history."""
         self._note_writer(tensor)
-        is_fixed = tensor.untyped_storage()._cdata in self.mode.fixed
+        storage = tensor.untyped_storage()._cdata
+        is_fixed = storage in self.mode.fixed or storage in self.mode.outside
         if not (is_fixed or isinstance(tensor, nn.Parameter)):
             self.numbers.add(self.storages.number(tensor))
             self._last = self.mode.now
@@ -277,13 +317,16 @@ class Moment(NamedTuple):
 
 _START = Moment()
 
+# tensors that are not fake, nor made of others
+REAL = (Tensor, nn.Parameter)
+_CONVERSION = torch.ops.aten._to_copy.default
 # these start no kernel
 _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
 
 
 def _is_cached(func: Any, args: Any, result: Any) -> bool:
     """Says whether autocast caches what a kernel returned: a weight in its lower precision."""
-    if func is not torch.ops.aten._to_copy.default or not isinstance(args[0], nn.Parameter):
+    if func is not _CONVERSION or not isinstance(args[0], nn.Parameter):
         return False
     is_trained = args[0].requires_grad and args[0].dtype is torch.float32
     return is_trained and result.dtype is torch.get_autocast_dtype(args[0].device.type)
@@ -299,33 +342,55 @@ class AllocationMode(KernelMode):
 
     supports_higher_order_operators = False
 
-    def __init__(self, fixed: Container[int] = (), known: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        fixed: Container[int] = (),
+        known: Kernels | None = None,
+        outside: Outside | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fixed = fixed
         self.known = known
+        self.outside = {} if outside is None else outside
         self.draws = 0
+        # addresses of the storages that kernels were given
+        self.read: set[int] = set()
         # ids of weights, and the casts of these that autocast would cache
         self.caches_casts = False
         self.casts: list[tuple[int, Tensor]] = []
         self.kernels: list[Kernel] = []
         self.changes: list[tuple[int, int]] = []
         self._births: dict[int, int] = {}
+        # whether what was converted was a view, by the change that made the copy
+        self._conversions: dict[int, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = tensors_in((args, kwargs))
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
         given = {tensor.untyped_storage()._cdata for tensor in inputs}
+        for tensor in inputs:
+            # the code makes the numbers of `torch.tensor` itself
+            if type(tensor) in REAL and func is not torch.ops.aten.lift_fresh.default:
+                self._note_outside(tensor.untyped_storage())
         starts_kernel = not (func.is_view or func in _FREE)
         # before it runs, since one that writes in place may change what it was given
         number = self._number(func, args, kwargs) if starts_kernel else 0
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
+        if func is _CONVERSION:
+            self._conversions[len(self.changes)] = args[0]._is_view()
         for tensor in outputs:
-            self._note(tensor.untyped_storage(), given)
+            storage = tensor.untyped_storage()
+            if func.is_view and not self.outside.keys().isdisjoint(given):
+                # a view of a fake tensor that stands in for the real one
+                self.outside.setdefault(storage._cdata, (storage, 0))
+            else:
+                self._note(storage, given)
         if self.caches_casts and _is_cached(func, args, result):
             self.casts.append((id(args[0]), result))
         if starts_kernel:
+            self.read |= given
             count = flop_formulas().get(func._overloadpacket)
             flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
             moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
@@ -337,6 +402,10 @@ class AllocationMode(KernelMode):
             return 0
         spec = KernelSpec.of(func, args, kwargs)
         return self.known.setdefault(repr(spec), (len(self.known), spec))[0]
+
+    def _note_outside(self, storage: Any) -> None:
+        if storage._cdata not in self.fixed:
+            self.outside.setdefault(storage._cdata, (storage, storage.nbytes()))
 
     def _note(self, storage: Any, given: set[int]) -> None:
         key = storage._cdata
@@ -365,9 +434,24 @@ class AllocationMode(KernelMode):
             tuple(kernel._replace(change=kernel.change - start.changes) for kernel in kernels),
         )
 
-    def is_made_since(self, moment: Moment, storage: Any) -> bool:
-        """Says whether a storage was made after a moment."""
-        return self._births.get(storage._cdata, -1) >= moment.changes
+    def born_since(self, moment: Moment, storage: Any) -> int:
+        """Returns which change after a moment made a storage; -1 if it was made before."""
+        return max(self._births.get(storage._cdata, -1) - moment.changes, -1)
+
+    def freed(self, births: Container[int], moment: Moment) -> int:
+        """Returns which change after a moment freed what these changes made; -1 if none."""
+        later = enumerate(self.changes[moment.changes :])
+        return next((place for place, (birth, _) in later if birth in births), -1)
+
+    def converted(self, moment: Moment, place: int) -> tuple[int, bool] | None:
+        """Returns the bytes that a change after a moment converted, and whether they were a view.
+
+        None where it was no conversion, or where they were not freed next.
+        """
+        place += moment.changes
+        _, size = self.changes[place + 1] if place + 1 < len(self.changes) else (-1, 0)
+        found = self._conversions.get(place)
+        return None if found is None or size >= 0 else (-size, found)
 
     def births_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Returns the storages of tensors, by the places of the changes that made them."""
