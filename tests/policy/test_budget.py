@@ -203,34 +203,13 @@ def test_a_real_step_keeps_to_each_of_20_budgets(family: str, in_backward: bool)
         assert measured >= (0.98 if family == "lstm" else 0.985) * report.predicted_peak
 
 
+SMALL_GPT2 = functools.partial(zoo.gpt2_small, heads=4, chunk_tokens=32, drop_rate=0)
 HALF: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (functools.partial(zoo.resnet18, classes=10), (4, 3, 96, 96)),
     "vit": (functools.partial(zoo.vit_tiny_patch16, depth=4, classes=10), (2, 3, 224, 224)),
-    "gpt2": (
-        functools.partial(
-            zoo.gpt2_small,
-            depth=4,
-            width=128,
-            heads=4,
-            vocabulary=300,
-            chunk_tokens=32,
-            drop_rate=0,
-        ),
-        (),
-    ),
+    "gpt2": (functools.partial(SMALL_GPT2, depth=4, width=128, vocabulary=300), ()),
     # chunks add up gradients of a cast of a weight that is larger than all else
-    "wide gpt2": (
-        functools.partial(
-            zoo.gpt2_small,
-            depth=1,
-            width=64,
-            heads=4,
-            vocabulary=6000,
-            chunk_tokens=32,
-            drop_rate=0,
-        ),
-        (),
-    ),
+    "wide gpt2": (functools.partial(SMALL_GPT2, depth=1, width=64, vocabulary=6000), ()),
     "traced": (lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), (64, 256)),
 }
 

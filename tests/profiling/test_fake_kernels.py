@@ -19,6 +19,11 @@ aten = torch.ops.aten
 SHAPES = ((2, 4, 6, 8), (2, 4, 6, 1), (2, 4, 1, 1), (2, 4, 6, 8))
 
 
+def exit_code(program: str) -> int:
+    """Runs a program in a process of its own."""
+    return subprocess.run([sys.executable, "-c", program], check=False).returncode
+
+
 def fakes(mode: FakeTensorMode, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Makes tensors of several layouts."""
     with mode:
@@ -160,7 +165,7 @@ def test_a_first_step_imports_no_compiler() -> None:
         "assert max(model.plan.runs()) == 2\n"
         "sys.exit('torch._dynamo' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert exit_code(program) == 0
 
 
 def test_what_a_process_without_compiler_lacks_is_imported() -> None:
@@ -170,4 +175,4 @@ def test_what_a_process_without_compiler_lacks_is_imported() -> None:
         "import torch._dynamo.utils\n"
         "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(())) == 2"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert exit_code(program) == 0

@@ -184,6 +184,20 @@ def test_an_optimizer_in_the_backward_makes_room_for_more_and_a_real_step_agrees
         assert peak == found.measured_peak <= found.predicted_peak <= 3.8 * 2**20
 
 
+def test_true_means_the_plan_that_a_training_with_the_optimizer_in_the_backward_takes() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(200, 200), nn.GELU()) for _ in range(8)))
+    find = functools.partial(on_paper, model, meta(1, 200), optimizer=sgd, memory_budget="4MiB")
+    found = find(checkpoint=True, optimizer_in_backward=True)
+    optimizer = sgd(zoo.checkpoint(model).parameters())
+    zoo.optimizer_in_backward(model, optimizer)
+    for _ in range(2):
+        model(torch.rand(found.size, 200)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert zoo.plan_of(model) == found.plan
+    assert zoo.plan_of(model) != find(checkpoint=True).plan, "gradients that stay are another step"
+
+
 def test_a_budget_that_only_an_optimizer_in_the_backward_meets_is_told() -> None:
     parameters = sum(4 * parameter.numel() for parameter in layers().parameters())
     find = functools.partial(

@@ -143,11 +143,17 @@ class PlannedRunner:
         self.compiled = tuple((isinstance(item, tuple), *indices(item)) for item in plan)
 
     def decide(
-        self, chain: Chain, outline: Outline, inputs: State, *, runs_kernels: bool = True
+        self,
+        chain: Chain,
+        outline: Outline,
+        inputs: State,
+        *,
+        foreseen: OptimizerBytes | None = None,
     ) -> Plan:
         """Returns the plan that the option means for a chain and its inputs.
 
-        For inputs that may not fit, `True` runs no kernels, whose workspaces it then leaves out.
+        With the bytes of the optimizer that a training would have, inputs may be of a size that
+        does not fit: `True` then runs no kernels, whose workspaces it leaves out.
         """
         option = self.checkpoint
         if isinstance(option, Plan):
@@ -159,7 +165,7 @@ class PlannedRunner:
             request = repr((*steps, _signature(chain, inputs), *bounds))
             if option == "auto":
                 return _first_decided(request, lambda: self._planned(chain, outline, inputs))
-            return _first_decided(request, lambda: _least(chain, outline, inputs, runs_kernels))
+            return _first_decided(request, lambda: _least(chain, outline, inputs, foreseen))
         if isinstance(option, int):
             return schemes.segments(outline.blocks, option)
         blocks = outline.blocks, outline.whole
@@ -184,7 +190,7 @@ class PlannedRunner:
         return report.plan
 
 
-def _least(chain: Chain, outline: Outline, inputs: State, runs_kernels: bool) -> Plan:
+def _least(chain: Chain, outline: Outline, inputs: State, foreseen: OptimizerBytes | None) -> Plan:
     """Returns the plan of least peak of the whole step, as far as plans and kernels decide it.
 
     Beside activations these are gradients of parameters, from when the backward makes them to when
@@ -196,8 +202,8 @@ def _least(chain: Chain, outline: Outline, inputs: State, runs_kernels: bool) ->
     if any(map(is_spread, chain.parameters())):
         return least_memory(profile.costs())
     is_here = profile.device.type != "meta" and active_fake_mode() is None
-    measures = runs_kernels and is_here and not is_profiling()
-    optimizer = _optimizer_in_backward(chain)
+    measures = foreseen is None and is_here and not is_profiling()
+    optimizer = foreseen or _optimizer_in_backward(chain)
     costs = profile.costs(
         kernels=profile.kernels(timed=False) if measures else (),
         updates=None if optimizer is None else optimizer.updates,

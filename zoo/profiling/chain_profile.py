@@ -17,7 +17,7 @@ import importlib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -157,10 +157,10 @@ class Profile:
         here = "cpu" if self.device.type in ("cpu", "meta") else "a100"
         device = device or device_named(here)
 
-        def peaks(curves: Iterator[Curve]) -> tuple[int, ...]:
+        def peaks(curves: Iterable[Curve]) -> tuple[int, ...]:
             return tuple(curve.peak(kernels) for curve in curves)
 
-        def seconds(curves: Iterator[Curve]) -> tuple[float, ...]:
+        def seconds(curves: Iterable[Curve]) -> tuple[float, ...]:
             pairs = zip(curves, runs, strict=True)
             return tuple(curve.seconds(device, run.dtype, kernels) for curve, run in pairs)
 
@@ -171,7 +171,7 @@ class Profile:
             saved=tuple(frozenset(firsts.get(s, s) for s in saved) for saved in found.saved),
             forward=peaks(run.forward for run in runs),
             forward_until_saved=peaks(run.until_saved for run in runs),
-            backward=peaks(iter(self._backwards(updates))),
+            backward=peaks(self._backwards(updates)),
             gradients=tuple(map(operator.add, found.gradients, self._gradients_of_casts())),
             flops=tuple(run.forward.flops for run in runs),
             flops_until_saved=tuple(run.until_saved.flops for run in runs),

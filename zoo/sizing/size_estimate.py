@@ -69,7 +69,8 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
         try:
             if runner is not None:
                 chain: Any = model
-                plan = runner.decide(chain, planner.outline, planner.state, runs_kernels=False)
+                given = chain, planner.outline, planner.state
+                plan = runner.decide(*given, foreseen=planner.optimizer)
             return planner.of_model(planner.point(plan))
         except BudgetError as error:
             raise ArgumentError(
