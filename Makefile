@@ -5,7 +5,7 @@
 
 python := .venv/bin/python
 
-.PHONY: compare test test-avx2 lint notebooks check-notebooks fuzz operators mutants oldest newest clean
+.PHONY: compare test test-avx2 package lint notebooks check-notebooks fuzz operators mutants oldest newest clean
 
 compare: .venv/.compare
 	$(python) test_memory_optimized.py
@@ -22,6 +22,10 @@ test-avx2: .venv/.installed
 		test_memory_optimized.py tests/harness/test_worker.py tests/profiling/test_allocator_events.py \
 		tests/profiling/test_memory_tracker.py tests/models/test_lstm.py tests/models/test_vnet.py tests/policy/test_least.py \
 		tests/policy/test_budget.py::test_a_peak_in_a_real_optimizers_step_keeps_to_the_budget
+
+# the wheel in an empty environment, with the newest of all that it asks for and no constraints
+package: .venv/.installed
+	ZOO_PACKAGE=1 $(python) -m pytest --timeout 1800 tests/test_packaging.py
 
 lint: .venv/.installed
 	.venv/bin/ruff check .
