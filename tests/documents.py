@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
+FENCES = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _SNIPPET = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?P<fold>\n</details>\n(?=\n```text))?"
     r"(?:\n?^```text\n(?P<printed>.*?)^```\n)?",
@@ -36,6 +37,20 @@ class Snippet(NamedTuple):
     line: int
     code: str
     printed: str | None
+
+
+def prose(text: str) -> str:
+    """Returns a document without its blocks of code."""
+    return FENCES.sub("", text)
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+
+
+def anchor(heading: str) -> str:
+    """Returns what a link names a heading by on a code host."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def snippets(text: str) -> list[Snippet]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.documents import ROOT, Snippet, run, snippets
+from tests.documents import ROOT, Snippet, anchor, headings, prose, run, snippets
 
 PAGES = ("exactness", "how-it-works", "myths", "recipes")
+LINKING = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
 def text(page: str) -> str:
@@ -36,25 +37,20 @@ def test_a_snippet_prints_what_stands_below_it(
     assert run(snippet, f"{page}.md", names) == (snippet.printed or "")
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.stem)
 def test_what_a_page_links_to_is_there(page: Path) -> None:
-    linked = re.findall(r"\]\(([^)]+)\)", prose(page))
+    linked = re.findall(r"\]\(([^)]+)\)", prose(page.read_text("utf-8")))
     gone = [link for link in linked if "://" not in link and not leads_somewhere(page, link)]
     assert gone == []
 
 
-def prose(page: Path) -> str:
-    return re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-
-
 def leads_somewhere(page: Path, link: str) -> bool:
-    """Says whether a file is there and has the heading, by its name on a code host."""
-    path, _, anchor = link.partition("#")
+    """Says whether a file is there and has the heading."""
+    path, _, name = link.partition("#")
     target = page.parent / path if path else page
-    if not anchor or not target.exists():
+    if not name or not target.exists():
         return target.exists()
-    headings = re.findall(r"^#+ (.+)$", prose(target), re.MULTILINE)
-    return anchor in (re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings)
+    return name in map(anchor, headings(target.read_text("utf-8")))
 
 
 def test_the_api_is_that_of_the_docstrings() -> None:
