@@ -152,6 +152,10 @@ def test_the_results_and_tables_are_in_the_page(text: str) -> None:
     assert shown == baseline["bytes"]["saved activations"]
     assert {row["recomputed"] for row in memory} == {"0"}
     assert len(found["timings.csv"].splitlines()) == 1 + 2 * 3
+    traces = json.loads(found["memory.perfetto.json"])["traceEvents"]
+    of_baseline = [e for e in traces if e["ph"] == "C" and (e["pid"], e["name"]) == (0, "baseline")]
+    assert [e["args"]["saved activations"] for e in of_baseline] == shown
+    assert [e["args"]["name"] for e in traces if e["ph"] == "M"] == ["resnet50", "vnet"]
 
 
 def test_each_place_has_a_picture_and_each_picture_a_place_a_name_and_a_table(text: str) -> None:

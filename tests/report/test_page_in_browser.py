@@ -77,9 +77,9 @@ def test_every_picture_is_drawn_and_nothing_is_wider_than_the_screen(
     look: Any, size: str, scheme: str
 ) -> None:
     page = look(size, scheme)
-    assert page.locator("html").get_attribute("data-drawn") == "14"
+    assert page.locator("html").get_attribute("data-drawn") == "7"
     places = page.locator(".picture:visible")
-    assert places.count() == 12
+    assert places.count() == 6
     for place in places.all():
         assert place.evaluate("place => place.firstElementChild.shadowRoot !== null")
         box = place.bounding_box()
@@ -147,6 +147,36 @@ def test_the_pointer_is_told_what_is_below_it(look: Any) -> None:
     assert "3.00 MiB" in shown
 
 
+def test_a_finger_is_told_what_it_taps(look: Any) -> None:
+    page = look("phone")
+    page.locator("#model-0-checkpointed").tap()
+    page.wait_for_selector(".bk-Tooltip")
+    assert "3.00 MiB" in page.locator(".bk-tooltip-content").inner_text()
+
+
+def test_one_model_is_shown_at_a_time_and_drawn_when_it_is(look: Any) -> None:
+    page = look()
+    models = page.get_by_role("navigation", name="Models")
+    assert [part.is_visible() for part in page.locator("main > section").all()] == [True, False]
+    models.get_by_role("link", name="vnet").click()
+    page.wait_for_selector("html[data-drawn='14']", state="attached")
+    assert [part.is_visible() for part in page.locator("main > section").all()] == [False, True]
+    assert models.locator("[aria-current=true]").inner_text() == "vnet"
+    assert page.locator("#model-1-memory").is_visible()
+    page.get_by_role("link", name="What the words mean").click()
+    assert page.locator("#model-1-memory").is_visible(), "no other model was asked for"
+
+
+def test_a_table_on_a_phone_shows_its_numbers_below_their_names(look: Any) -> None:
+    page = look("phone")
+    table = page.get_by_role("region", name="All models")
+    assert table.evaluate("table => table.scrollWidth <= table.clientWidth")
+    label = "cell => getComputedStyle(cell, '::before').content"
+    labels = [cell.evaluate(label) for cell in table.locator("tr:last-child td").all()]
+    assert labels[0] == '"step peak, baseline"'
+    assert labels[-1] == '"exact"'
+
+
 def test_a_download_is_the_file(look: Any) -> None:
     page = look()
     with page.expect_download() as started:
@@ -159,7 +189,7 @@ def test_prints_show_pictures_of_the_day(look: Any) -> None:
     page = look("desktop", "dark")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print")
-    assert page.locator(".picture > canvas:visible").count() == 12
+    assert page.locator(".picture > canvas:visible").count() == 6
     assert not page.locator(".tools").first.is_visible()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator(".picture > canvas").count() == 0

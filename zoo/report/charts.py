@@ -36,8 +36,19 @@ Spot = tuple[float, float]
 EDGES = (0.0, 1.0, 3.0, 3.4)
 PHASES = tuple(map(Label, ("forward", "backward", "optimizer"), EDGES[:-1], EDGES[1:]))
 RESIDENT = ("parameters", "buffers", "optimizer state", "inputs", "gradients")
-# in the order in which they are stacked, from below
-CATEGORIES = (*RESIDENT, "saved activations", "recomputed", "temporaries", "unseen")
+# in the order in which they are stacked, from below, and what they mean
+MEANINGS = {
+    "parameters": "the weights",
+    "buffers": "tensors of the model that are not trained, such as running means",
+    "optimizer state": "what the optimizer keeps from step to step, such as momentum",
+    "inputs": "the batch and its targets",
+    "gradients": "of parameters, from when the backward makes them until they are freed",
+    "saved activations": "results of the forward that it keeps for the backward",
+    "recomputed": "activations that the backward has made again, until it has used them",
+    "temporaries": "all other tensors: what is made and freed on the way",
+    "unseen": "kernel workspaces: memory that a kernel takes and no tensor shows",
+}
+CATEGORIES = tuple(MEANINGS)
 # by how often a step runs in a training step: its color, and words; 4 stands for all above
 RUNS = {
     1: ("kept", "kept"),

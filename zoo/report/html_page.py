@@ -11,7 +11,7 @@ where, as a path into the JSON that the page carries. Each chart has a table.
 import base64
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
         variants=variants(table),
         color=charts.color_of,
         definitions=DEFINITIONS,
+        categories=charts.MEANINGS,
     )
 
 
@@ -200,6 +201,8 @@ def _files(
         if (timeline := comparison.get(kind, {}).get("timeline"))
         for place, event in enumerate(timeline["points"])
     )
+    traces = {"traceEvents": [*_counters(comparisons)]}
+    perfetto = base64.b64encode(json.dumps(traces).encode()).decode()
     tables = [
         ("models.csv", "a line per model", models_csv(table)),
         ("timings.csv", "a line per timed pair of steps", timings_csv(table)),
@@ -211,8 +214,28 @@ def _files(
             "everything",
             Markup(f"data:application/json;base64,{everything}"),
         ),
+        (
+            "memory.perfetto.json",
+            "bytes by category for ui.perfetto.dev",
+            Markup(f"data:application/json;base64,{perfetto}"),
+        ),
         *((name, what, Markup(f"data:text/csv,{quote(text)}")) for name, what, text in tables),
     ]
+
+
+def _counters(comparisons: Sequence[Comparison]) -> Iterator[dict[str, Any]]:
+    """Yields Chrome's trace events: a process per model and a counter per variant.
+
+    An allocation or release takes a microsecond; nothing else of a step's time was recorded.
+    """
+    for number, comparison in enumerate(comparisons):
+        name = {"name": comparison["model"]["name"]}
+        yield {"name": "process_name", "ph": "M", "pid": number, "args": name}
+        for kind, shown in VARIANTS.items():
+            timeline = comparison.get(kind, {}).get("timeline", {"points": ()})
+            for place, event in enumerate(timeline["points"]):
+                sizes = {name: series[place] for name, series in timeline["bytes"].items()}
+                yield {"name": shown, "ph": "C", "pid": number, "ts": event, "args": sizes}
 
 
 def _packed(text: str) -> Markup:

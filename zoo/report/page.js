@@ -1,8 +1,9 @@
 "use strict";
-// Embeds bokeh's charts, colors them by the style sheet, and zooms them from the keyboard. The tags of
-// a model name the role of each of its colors.
+// Shows one model at a time, embeds bokeh's charts of it, colors them by the style sheet, and zooms
+// them from the keyboard. The tags of a bokeh model name the role of each of its colors.
 
 const plots = new Map();
+const sections = [...document.querySelectorAll("main > section")];
 const touch = matchMedia("(pointer: coarse)");
 
 function paint({ plot, id }) {
@@ -80,12 +81,27 @@ addEventListener("afterprint", () => {
   document.querySelectorAll(".picture > canvas").forEach((canvas) => canvas.remove());
 });
 
-async function start() {
+// a finger that taps a chart is told what a pointer above it is
+document.addEventListener("click", (event) => {
+  const { clientX, clientY, pointerType } = event;
+  if (pointerType !== "touch" || !event.target.closest(".picture")) return;
+  const [place] = event.composedPath();
+  // without a view the event has no place on a page that is scrolled
+  const at = { view: window, clientX, clientY, bubbles: true, composed: true, isPrimary: true };
+  for (const name of ["pointerover", "pointermove"]) place.dispatchEvent(new PointerEvent(name, at));
+});
+
+async function pictures() {
   const library = document.createElement("script");
   library.textContent = await unpacked("library");
   document.head.append(library);
   Bokeh.logger.set_level("error");
-  for (const [id, picture] of Object.entries(JSON.parse(await unpacked("pictures")))) {
+  return Object.entries(JSON.parse(await unpacked("pictures")));
+}
+
+async function draw(section) {
+  for (const [id, picture] of await packed) {
+    if (plots.has(id) || !section.contains(document.getElementById(id))) continue;
     await show(picture, id);
     // the page answers between two pictures
     await new Promise((resolve) => setTimeout(resolve));
@@ -93,9 +109,27 @@ async function start() {
   document.documentElement.dataset.drawn = plots.size;
 }
 
-start().catch((error) => {
-  console.error(error);
-  for (const place of document.querySelectorAll(".picture:empty")) {
-    place.textContent = "This browser cannot draw the picture; the table has its numbers.";
+// shows the model that the address names; one that names none leaves the model that is shown
+function choose() {
+  const target = document.getElementById(location.hash.slice(1));
+  const chosen = target?.closest("main > section") ?? sections.find((part) => !part.hidden);
+  for (const section of sections) section.hidden = section !== chosen;
+  for (const link of document.querySelectorAll("nav.models a")) {
+    const leads = chosen.contains(document.getElementById(link.hash.slice(1)));
+    link.ariaCurrent = leads ? "true" : null;
   }
-});
+  target?.scrollIntoView();
+  drawing = drawing.then(() => draw(chosen)).catch((error) => {
+    console.error(error);
+    for (const place of chosen.querySelectorAll(".picture:empty")) {
+      place.textContent = "This browser cannot draw the picture; the table has its numbers.";
+    }
+  });
+}
+
+const packed = pictures();
+let drawing = Promise.resolve();
+if (sections.length) {
+  choose();
+  addEventListener("hashchange", choose);
+}
