@@ -53,6 +53,15 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Says whether a file is there and has the heading."""
+    path, _, name = link.partition("#")
+    target = page.parent / path if path else page
+    if not name or not target.exists():
+        return target.exists()
+    return name in map(anchor, headings(target.read_text("utf-8")))
+
+
 def snippets(text: str) -> list[Snippet]:
     """Finds the Python in a document."""
     return [

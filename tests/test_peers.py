@@ -1,14 +1,15 @@
-"""What the README says of other libraries' checkpointing, run on the installed ones.
+"""What docs/others.md says of other libraries' checkpointing, run on the installed ones.
 
-A test that fails here may mean that they have become better: then the README changes, too.
+A test that fails here may mean that they have become better: then the page changes, too.
 """
 
 import functools
+import importlib.util
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import zoo
 
@@ -33,6 +34,25 @@ def test_torch_moves_statistics_twice(way, count):
     model = block()
     way(model, torch.rand(3, 4)).sum().backward()
     assert updates(model) == {count}
+
+
+@pytest.mark.parametrize(("saved", "moves"), [([], 2), ([torch.ops.aten.native_batch_norm], 1)])
+def test_a_selective_policy_moves_statistics_twice_unless_it_saves_the_norm(saved, moves):
+    batch = torch.rand(6, 4)
+    expected, found = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    for _ in range(moves):
+        expected(batch)
+    context = functools.partial(
+        create_selective_checkpoint_contexts, [operator.default for operator in saved]
+    )
+    model = nn.Sequential(found, nn.Linear(4, 4))
+    checkpoint(model, batch, use_reentrant=False, context_fn=context).sum().backward()
+    torch.testing.assert_close(found.running_mean, expected.running_mean, rtol=0, atol=0)
+    assert updates(model) == {2}  # the counter is an operator of its own
+
+
+def test_torch_has_a_private_planner_of_selective_checkpointing():
+    assert importlib.util.find_spec("torch.distributed._tools.sac_ilp") is not None
 
 
 def test_timm_moves_statistics_twice_and_an_adapted_model_once():

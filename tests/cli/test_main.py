@@ -38,7 +38,7 @@ def test_the_help_lists_every_command(command, arguments):
 
 
 def examples(text):
-    """Finds command lines in the README or a help text."""
+    """Finds command lines in a document or a help text."""
     found = re.findall(r"^ *zoo ((?!COMMAND)[a-z-]+ ?.*?)(?:  +#.*)?$", text, re.MULTILINE)
     return [shlex.split(line) for line in found if line.split()[0] in COMMANDS]
 
@@ -60,8 +60,8 @@ def is_understood(arguments, command, monkeypatch):
     return command(*arguments).code == 130
 
 
-def test_every_command_line_of_the_readme_can_be_read(command, monkeypatch, tmp_path):
-    found = examples((Path(__file__).parents[2] / "README.md").read_text())
+def test_every_command_line_of_the_documents_can_be_read(command, monkeypatch, tmp_path):
+    found = examples((Path(__file__).parents[2] / "docs" / "command-line.md").read_text())
     monkeypatch.chdir(tmp_path)
     assert command("plan", *RESIDUALS, "--max-overhead", "1", "--save", "plan.json").code == 0
     assert {arguments[0] for arguments in found} == set(COMMANDS)
