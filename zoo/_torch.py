@@ -112,6 +112,8 @@ class _CompilerStandIn(types.ModuleType):
         spec: Any = importlib.util.spec_from_file_location("torch._dynamo.config", path)
         self.config = importlib.util.module_from_spec(spec)
         self.source = _Sources("torch._dynamo.source")
+        # `inspect` asks each module, and torch asks `inspect` in the middle of imports
+        self.__file__ = self.source.__file__ = str(path)
         self._modules = {module.__name__: module for module in (self, self.config, self.source)}
         sys.modules.update(self._modules)
         spec.loader.exec_module(self.config)
