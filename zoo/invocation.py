@@ -5,9 +5,11 @@ first state), so it is called, and stopped where the first step would run.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +108,43 @@ class Invocation:
         """The tensors among the arguments, in order."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+class InputSpec(NamedTuple):
+    """The structure and the sizes of the arguments of a call: what a plan is made for."""
+
+    structure: Any
+    sizes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, given: Invocation) -> "InputSpec":
+        """Describes arguments; values that are no tensors count by their types."""
+        leaves, tree = pytree.tree_flatten((given.args, given.kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        sizes = tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)
+        return cls((str(tree), *map(_leaf_spec, leaves)), sizes)
+
+    def is_within(self, other: "InputSpec") -> bool:
+        """Says whether arguments are like others, with no size above theirs."""
+        return self.structure == other.structure and all(
+            len(one) == len(two) and all(map(operator.le, one, two))
+            for one, two in zip(self.sizes, other.sizes, strict=True)
+        )
+
+    def smallest_cover(self, others: Iterable["InputSpec"]) -> "InputSpec | None":
+        """Returns the one of fewest elements that these arguments are within; None if none is.
+
+        By a plan for larger inputs they need no more memory than those.
+        """
+        covers = filter(self.is_within, others)
+        return min(covers, key=lambda spec: sum(map(math.prod, spec.sizes)), default=None)
+
+
+def _leaf_spec(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        # of devices of a type each rank has another, and all agree on a plan
+        return leaf.dtype, leaf.device.type, leaf.requires_grad, leaf.layout
+    return type(leaf)
 
 
 def _refused(model: nn.Module, error: Exception) -> ArgumentError:

@@ -1,7 +1,11 @@
 """The `checkpoint=` option: True, a number of segments, a scheme's name, "auto" or a Plan.
 
-A plan is chosen at the first training forward, when the inputs are known, once for each signature
-of inputs (shapes, types, devices, autocast), and cached in the runner that `attach` gives a chain.
+A plan is chosen at the first training forward, when the inputs are known, and cached in the runner
+that `attach` gives a chain. It serves inputs of the same structure (types, devices, autocast,
+steps) in which no size is larger, such as an epoch's last batch:
+
+    batches   32      32      20      48      20      40
+    plan      for 32  for 32  for 32  for 48  for 32  for 48
 """
 
 import functools
@@ -12,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from zoo._torch import active_fake_mode, are_functorch_transforms_active, is_exporting, is_profiling
-from zoo.chain import Chain, Outline, State, fold, step_names
+from zoo.chain import Chain, Outline, State, Step, fold, step_names
 from zoo.engine.executor import run_compiled, run_plan
 from zoo.errors import ArgumentError
+from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import alike
 from zoo.planner import schemes
@@ -31,7 +36,7 @@ from zoo.profiling.sharded import is_spread
 from zoo.units import format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
-# signatures of inputs whose plans are cached; the oldest is dropped first
+# inputs whose plans are cached; the oldest are dropped first
 MOST_PLANS = 64
 _log = logging.getLogger("zoo")
 AnyChain = TypeVar("AnyChain", bound=Chain)
@@ -47,7 +52,7 @@ def attach(
     """Puts a `checkpoint=` option in force on a chain, in place of an earlier one, and returns it.
 
     The options are those of `zoo.checkpoint`. All but `False` choose a plan at the first training
-    forward, for each signature of inputs anew.
+    forward, and for inputs that are larger than those before.
 
     Raises:
         ArgumentError: no such option, no chain, or a budget beside another option.
@@ -99,13 +104,13 @@ def runner_for(
 
 @dataclass
 class PlannedRunner:
-    """Runs a chain by the plan that its option chooses for a signature of inputs."""
+    """Runs a chain by the plan that its option chooses for inputs of a size."""
 
     checkpoint: Any
     memory_budget: Budget | None = None
     max_overhead: float | None = None
     plan: Plan | None = None
-    plans: dict[Any, Plan] = field(default_factory=dict)
+    plans: dict[InputSpec, Plan] = field(default_factory=dict)
     compiled: tuple[tuple[Any, ...], ...] = ()
 
     def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
@@ -126,16 +131,19 @@ class PlannedRunner:
 
     def settle(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Puts the plan for inputs like these in force and returns it."""
-        signature = (len(outline.steps), *_signature(chain, inputs))
-        if signature not in self.plans:
+        spec = _spec(chain, outline, inputs)
+        known = spec if spec in self.plans else spec.smallest_cover(self.plans)
+        if known is None:
             plan = self.decide(chain, outline, inputs)
             plan.check(len(outline.steps))
             if len(self.plans) == MOST_PLANS:
                 del self.plans[next(iter(self.plans))]
-            self.plans[signature] = plan
-        if self.plan is not self.plans[signature]:
-            self.force(self.plans[signature])
-        return self.plans[signature]
+            self.plans[spec] = plan
+        else:
+            plan = self.plans[known]
+        if self.plan is not plan:
+            self.force(plan)
+        return plan
 
     def force(self, plan: Plan) -> None:
         """Puts a plan in force."""
@@ -162,7 +170,7 @@ class PlannedRunner:
             parameters = [(name, p.shape, p.dtype) for name, p in chain.named_parameters()]
             steps = step_names(chain, outline.steps), outline.blocks, parameters
             bounds = option, self.memory_budget, self.max_overhead
-            request = repr((*steps, _signature(chain, inputs), *bounds))
+            request = repr((*steps, _spec(chain, outline, inputs), *bounds))
             if option == "auto":
                 return _first_decided(request, lambda: self._planned(chain, outline, inputs))
             return _first_decided(request, lambda: _least(chain, outline, inputs, foreseen))
@@ -260,20 +268,28 @@ def _first_decided(request: str, decide: Callable[[], Plan]) -> Plan:
     return Plan.parse(store.compare_set(key, "", decide().text()).decode())
 
 
-def _signature(chain: Chain, inputs: State) -> tuple[Any, ...]:
-    """Returns what a plan depends on beside the chain's steps.
+def _spec(chain: Chain, outline: Outline, inputs: State) -> InputSpec:
+    """Returns what a plan depends on: the inputs, and the structure that larger ones must share.
 
-    These are properties of each input, autocast on their devices, and whether an optimizer steps
-    in the backward.
+    Beside properties of the inputs these are the steps, autocast on the devices of the inputs, and
+    whether an optimizer steps in the backward.
     """
-    tensors = [
-        value if value is None else (value.shape, value.dtype, value.device, value.requires_grad)
-        for value in inputs
-    ]
+    given = InputSpec.of(Invocation(inputs))
     devices = sorted({value.device.type for value in inputs if value is not None})
     autocast = [
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         for device in devices
         if torch.amp.is_autocast_available(device)
     ]
-    return (*tensors, *autocast, attached_to(chain.parameters()) is not None)
+    steps = outline.blocks, tuple(map(_code_of, outline.steps))
+    in_backward = attached_to(chain.parameters()) is not None
+    return given._replace(structure=(given.structure, *steps, *autocast, in_backward))
+
+
+def _code_of(step: Step) -> tuple[str, str]:
+    """Names what a step runs, without numbers that it is called with, such as a chunk's size."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    if isinstance(step, nn.Module):
+        return type(step).__qualname__, ""
+    return type(getattr(step, "__self__", step)).__qualname__, getattr(step, "__name__", "")

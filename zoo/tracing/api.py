@@ -55,6 +55,11 @@ def checkpoint(
     that done now. `steps` names the modules that count as blocks, with `*` for any name:
     `["encoder.layers.*"]`.
 
+    A plan serves inputs of its size and smaller ones, which need no more memory by it; where
+    several would, that of the fewest elements. Larger inputs, and those that take other steps, are
+    planned for when they come. A fraction of the baseline, an overhead and the least peak are those
+    of the size that was planned for.
+
     Raises:
         ArgumentError: none of these options, no module, a model that checkpoints itself; for a
             budget or a plan, at that forward, one that needs data of a real step.

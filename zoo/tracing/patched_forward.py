@@ -15,22 +15,21 @@ takes the option along and plans anew.
 import functools
 import inspect
 import logging
-import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from zoo._torch import active_fake_mode, is_exporting, pytree
+from zoo._torch import active_fake_mode, is_exporting
 from zoo.chain import Chain, Runner
 from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
 from zoo.engine.recording import thread
 from zoo.errors import ArgumentError, BudgetError, PlanError
-from zoo.invocation import Invocation
+from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
@@ -235,7 +234,8 @@ class PatchedForward(Patch):
     def plan_ahead(self, given: Invocation) -> None:
         """Plans for arguments like these now."""
         self.latest = self.planner.ahead(self.module, given)
-        self.traces[InputSpec.of(given)] = Traces([self.latest])
+        spec = InputSpec.of(given)
+        self.traces[spec] = Traces(spec, [self.latest])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward: by the plan in training, else as it is written."""
@@ -253,7 +253,8 @@ class PatchedForward(Patch):
             self.counts_freed = not self.counts_freed
             self.traces.clear()
         given = Invocation(args, kwargs)
-        traces = self._traces_for(InputSpec.of(given))
+        spec = InputSpec.of(given)
+        traces = self._traces_for(spec)
         if not traces.branches and (script := self.planner.before_first_step(module, given)):
             traces.branches.append(script)
         if traces.must_trace():
@@ -261,6 +262,7 @@ class PatchedForward(Patch):
             outputs, self.latest = self.planner.while_running(module, run)
             traces.strayed, traces.can_be_planned = False, self.latest is not None
             if self.latest is not None:
+                traces.spec = spec
                 traces.branches.append(self.latest)
             return outputs
         with Conductor(traces.branches[::-1]) as conductor:
@@ -270,19 +272,13 @@ class PatchedForward(Patch):
         self.latest = traces.branches[-1] if traces.branches else None
         return outputs
 
-    def _traces_for(self, spec: "InputSpec") -> "Traces":
-        """Returns the traces for inputs like these, or begins with those of larger ones.
-
-        Smaller inputs need no more memory by the same plan.
-        """
+    def _traces_for(self, spec: InputSpec) -> "Traces":
+        """Returns the traces for inputs like these, or begins with those of larger ones."""
         traces = self.traces.pop(spec, None)
         if traces is None:
-            larger = [
-                traces.branches
-                for known, traces in self.traces.items()
-                if traces.branches and spec.is_within(known)
-            ]
-            traces = Traces([*larger[-1]] if larger else [])
+            planned = {known.spec: known.branches for known in self.traces.values()}
+            cover = spec.smallest_cover(known for known, scripts in planned.items() if scripts)
+            traces = Traces(spec) if cover is None else Traces(cover, [*planned[cover]])
         self.traces[spec] = traces
         if len(self.traces) > MOST_KINDS:
             del self.traces[next(iter(self.traces))]
@@ -326,9 +322,13 @@ def runner_of(model: nn.Module) -> Runner | None:
 
 @dataclass
 class Traces:
-    """Scripts of the forwards traced for inputs of one kind, one for each branch, latest last."""
+    """Scripts of the forwards traced for inputs of one kind, one for each branch, latest last.
 
-    branches: list[Script]
+    The latest trace was of inputs of this `spec`, these or larger ones.
+    """
+
+    spec: InputSpec
+    branches: list[Script] = field(default_factory=list)
     strayed: bool = False
     can_be_planned: bool = True
 
@@ -336,31 +336,3 @@ class Traces:
         """Says whether the next forward is traced: the first, and one after a new branch."""
         is_new = not self.branches or (self.strayed and len(self.branches) < MOST_BRANCHES)
         return is_new and self.can_be_planned
-
-
-class InputSpec(NamedTuple):
-    """The structure and the sizes of the arguments of a call, by which traces are cached."""
-
-    structure: Any
-    sizes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, given: Invocation) -> "InputSpec":
-        """Describes arguments; values that are no tensors count by their types."""
-        leaves, tree = pytree.tree_flatten((given.args, given.kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        sizes = tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)
-        return cls((str(tree), *map(_leaf_spec, leaves)), sizes)
-
-    def is_within(self, other: "InputSpec") -> bool:
-        """Says whether arguments are like others, with no size above theirs."""
-        return self.structure == other.structure and all(
-            len(one) == len(two) and all(map(operator.le, one, two))
-            for one, two in zip(self.sizes, other.sizes, strict=True)
-        )
-
-
-def _leaf_spec(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout
-    return type(leaf)
