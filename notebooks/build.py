@@ -152,7 +152,11 @@ def run(notebook: NotebookNode) -> NotebookNode:
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised.
     """
-    surroundings: Mapping[str, str] = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    surroundings: Mapping[str, str] = os.environ | {
+        "PYTHONPATH": str(HERE.parent),
+        # a bar would be written into the notebook
+        "ZOO_PROGRESS": "0",
+    }
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
             notebook,

@@ -7,6 +7,7 @@ code which catches `ValueError` or `RuntimeError` goes on working.
 import difflib
 import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 LONGEST = 200
 """The most characters of a value that an error repeats."""
@@ -22,6 +23,19 @@ class PlanError(ZooError, ValueError):
 
 class BudgetError(ZooError, ValueError):
     """Says that no plan keeps to a budget, and the least that one needs."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Says that Ctrl-C ended a search, and what it had found; nothing else of it is left.
+
+    Attributes:
+        found: of `zoo.plan` and `zoo.frontier` a `Frontier` of the best plans so far; of
+            `zoo.largest` and `zoo.max_batch_size` the largest size that is known to fit.
+    """
+
+    def __init__(self, text: str, found: Any) -> None:
+        super().__init__(text)
+        self.found = found
 
 
 class InputError(ZooError, ValueError):

@@ -31,11 +31,12 @@ from zoo._torch import fake_store
 from zoo.api.track import FakeStep, mean_of
 from zoo.chain import is_hooked
 from zoo.errors import ArgumentError, BudgetError, OptimizerError, shortened
-from zoo.invocation import Inputs, Invocation, Loss, check_loss, check_training, place_of
+from zoo.invocation import Inputs, Invocation, Loss, check_loss, check_training, place_of, title_of
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds, only_in_backward
 from zoo.policy.report import Frontier, PlanReport, peak_table
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
+from zoo.profiling.progress import each, shown
 from zoo.profiling.timeline import Timeline
 from zoo.report.escaping import markdown_table
 from zoo.tracing.api import Entry
@@ -48,6 +49,7 @@ MOST_RANKS = 2**16
 Strategy = str | Callable[[nn.Module], object]
 
 
+@shown("zoo.plan")
 def plan(
     model: nn.Module,
     inputs: Inputs,
@@ -103,6 +105,7 @@ def plan(
     return planner.report(memory_budget, max_overhead)
 
 
+@shown("zoo.frontier")
 def frontier(
     model: nn.Module,
     inputs: Inputs,
@@ -115,7 +118,8 @@ def frontier(
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
     Each point has `peak`, `time_ratio`, `plan` and `name`; `Frontier` draws and writes them.
-    Arguments and errors are those of `plan`.
+    Arguments and errors are those of `plan`. Ctrl-C raises `Interrupted`, a KeyboardInterrupt whose
+    `found` is the `Frontier` of the plans found so far, once there are some.
     """
     planner = planner_for(
         model,
@@ -143,8 +147,13 @@ def planner_for(
     """
     check_training(model, "planning")
     check_loss(loss)
-    with torch.inference_mode(False), torch.enable_grad():
-        entry = Entry.of(model, Invocation.of(inputs), loss)
+    given = Invocation.of(inputs)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        shown(title_of(model, tuple(given.tensors))),
+    ):
+        entry = Entry.of(model, given, loss)
         return BudgetPlanner(
             model,
             entry.outline,
@@ -221,6 +230,7 @@ class RankReport:
         return "\n\n".join(parts)
 
 
+@shown("zoo.plan_rank")
 def plan_rank(
     model: nn.Module,
     inputs: Inputs,
@@ -324,14 +334,16 @@ class _Rank:
         budget = None
         if max_overhead is not None:
             quick = [point for point in plans if point.time_ratio <= 1 + max_overhead]
-            chosen = min(quick, key=lambda point: self._peak(plans[point]))
+            measured = each("steps by plans", quick)
+            chosen = min(measured, key=lambda point: self._peak(plans[point]))
         else:
             budget = (
                 int(memory_budget * self._peak(None))
                 if isinstance(memory_budget, float)
                 else parse_bytes(memory_budget, "memory_budget")
             )
-            within = (point for point in plans if self._peak(plans[point]) <= budget)
+            measured = each("steps by plans", plans)
+            within = (point for point in measured if self._peak(plans[point]) <= budget)
             if (fastest := next(within, None)) is None:
                 raise self._refusal(min(plans.values(), key=self._peak), budget)
             chosen = fastest

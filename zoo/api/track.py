@@ -38,6 +38,7 @@ from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
 from zoo.profiling.optimizer import MakeOptimizer, made_by
+from zoo.profiling.progress import each, shown
 from zoo.profiling.timeline import Timeline, compare
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.api import Entry
@@ -107,6 +108,7 @@ class Anatomy:
         return json.dumps({"plan": self.plan, "baseline": baseline, "planned": planned})
 
 
+@shown("zoo.anatomy")
 def anatomy(
     model: nn.Module,
     inputs: Inputs,
@@ -152,8 +154,10 @@ def anatomy(
             tracked = FakeStep(*step, in_backward=optimizer_in_backward).track
         else:
             tracked = functools.partial(_measured, *step, in_backward=optimizer_in_backward)
-        planned = tracked(plan) if plan is not None else None
-        return Anatomy(tracked(None), planned, plan if isinstance(plan, Plan) else None)
+        steps = (None,) if plan is None else (plan, None)
+        *planned, baseline = map(tracked, each("tracked steps", steps))
+        by_plan = plan if isinstance(plan, Plan) else None
+        return Anatomy(baseline, planned[0] if planned else None, by_plan)
 
 
 def _decided(

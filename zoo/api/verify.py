@@ -36,6 +36,7 @@ from zoo.policy.options import Checkpoint, runner_for
 from zoo.policy.report import PlanReport
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.optimizer import MakeOptimizer, check_maker
+from zoo.profiling.progress import each, shown
 from zoo.tracing.api import checkpoint as put_in_force
 from zoo.tracing.api import plan_of, uncheckpoint
 from zoo.verification.state_comparison import (
@@ -52,6 +53,7 @@ from zoo.verification.verdict import Difference, Place, Report
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
+@shown("zoo.verify")
 def verify(
     model: nn.Module,
     inputs: Any,
@@ -237,7 +239,7 @@ def _train_pair(
     values compared after each, by kind.
     """
     plans, first = [], None
-    for number, batch in enumerate(batches, 1):
+    for number, batch in enumerate(each("steps of training", batches), 1):
         expected, actual = baseline.step(batch), other.step(batch)
         plans.append(plan_of(other.model))
         first = first_difference(expected, actual, number)

@@ -12,6 +12,9 @@ import sys
 import threading
 from pathlib import Path
 
+# the exit code
+INTERRUPTED = 130
+
 
 def end_on_interrupt() -> None:
     """Makes Ctrl-C end the process with exit code 130, if it is the `zoo` command."""
@@ -40,7 +43,7 @@ def _is_command() -> bool:
 def _end(*_: object) -> None:
     with contextlib.suppress(OSError):
         os.write(2, b"zoo: interrupted\n")
-    os._exit(130)
+    os._exit(INTERRUPTED)
 
 
 end_on_interrupt()

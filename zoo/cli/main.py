@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from zoo.cli.interrupts import INTERRUPTED
 from zoo.cli.model_spec import in_a_line
 from zoo.cli.output import plain_signs, print_answer, prints_to_stderr, redirect_prints
 from zoo.cli.parser import Answer
@@ -110,7 +111,7 @@ def _answer(name: str, arguments: Sequence[str]) -> Answer:
 def _verdict(error: BaseException) -> tuple[str, int]:
     """Returns the message for an error, and the exit code."""
     if isinstance(error, KeyboardInterrupt):
-        return str(error) or "interrupted", 130
+        return str(error) or "interrupted", INTERRUPTED
     if isinstance(error, ZooError):
         return str(error), 1 if isinstance(error, BudgetError | RecomputeError) else 2
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

@@ -26,6 +26,7 @@ from zoo.cli.values import InputSpec
 from zoo.errors import ArgumentError, ModelNameError, ZooError, nearest, shortened, shortened_text
 from zoo.harness.recipes import recipe
 from zoo.invocation import Inputs
+from zoo.profiling.progress import shown
 
 Specs = tuple[InputSpec | None, ...]
 # how many numbers --size takes, by the data of a recipe
@@ -51,7 +52,7 @@ class ModelSpec:
             ArgumentError: it cannot be built, or is no module.
         """
         try:
-            with working_folder_first():
+            with shown(f"building {self.name}"), working_folder_first():
                 model = self.make()
         except ZooError:
             raise

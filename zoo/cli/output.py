@@ -2,7 +2,6 @@
 
 import codecs
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -108,18 +107,3 @@ def _descriptors() -> tuple[int, int] | None:
         return sys.stdout.fileno(), sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
         return None
-
-
-@contextlib.contextmanager
-def log_to_stderr(name: str) -> Iterator[None]:
-    """Writes a logger's messages to stderr, if that is a terminal."""
-    logger, handler = logging.getLogger(name), logging.StreamHandler()
-    level = logger.level
-    if sys.stderr.isatty():
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)

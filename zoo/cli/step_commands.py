@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import gc
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,10 +15,11 @@ import torch
 from zoo.api import plan as planning
 from zoo.api.track import anatomy
 from zoo.api.verify import verify
+from zoo.cli.interrupts import INTERRUPTED
 from zoo.cli.model_spec import ModelSpec, model_spec
-from zoo.cli.output import log_to_stderr, write
+from zoo.cli.output import write
 from zoo.cli.parser import MODEL, OPTIMIZER, OPTIMIZERS, PLANS, PLOT, Answer, command
-from zoo.errors import ArgumentError, nearest, shortened
+from zoo.errors import ArgumentError, Interrupted, nearest, shortened
 from zoo.policy.report import PlanReport
 from zoo.profiling.kernel_costs import DEVICES
 from zoo.profiling.timeline import Timeline
@@ -110,14 +112,21 @@ def _check_ranks(options: argparse.Namespace) -> None:
 def run_frontier(options: argparse.Namespace) -> Answer:
     """Lists what each memory budget costs in time: the best plans and the classic schemes.
 
+    Ctrl-C lists the plans that were found until then.
+
     examples:
       zoo frontier resnet50 --input 32,3,224,224
       zoo frontier densenet121 --plot frontier.svg --csv frontier.csv
     """
-    frontier = planning.frontier(**_planning_arguments(model_spec(options), options))
+    code = 0
+    try:
+        frontier = planning.frontier(**_planning_arguments(model_spec(options), options))
+    except Interrupted as error:
+        frontier, code = error.found, INTERRUPTED
+        print(f"zoo frontier: {error}", file=sys.stderr)
     write(options.csv, lambda path: Path(path).write_text(frontier.to_csv(), encoding="utf-8"))
     write(options.plot, frontier.plot)
-    return Answer(frontier.table(options.points), frontier.to_json())
+    return Answer(frontier.table(options.points), frontier.to_json(), code)
 
 
 @command(
@@ -144,17 +153,16 @@ def run_max_batch(options: argparse.Namespace) -> Answer:
     spec = model_spec(options, batch_size=1)
     arguments = _planning_arguments(spec, options)
     arguments["sample"] = arguments.pop("inputs")
-    with log_to_stderr("zoo.largest"):
-        result = largest(
-            **arguments,
-            memory_budget=options.memory_budget,
-            checkpoint=options.checkpoint,
-            max_overhead=options.max_overhead,
-            vary=tuple(options.vary or [spec.batch_axis]),
-            multiple_of=options.multiple_of,
-            # on a device of this machine one step is measured
-            verify=None if arguments["device"] is None else False,
-        )
+    result = largest(
+        **arguments,
+        memory_budget=options.memory_budget,
+        checkpoint=options.checkpoint,
+        max_overhead=options.max_overhead,
+        vary=tuple(options.vary or [spec.batch_axis]),
+        multiple_of=options.multiple_of,
+        # on a device of this machine one step is measured
+        verify=None if arguments["device"] is None else False,
+    )
     return Answer(str(result), {**asdict(result), "plan": result.plan.text()})
 
 

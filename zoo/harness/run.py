@@ -28,6 +28,7 @@ from zoo.harness.config import Config
 from zoo.harness.processes import check_limit, outcome
 from zoo.harness.results import Comparison, Record, Results
 from zoo.harness.worker import RATIOS, first_fault, locate, work
+from zoo.profiling.progress import is_wanted
 from zoo.report.rows import FEWEST
 from zoo.units import format_bytes, format_seconds
 
@@ -137,7 +138,7 @@ class Shown:
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
             console=console,
-            disable=not console.is_terminal,
+            disable=not (console.is_terminal and is_wanted()),
         )
         self.task = self.bar.add_task("", total=len(models), left="")
 

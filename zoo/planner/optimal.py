@@ -28,19 +28,26 @@ shared storages and early stop.
 
 import bisect
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zoo.planner.costs import StepCosts, simulate
+from zoo.errors import Interrupted
+from zoo.planner.costs import Simulation, StepCosts, simulate
 from zoo.planner.plan import DEEPEST, Item, Plan
 from zoo.planner.search_space import Row, SearchSpace
 
 ENTRIES = 2 * 10**8  # values in a table
 Seconds = NDArray[Any]
 Bytes = NDArray[np.int64]
+# yields items, and may show how many of them are done, by what they are
+Each = Callable[[str, Collection[Any]], Iterable[Any]]
+
+
+def _silently(_: str, items: Collection[Any]) -> Iterable[Any]:
+    return items
 
 
 class Point(NamedTuple):
@@ -52,7 +59,11 @@ class Point(NamedTuple):
 
 
 def frontier(
-    costs: StepCosts, *, levels: int | None = 500, cuts: Collection[int] | None = None
+    costs: StepCosts,
+    *,
+    levels: int | None = 500,
+    cuts: Collection[int] | None = None,
+    each: Each = _silently,
 ) -> list[Point]:
     """Returns the best plans, by rising peak and falling seconds of recomputation.
 
@@ -63,22 +74,40 @@ def frontier(
         levels: amounts of memory for which the least time is known; None for each whole number of
             bytes, which makes the plans optimal and only suits small numbers, as in tests.
         cuts: states where long segments may begin and end; by default all in a short chain.
+        each: shows progress.
+
+    Raises:
+        Interrupted: by Ctrl-C while plans are traced, with the best of those that were.
     """
     space = SearchSpace(costs, cuts)
     keep_all = Plan.keep_all(len(costs))
     baseline = simulate(keep_all, costs).peak
     if levels is None:
-        table = DPTable(space, np.arange(baseline + 1), exact=True)
+        table = DPTable(space, np.arange(baseline + 1), exact=True, each=each)
         budgets = table.budgets()
     else:
         entries = sum(len(rows) * space.columns(k) for k, rows in enumerate(space.rows))
-        table = DPTable(space, _amounts(0, baseline, min(levels, max(50, ENTRIES // entries))))
+        table = DPTable(
+            space, _amounts(0, baseline, min(levels, max(50, ENTRIES // entries))), each=each
+        )
         plans = max(160, min(400, 40_000 // max(len(costs), 1)))
         budgets = _amounts(min(table.least, baseline), baseline, plans).tolist()
-    candidates = []
-    for plan in dict.fromkeys([keep_all, *map(table.plan, budgets)]):
-        result = simulate(plan, costs)
-        candidates.append((result.peak, result.recomputed_seconds, result.recomputed_flops, plan))
+    found = {keep_all: simulate(keep_all, costs)}
+    try:
+        for plan in map(table.plan, each("plans for budgets", budgets)):
+            if plan not in found:
+                found[plan] = simulate(plan, costs)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted", _best(found)) from None
+    return _best(found)
+
+
+def _best(plans: Mapping[Plan, Simulation]) -> list[Point]:
+    """Returns the plans that no other is better than, by rising peak."""
+    candidates = [
+        (result.peak, result.recomputed_seconds, result.recomputed_flops, plan)
+        for plan, result in plans.items()
+    ]
     points: list[Point] = []
     for peak, seconds, _, plan in sorted(candidates, key=lambda entry: entry[:3]):
         if not points or seconds < points[-1].recomputed_seconds:
@@ -127,7 +156,9 @@ class DPTable:
     compares the choices anew, with exact bytes.
     """
 
-    def __init__(self, space: SearchSpace, amounts: Bytes, exact: bool = False) -> None:
+    def __init__(
+        self, space: SearchSpace, amounts: Bytes, exact: bool = False, each: Each = _silently
+    ) -> None:
         self.space, self.costs, self.amounts = space, space.costs, amounts
         self.type = np.float64 if exact else np.float32
         costs = self.costs
@@ -144,7 +175,7 @@ class DPTable:
         done = np.zeros((1, len(amounts)), self.type)
         end = Values(done, np.zeros(1, np.int64), np.zeros(1, self.type))
         self.values = [[end] * len(rows) for rows in space.rows]
-        for state in reversed(range(len(costs))):
+        for state in each("states", range(len(costs))[::-1]):
             self._solve(state)
         self.amount_list: list[int] = amounts.tolist()
 

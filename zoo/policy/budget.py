@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.chain import Outline, State, step_names
-from zoo.errors import ArgumentError, BudgetError
+from zoo.errors import ArgumentError, BudgetError, Interrupted
 from zoo.invocation import place_of, title_of, with_loss
 from zoo.planner import schemes
 from zoo.planner.costs import least_possible, simulate
@@ -32,6 +32,7 @@ from zoo.profiling.allocator_events import resident_bytes
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.kernel_costs import KernelCosts, device_named
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
+from zoo.profiling.progress import each, shown
 from zoo.profiling.sharded import is_spread
 from zoo.units import at_least, exact_bytes, parse_bytes
 
@@ -138,13 +139,20 @@ class BudgetPlanner:
         return BudgetError(text)
 
     def frontier(self) -> Frontier:
-        """Returns the best plans and the classic schemes."""
+        """Returns the best plans and the classic schemes.
+
+        Raises:
+            Interrupted: by Ctrl-C, with those of the best plans that were found.
+        """
+        return self._frontier(self.points)
+
+    def _frontier(self, best: Sequence[Point]) -> Frontier:
         steps = self.costs.blocks, self.outline.whole, lambda: self.costs
         classic = {name: schemes.named(name, *steps) for name in schemes.NAMES}
         others = (self._point(_loss_kept(plan, self.steps), name) for name, plan in classic.items())
         during = self.fixed.beside_activations + least_possible(self.whole)
         return Frontier(
-            tuple(map(self.of_model, (*self.points, *others))),
+            tuple(map(self.of_model, (*best, *others))),
             self.of_model(replace(self.baseline, name="baseline")),
             max(during, self.fixed.optimizer_peak),
             self.title,
@@ -171,7 +179,15 @@ class BudgetPlanner:
     @functools.cached_property
     def points(self) -> list[Point]:
         """The best plans by rising peak and falling time."""
-        table = _planner().frontier(self.whole)
+        with shown(self.title):
+            try:
+                return self._best(_planner().frontier(self.whole, each=each))
+            except Interrupted as error:
+                best = self._best(error.found)
+                text = f"interrupted; {len(best)} of the best plans of {self.title} were found"
+                raise Interrupted(text, self._frontier(best)) from None
+
+    def _best(self, table: Sequence[Any]) -> list[Point]:
         plans = dict.fromkeys(_loss_kept(point.plan, self.steps) for point in table)
         points = sorted(map(self._point, plans), key=lambda p: (p.time_ratio, p.peak))
         best: list[Point] = []
@@ -187,7 +203,7 @@ class BudgetPlanner:
         They are chosen by activations alone, of all kinds, among them plans of single recomputed
         steps.
         """
-        table = _planner().frontier(self.costs)
+        table = _planner().frontier(self.costs, each=each)
         best = [_loss_kept(point.plan, self.steps) for point in table]
         single = [
             Plan([*plan, *range(self.steps, len(self.costs))])

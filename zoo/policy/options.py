@@ -32,6 +32,7 @@ from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
 from zoo.policy.report import PlanReport
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.optimizer import OptimizerBytes, optimizer_bytes
+from zoo.profiling.progress import shown
 from zoo.profiling.sharded import is_spread
 from zoo.units import format_bytes
 
@@ -150,6 +151,7 @@ class PlannedRunner:
         self.plan = plan
         self.compiled = tuple((isinstance(item, tuple), *indices(item)) for item in plan)
 
+    @shown("zoo.checkpoint")
     def decide(
         self,
         chain: Chain,

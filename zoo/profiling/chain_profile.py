@@ -45,6 +45,7 @@ from zoo.profiling.kernel_costs import (
     flop_formulas,
     measure_kernels,
 )
+from zoo.profiling.progress import shown
 from zoo.profiling.sharded import whole_parameters
 from zoo.profiling.step_profile import (
     REAL,
@@ -124,7 +125,8 @@ class Profile:
         tensors = (*(value for value in inputs if value is not None), *chain.parameters())
         self.device = tensors[0].device if tensors else torch.device("cpu")
         _import_all()
-        answer = isolated(functools.partial(_run_steps, chain, outline, inputs))
+        with shown("measuring steps on fake tensors"):
+            answer = isolated(functools.partial(_run_steps, chain, outline, inputs))
         if isinstance(answer, Raised) and answer.error is not None:
             raise answer.error
         if not isinstance(answer, ChainRun):

@@ -28,6 +28,7 @@ from zoo._torch import DisableAutocast, disable_current_modes
 from zoo.engine.operators import Settings, read_settings
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.profiling.allocator_events import AllocatorEvents
+from zoo.profiling.progress import each
 from zoo.profiling.tensor_spec import KernelSpec
 from zoo.verification.state_comparison import random_state_restored
 
@@ -237,13 +238,15 @@ def measure_kernels(
 
 def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[KernelCosts | None]:
     with AllocatorEvents() as record:
-        spans = [_span(spec) for spec in specs]
+        spans = [_span(spec) for spec in each("running kernels", specs)]
     workspaces = _workspaces(record.events, spans)
     return [
         None
         if span is None
         else KernelCosts(_seconds(spec) if timed else (span[1] - span[0]) / 1e9, workspace)
-        for spec, span, workspace in zip(specs, spans, workspaces, strict=True)
+        for spec, span, workspace in zip(
+            each("timing kernels", specs) if timed else specs, spans, workspaces, strict=True
+        )
     ]
 
 
@@ -292,7 +295,7 @@ def _on_cuda(
     specs: Sequence[KernelSpec], device: torch.device, timed: bool
 ) -> list[KernelCosts | None]:
     with torch.cuda.device(device):
-        return [_run_on_cuda(spec, timed) for spec in specs]
+        return [_run_on_cuda(spec, timed) for spec in each("running kernels", specs)]
 
 
 def _run_on_cuda(spec: KernelSpec, timed: bool) -> KernelCosts | None:

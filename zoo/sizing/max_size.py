@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zoo.api.track import stepping_in_backward
-from zoo.errors import ArgumentError, BudgetError
+from zoo.errors import ArgumentError, BudgetError, Interrupted
 from zoo.invocation import (
     Inputs,
     Invocation,
@@ -34,6 +34,7 @@ from zoo.policy.budget import only_in_backward
 from zoo.policy.options import Checkpoint
 from zoo.profiling.allocator_events import measure_step, tensors_in
 from zoo.profiling.optimizer import MakeOptimizer, made_by
+from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import ends_of, root_of
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within
@@ -115,6 +116,7 @@ def max_batch_size(
     return largest(model, sample, **options).size
 
 
+@shown("zoo.largest")
 def largest(
     model: nn.Module,
     sample: Inputs | None = None,
@@ -133,7 +135,8 @@ def largest(
     """Finds the largest size whose whole training step keeps to a budget in bytes.
 
     The returned size keeps to it and the next two do not, which makes it exact where bytes grow
-    with the size. The model does not change; only a real step allocates memory of its size.
+    with the size. The model does not change; only a real step allocates memory of its size. Ctrl-C
+    raises `Interrupted`, a KeyboardInterrupt whose `found` is the largest size known to fit.
 
     Args:
         model: in training mode; on the meta device if it has no memory yet.
@@ -184,7 +187,11 @@ def largest(
         optimizer_in_backward,
     )
     with torch.inference_mode(False), torch.enable_grad():
-        return _Search(estimates, start, memory_budget).run(verify)
+        search = _Search(estimates, start, memory_budget)
+        try:
+            return search.run(verify)
+        except KeyboardInterrupt:
+            raise search.interrupted() from None
 
 
 class _Search:
@@ -202,6 +209,9 @@ class _Search:
         if not any(t.requires_grad for t in (*estimates.model.parameters(), *inputs.tensors)):
             raise ArgumentError(nothing_trained(estimates.model))
         self.budget = self.first.bytes_of(memory_budget)
+        # predictions up to so many bytes hold, as far as real steps have shown
+        self.trusted = self.budget
+        self.fitted: Largest | None = None
 
     def run(self, verify: bool | None) -> Largest:
         """Returns the largest size that predictions allow and a real step proves.
@@ -212,32 +222,45 @@ class _Search:
         room = 0 if verify is False else self._room()
         target, low, excess = self.budget, 0, 0
         high: int | None = None
-        fitted: Largest | None = None
         ran_out: Largest | None = None
-        while fitted is None or (high is not None and high - low > self.budget // NEAR):
+        while self.fitted is None or (high is not None and high - low > self.budget // NEAR):
             if high is not None:
                 low = low or self.estimates.smallest()[1]
                 target = min((low + high) // 2, high - 1)
             candidate = self._predicted(target)
             if candidate is None:
                 raise self._refusal(ran_out, excess)
-            if fitted is not None and candidate.size <= fitted.size:
+            if self.fitted is not None and candidate.size <= self.fitted.size:
                 low = target
                 continue
             seconds = candidate.predicted_seconds
             is_quick = seconds is not None and seconds <= QUICK
             if candidate.predicted_peak > room or not (verify or is_quick):
-                return fitted or candidate
+                return self.fitted or candidate
             peak = self._measured(candidate)
             if peak is not None and peak <= self.budget:
-                fitted, low = replace(candidate, measured_peak=peak), target
+                self.fitted, low = replace(candidate, measured_peak=peak), target
                 continue
             if peak is None or high is not None:
                 high = candidate.predicted_peak
             ran_out = candidate if peak is None else None
             excess = 0 if peak is None else peak - candidate.predicted_peak
             target = self.budget - excess
-        return fitted
+            self.trusted = target if high is None else 0
+        return self.fitted
+
+    def interrupted(self) -> Interrupted:
+        """Says which size is known to fit."""
+        fits, how = None, "none is known to fit yet"
+        needs = self.estimates.needs.items()
+        predicted = [count for count, needed in needs if needed <= self.trusted]
+        if self.fitted is not None:
+            fits = self.fitted.size
+            how = f"size {fits} fits in {exact_bytes(self.budget)}, as a real step showed"
+        elif predicted:
+            fits = max(predicted) * self.estimates.unit
+            how = f"size {fits} is predicted to fit in {exact_bytes(self.budget)}"
+        return Interrupted(f"interrupted; of the sizes so far, {how}", fits)
 
     def _predicted(self, target: int) -> Largest | None:
         """Returns the largest size whose predicted bytes keep to a target; None if none does."""
@@ -309,7 +332,7 @@ class _Search:
         """Trains a copy of the model; its peak in bytes, None where memory runs out."""
         _log.info("size %d: a real step", candidate.size)
         estimates = self.estimates
-        with random_state_restored():
+        with random_state_restored(), shown(f"a real step of size {candidate.size}"):
             try:
                 model, loss = copy.deepcopy((estimates.model, estimates.loss))
                 place = place_of(model)

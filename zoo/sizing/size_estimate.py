@@ -25,6 +25,7 @@ from zoo.policy.options import PlannedRunner, runner_for
 from zoo.policy.report import Point
 from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
+from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import KernelSpec
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.patched_forward import runner_of
@@ -96,15 +97,20 @@ class SizeEstimates:
     traced: dict[int, BudgetPlanner | None] = field(default_factory=dict)
     measured: dict[int, BudgetPlanner] = field(default_factory=dict)
     kernels: dict[int, Kernels] = field(default_factory=dict)
+    needs: dict[int, int] = field(default_factory=dict)
     refusal: Exception | None = None
     # the optimizer's, the same for any size
     optimizer_bytes: OptimizerBytes | None = None
 
     def needed(self, count: int, budget: float = math.inf) -> int | None:
         """Returns the bytes of a size; where they exceed the budget, a lower bound."""
-        planner = self.trace(count)
-        if planner is None:
-            return None
+        with shown(f"size {count * self.unit}"):
+            planner = self.trace(count)
+            if planner is not None:
+                self.needs[count] = self._needed(count, planner, budget)
+        return self.needs.get(count)
+
+    def _needed(self, count: int, planner: BudgetPlanner, budget: float) -> int:
         is_here = self.device is None and planner.place.type != "meta"
         # without seconds it is not known which plans keep to an overhead
         is_timed = is_here and self.max_overhead is not None
@@ -125,7 +131,7 @@ class SizeEstimates:
     def in_backward(self) -> "SizeEstimates":
         """Returns estimates for the same step with the optimizer in the backward."""
         return replace(
-            self, optimizer_in_backward=True, optimizer_bytes=None, traced={}, measured={}
+            self, optimizer_in_backward=True, optimizer_bytes=None, traced={}, measured={}, needs={}
         )
 
     def known(self, count: int) -> BudgetPlanner:

@@ -31,6 +31,7 @@ from zoo.invocation import Invocation, Loss, UnknownTargets, own_loss, place_of,
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, NumbersNeeded, copied
 from zoo.profiling.isolation import Died, Raised, isolated
+from zoo.profiling.progress import shown
 from zoo.profiling.sharded import is_spread
 from zoo.profiling.source_location import line_of_traceback
 from zoo.profiling.tensor_spec import TensorSpec
@@ -79,9 +80,10 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
             "ahead"
         )
     forward = _Forward(model, given, loss)
-    graph = forward.isolated(forward.on_fakes)
-    if graph is None:
-        graph = forward.isolated(forward.on_real_tensors)
+    with shown("tracing the forward"):
+        graph = forward.isolated(forward.on_fakes)
+        if graph is None:
+            graph = forward.isolated(forward.on_real_tensors)
     assert graph is not None
     return graph
 

@@ -12,6 +12,7 @@ from zoo.invocation import Invocation, Loss, capture_first_state, place_of, with
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, attach, runner_for
+from zoo.profiling.progress import shown
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.blocks import check_switches, paths_of
 from zoo.tracing.partition import partition
@@ -143,6 +144,7 @@ class ChainSummary:
         return "\n".join([*lines, *(f"{block:>4}  {name}" for block, name in rows)])
 
 
+@shown("zoo.chain_of")
 def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> ChainSummary:
     """Returns the steps that `zoo.checkpoint` finds in a model for inputs like these, real or meta.
 

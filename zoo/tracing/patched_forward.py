@@ -33,6 +33,7 @@ from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
+from zoo.profiling.progress import shown
 from zoo.profiling.sharded import is_spread
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.blocks import check_switches, paths_of
@@ -82,6 +83,7 @@ class OptionPlanner(NamedTuple):
             return None
         return self.ahead(model, given)
 
+    @shown("zoo.checkpoint")
     def ahead(self, model: nn.Module, given: Invocation) -> Script:
         """Plans without a step."""
         check_switches(model)
