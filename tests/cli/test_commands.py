@@ -270,13 +270,6 @@ def test_max_batch_measures_where_the_model_is(numbers):
     assert 0 < found["measured_peak"] <= 2 * MIB
 
 
-def test_max_batch_tells_a_terminal_what_it_is_at(command, monkeypatch):
-    given = ("max-batch", *RESIDUALS, "--memory-budget", "4MiB", "--device", "a100")
-    assert command(*given).err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert re.fullmatch(r"(size \d+ needs .* [KM]iB\n)+", command(*given).err)
-
-
 def test_max_batch_of_a_text_in_columns_varies_the_columns(command, monkeypatch):
     seen = []
 
