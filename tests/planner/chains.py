@@ -106,3 +106,56 @@ def _contents(start: int, stop: int) -> tuple[tuple[Item, ...], ...]:
         for rest in _runs(middle, stop)
     ]
     return (*kept_first, *cut_first)
+
+
+@st.composite
+def repeated_chains(draw: st.DrawFn, parts: int = 8) -> StepCosts:
+    """Draws the costs of a chain whose middle is the same few steps again and again.
+
+    The states of a part and the first of the next one share storages, one is in all states from the
+    first to the last, and gradients are larger in an earlier part. The last part may be cut short.
+    """
+    period = draw(st.integers(1, 3))
+    count = period * parts - draw(st.integers(0, period - 1))
+    small = st.integers(0, 9)
+    before, grown, total = draw(st.integers(1, 2)), draw(small), 0
+    sizes = [draw(st.integers(1, 9))]
+    live: list[set[int]] = [set()]
+    patterns = [
+        (draw(st.integers(1, 9)), draw(st.integers(0, period)), draw(st.booleans()))
+        for _ in range(period)
+    ]
+    numbers = [[draw(small) for _ in range(6)] for _ in range(period)]
+    chosen = [0 if k < before else (k - before) % period for k in range(before + count)]
+    total = len(chosen)
+    live += [{0} for _ in range(total)]
+    saved: list[frozenset[int]] = []
+    for step, place in enumerate(chosen):
+        size, lasts, saves = patterns[place]
+        for state in range(step + 1, min(step + 1 + lasts, total) + 1):
+            live[state].add(len(sizes))
+        sizes.append(size)
+        saved.append(frozenset(live[step] - {0}) if saves else frozenset([len(sizes) - 1]))
+
+    def column(which: int) -> tuple[int, ...]:
+        return tuple(numbers[place][which] for place in chosen)
+
+    made = [sum(sizes[s] for s in live[k + 1] - live[k]) for k in range(total)]
+    forward = tuple(least + extra for least, extra in zip(made, column(0), strict=True))
+    seconds = column(1)
+    parts_behind = [(total - state) // period for state in range(total + 1)]
+    return StepCosts(
+        sizes=tuple(sizes),
+        live=tuple(map(frozenset, live)),
+        saved=tuple(saved),
+        forward=forward,
+        forward_until_saved=tuple(map(min, forward, column(2))),
+        backward=column(3),
+        gradients=(*(4 + grown * behind for behind in parts_behind),),
+        flops=seconds,
+        flops_until_saved=tuple(map(min, seconds, column(4))),
+        seconds=tuple(map(float, seconds)),
+        seconds_until_saved=tuple(map(float, map(min, seconds, column(4)))),
+        seconds_backward=tuple(map(float, column(5))),
+        blocks=tuple(range(total)),
+    )

@@ -12,7 +12,6 @@ steps, DenseNet's features by all that follow), so a sum over shapes would count
 
 import math
 import operator
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -210,27 +209,27 @@ class _Clock:
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
-        self.holders: Counter[int] = Counter()
+        self.holders = [0] * len(costs.sizes)
         self.held = self.kept = self.peak = self.flops = 0
         self.moment = Moment(FORWARD, 0, 0, 0, 0, 0, 0, None)
         self.seconds: list[float] = []
 
     def run(self, items: Sequence[Item], end: int | None = None) -> None:
         """Runs the forward of items; in a recomputation the gradient of state `end` is in hand."""
-        costs = self.costs
+        costs, live, forward = self.costs, self.costs.live, self.costs.forward
         phase = FORWARD if end is None else RECOMPUTE
         for item in items:
             steps = _steps(item)
             if isinstance(item, tuple):
-                self.hold(costs.live[steps[0]])
+                self.hold(live[steps[0]])
             for step in steps:
-                work = self.without_casts(step, costs.forward[step])
-                self.tick(phase, step, self.extra(costs.live[step]), work, end)
-                if end is None:
-                    self.hold(costs.casts[step] if costs.casts else ())
-                else:
-                    self.flops += costs.flops[step]
-                    self.seconds.append(costs.seconds[step])
+                work = forward[step] - self.held_casts(step)
+                self.tick(phase, step, self.extra(live[step]), work, end)
+                if end is None and costs.casts:
+                    self.hold(costs.casts[step])
+            if end is not None:
+                self.flops += sum(map(costs.flops.__getitem__, steps))
+                self.seconds += map(costs.seconds.__getitem__, steps)
             if isinstance(item, int):
                 self.hold(costs.saved[item])
             elif end is None:
@@ -249,7 +248,7 @@ class _Clock:
             # it is handed over without being run: its own backward recomputes it
             self.hold(costs.live[next(indices(last))])
         else:
-            work = self.without_casts(last, costs.forward_until_saved[last])
+            work = costs.forward_until_saved[last] - self.held_casts(last)
             self.tick(RECOMPUTE, last, self.extra(costs.live[last]), work, end)
             self.flops += costs.flops_until_saved[last]
             self.seconds.append(costs.seconds_until_saved[last])
@@ -258,10 +257,10 @@ class _Clock:
             self.backward(inner)
         self.release(costs.live[steps[0]])
 
-    def without_casts(self, step: int, work: int) -> int:
-        """Takes the casts that are held already, and not made again, from the bytes of a step."""
+    def held_casts(self, step: int) -> int:
+        """Returns the bytes of the casts of a step that are held already, and not made again."""
         casts = self.costs.casts[step] if self.costs.casts else ()
-        return work - self.costs.bytes_of(casts) + self.extra(casts)
+        return self.costs.bytes_of(casts) - self.extra(casts) if casts else 0
 
     def tick(self, phase: str, step: int, state: int, work: int, end: int | None) -> None:
         """Records the bytes of a moment; `end` is the state whose gradient is in hand."""
@@ -273,13 +272,18 @@ class _Clock:
             self.moment = Moment(phase, step, kept, recomputed, state, work, gradient, end)
 
     def extra(self, storages: Iterable[int]) -> int:
-        return sum(self.costs.sizes[s] for s in storages if not self.holders[s])
+        holders, sizes, total = self.holders, self.costs.sizes, 0
+        for storage in storages:
+            if not holders[storage]:
+                total += sizes[storage]
+        return total
 
     def hold(self, storages: Iterable[int]) -> None:
+        holders = self.holders
         for storage in storages:
-            if not self.holders[storage]:
+            if not holders[storage]:
                 self.held += self.costs.sizes[storage]
-            self.holders[storage] += 1
+            holders[storage] += 1
 
     def give_away(self, item: Item) -> None:
         """Leaves outputs of the chain to the caller alone: recomputing a segment makes new ones.

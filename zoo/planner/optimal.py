@@ -27,8 +27,10 @@ shared storages and early stop.
 """
 
 import bisect
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,10 +38,16 @@ from numpy.typing import NDArray
 
 from zoo.errors import Interrupted
 from zoo.planner.costs import Simulation, StepCosts, simulate
+from zoo.planner.entries import Entries
 from zoo.planner.plan import DEEPEST, Item, Plan
 from zoo.planner.search_space import Row, SearchSpace
 
-ENTRIES = 2 * 10**8  # values in a table
+VALUES = 5 * 10**7  # in a table
+FEW = 100  # amounts, at least, also where these are more values
+AT_ONCE = 2**18  # values of segments that are compared at once
+PAYMENTS = 4096  # for so many the amounts around others are stored
+NEVER = 1e30  # seconds of what does not fit; sums of few are finite
+NO_BYTES = 2**60
 Seconds = NDArray[Any]
 Bytes = NDArray[np.int64]
 # yields items, and may show how many of them are done, by what they are
@@ -61,7 +69,7 @@ class Point(NamedTuple):
 def frontier(
     costs: StepCosts,
     *,
-    levels: int | None = 500,
+    levels: int | None = 250,
     cuts: Collection[int] | None = None,
     each: Each = _silently,
 ) -> list[Point]:
@@ -86,11 +94,9 @@ def frontier(
         table = DPTable(space, np.arange(baseline + 1), exact=True, each=each)
         budgets = table.budgets()
     else:
-        entries = sum(len(rows) * space.columns(k) for k, rows in enumerate(space.rows))
-        table = DPTable(
-            space, _amounts(0, baseline, min(levels, max(50, ENTRIES // entries))), each=each
-        )
-        plans = max(160, min(400, 40_000 // max(len(costs), 1)))
+        count = min(levels, max(FEW, VALUES // Entries(space).count))
+        table = DPTable(space, _amounts(0, baseline, count), each=each)
+        plans = max(40, min(400, 40_000 // max(len(costs), 1)))
         budgets = _amounts(min(table.least, baseline), baseline, plans).tolist()
     found = {keep_all: simulate(keep_all, costs)}
     try:
@@ -132,9 +138,9 @@ def _amounts(first: int, last: int, count: int) -> Bytes:
 
 
 class Values(NamedTuple):
-    """V for one row of a state and every end.
+    """V for some entries.
 
-    seconds: (ends, amounts), infinite where an amount of free memory does not suffice.
+    seconds: (..., entries, amounts), `NEVER` where an amount of free memory does not suffice.
     needs: the least memory that suffices.
     at_need: seconds with just that.
     """
@@ -143,9 +149,29 @@ class Values(NamedTuple):
     needs: Bytes
     at_need: Seconds
 
-    def of(self, ends: slice | NDArray[np.intp]) -> "Values":
-        """Returns the values of some ends."""
-        return Values(self.seconds[ends], self.needs[ends], self.at_need[ends])
+    def of(self, entries: slice) -> "Values":
+        """Returns the values of some entries, which are written through it."""
+        return Values(*(values[entries] for values in self))
+
+    def lower_needs(self, needs: Bytes, seconds: Seconds) -> None:
+        """Takes lower needs, and fewer seconds at equal needs."""
+        less = (needs < self.needs) | ((needs == self.needs) & (seconds < self.at_need))
+        self.needs[less], self.at_need[less] = needs[less], seconds[less]
+
+
+class Segments(NamedTuple):
+    """What the segments that begin at a state cost, by where they stop.
+
+    stops: the states, rising.
+    rows: the numbers of the rows there.
+    seconds: until the stop.
+    through: the most bytes beside the state until the stop.
+    """
+
+    stops: Bytes
+    rows: Bytes
+    seconds: NDArray[np.float64]
+    through: Bytes
 
 
 class DPTable:
@@ -169,24 +195,45 @@ class DPTable:
             costs.flops_until_saved, np.float64
         )
         # there is no gradient at the end of the forward
-        self.gradients = (*costs.gradients, 0)
-        self.runs = [self._runs_from(state) for state in range(len(costs))]
-        self.choices = [np.empty((0, 0), np.int16)] * len(costs)
-        done = np.zeros((1, len(amounts)), self.type)
-        end = Values(done, np.zeros(1, np.int64), np.zeros(1, self.type))
-        self.values = [[end] * len(rows) for rows in space.rows]
-        for state in each("states", range(len(costs))[::-1]):
-            self._solve(state)
+        self.gradients = np.array([*costs.gradients, 0], np.int64)
+        self.segments = list(self._segments())
+        # for each state the numbers of its rows by the bytes that are held besides when it is kept
+        self.alike = [
+            [
+                [number for number, row in enumerate(rows) if row.grown == grown]
+                for grown in dict.fromkeys(row.grown for row in rows)
+            ]
+            for rows in space.rows
+        ]
+        self.entries = entries = Entries(space)
+        self.levels = np.arange(len(amounts))
+        self.between = functools.lru_cache(PAYMENTS)(self._between)
+        seconds = np.full((entries.count, len(amounts)), NEVER, self.type)
+        needs = np.full(entries.count, NO_BYTES, np.int64)
+        self.values = Values(seconds, needs, np.full(entries.count, NEVER, self.type))
+        self.choices = np.full((entries.own_count, len(amounts)), -1, np.int16)
+        end, _, _ = entries.place(len(costs), 0, space.forward)
+        for known in self.values:
+            known[end:] = 0
+        for state, low, high in each("states", list(entries.in_order())):
+            ends = entries.ends(state, low, high)
+            if ends.size:
+                self._solve(state, ends)
         self.amount_list: list[int] = amounts.tolist()
 
     @property
     def least(self) -> int:
         """The least peak of all plans, in bytes."""
-        return int(self.values[0][0].needs[-1])
+        return int(self.values.needs[self.whole])
+
+    @property
+    def whole(self) -> int:
+        """The entry of all plans."""
+        return self.entries.place(0, 0, self.space.forward)[0]
 
     def budgets(self) -> list[int]:
         """Returns the amounts at which the least time falls, rising."""
-        whole = self.values[0][0].seconds[-1]
+        whole = self.values.seconds[self.whole]
         lower = np.flatnonzero(whole[1:] < whole[:-1]) + 1
         return [int(amount) for amount in self.amounts[lower]]
 
@@ -198,128 +245,182 @@ class DPTable:
         """
         return Plan(tuple(self._items(0, 0, self.space.forward, budget)))
 
-    def _runs_from(self, state: int) -> list[tuple[float, int]]:
-        """Returns for each stop the seconds until it and the most bytes beside the state."""
-        costs, live = self.costs, self.costs.live[state]
-        index = np.array([stop for stop, _ in self.space.stops[state]]) - state - 1
-        steps = range(state, state + 1 + int(index[-1]))
-        beside = [costs.forward[k] + costs.bytes_of(costs.live[k] - live) for k in steps]
-        seconds = np.cumsum(self.seconds[steps.start : steps.stop])[index]
-        through = np.maximum.accumulate(np.array(beside, np.int64))[index]
-        return list(zip(seconds.tolist(), through.tolist(), strict=True))
+    def _segments(self) -> Iterator[Segments]:
+        costs = self.costs
+        sizes = np.array([costs.bytes_of(live) for live in costs.live[:-1]], np.int64)
+        worked = sizes + np.array(costs.forward, np.int64)
+        last = {storage: state for state, live in enumerate(costs.live) for storage in live}
+        for state, stops in enumerate(self.space.stops[:-1]):
+            ends, rows = np.array(stops, np.int64).T
+            beside = worked[state : stops[-1][0]].copy()
+            for storage in costs.live[state]:
+                beside[: last[storage] + 1 - state] -= costs.sizes[storage]
+            index = ends - state - 1
+            seconds = np.cumsum(self.seconds[state : stops[-1][0]])[index]
+            yield Segments(ends, rows, seconds, np.maximum.accumulate(beside)[index])
 
-    def _solve(self, state: int) -> None:
-        ends = self.space.ends(state)
-        gradients = np.array([self.gradients[end] for end in ends], np.int64)
-        recomputes = np.array([end != self.space.forward for end in ends])
-        rows = self.space.rows[state]
-        of_rows = [self._keep(state, row, gradients) for row in rows]
-        own = of_rows[self.space.own[state]]
-        self.choices[state] = np.full(own.seconds.shape, -1, np.int16)
-        for number in range(len(self.space.stops[state])):
-            self._offer_segment(state, number, own, gradients, recomputes)
-        for row, values in zip(rows, of_rows, strict=True):
+    def _solve(self, state: int, ends: Bytes) -> None:
+        """Finds the values of a state in all of its rows for successive ends."""
+        rows, places = self.space.rows[state], []
+        for number in range(len(rows)):
+            first, own_first, _ = self.entries.place(state, number, ends.item(0))
+            places.append(slice(first, first + len(ends)))
+        for numbers in self.alike[state]:
+            self._keep(state, numbers, ends)
+        number = self.space.own[state]
+        own = self.values.of(places[number])
+        choices = self.choices[own_first : own_first + len(ends)]
+        for part in self._parts(state, ends):
+            last = self.segments[state].stops[part][-1]
+            behind = slice(int(ends.searchsorted(last, "right")), None)
+            if ends[behind].size:
+                self._offer_segments(state, part, ends[behind], own.of(behind), choices[behind])
+        for row, place in zip(rows, places, strict=True):
             if row.missing:
                 # the rest of the state may be held first
-                seconds = self._paid(own, row.missing)
-                held = self._closed(Values(seconds, own.needs + row.missing, own.at_need))
+                held = self._read(np.arange(places[number].start, places[number].stop), row.missing)
+                values = self.values.of(place)
                 np.minimum(values.seconds, held.seconds, out=values.seconds)
-                _lower_needs(values, np.arange(len(ends)), held.needs, held.at_need)
-        self.values[state] = of_rows
+                values.lower_needs(held.needs, held.at_need)
 
-    def _keep(self, step: int, row: Row, gradients: Bytes) -> Values:
-        """Returns the values of a state's row when its step is kept."""
-        costs, space = self.costs, self.space
-        last = space.column(step, step + 1)
-        seconds = np.full(len(gradients), self.seconds[step], self.type)
-        seconds[last], seconds[-1] = self.until_saved[step], 0
-        needs = gradients + (costs.forward[step] + row.missing)
-        needs[last] += costs.forward_until_saved[step] - costs.forward[step]
-        np.maximum(needs, row.grown + costs.gradients[step + 1] + costs.backward[step], out=needs)
-        zeros = np.zeros((len(seconds), len(self.amounts)), self.type)
-        values = Values(zeros, needs, seconds.copy())
-        following = self.values[step + 1][row.following]
-        for here, there in space.later(step, step + 1):
-            rest = following.of(there)
-            np.maximum(needs[here], row.grown + rest.needs, out=needs[here])
-            values.seconds[here] = self._paid(rest, row.grown)
-            values.at_need[here] += self._at(rest, needs[here] - row.grown)
+    def _parts(self, state: int, ends: Bytes) -> Iterator[slice]:
+        """Yields numbers of stops to offer at once: of one copy, or one of the ends alone.
+
+        The values of an end are final when all segments that stop before it have been offered.
+        """
+        entries, stops = self.entries, self.segments[state].stops
+        before = int(stops.searchsorted(ends.item(0)))
+        early = stops[:before]
+        moved = np.where(entries.limit[early] >= ends.item(-1), entries.moved[early], 0)
+        own = early <= entries.limit.item(state)
+        edges = np.flatnonzero((moved[1:] != moved[:-1]) | (own[1:] != own[:-1])) + 1
+        most = max(AT_ONCE // (len(ends) * len(self.amounts)), 1)
+        for start, stop in pairwise([0, *edges.tolist(), before]):
+            for first in range(start, stop, most):
+                yield slice(first, min(first + most, stop))
+        for number in range(before, int(stops.searchsorted(ends.item(-1)))):
+            yield slice(number, number + 1)
+
+    def _keep(self, step: int, numbers: list[int], ends: Bytes) -> None:
+        """Fills the values of rows of a state by what it costs to keep its step.
+
+        In these rows it saves the same bytes more.
+        """
+        costs, entries, rows = self.costs, self.entries, self.space.rows[step]
+        last = int(ends.item(0) == step + 1)
+        grown = rows[numbers[0]].grown
+        seconds = np.full(len(ends), self.seconds[step], self.type)
+        forward = self.gradients[ends] + costs.forward[step]
+        if last:
+            seconds[0] = self.until_saved[step]
+            forward[0] += costs.forward_until_saved[step] - costs.forward[step]
+        if ends.item(-1) == self.space.forward:
+            seconds[-1] = 0
+        missing = np.array([rows[number].missing for number in numbers], np.int64)
+        needs = forward + missing[:, None]
+        np.maximum(needs, grown + costs.gradients[step + 1] + costs.backward[step], out=needs)
+        values = Values(
+            np.zeros((*needs.shape, len(self.amounts)), self.type),
+            needs,
+            np.zeros(needs.shape, self.type),
+        )
+        if len(ends) > last:
+            is_copy = ends.item(-1) <= entries.limit.item(step + 1)
+            paid = grown - (entries.grown.item(step + 1) if is_copy else 0)
+            after = np.array([rows[number].following for number in numbers])[:, None]
+            following = entries.find(step + 1, after, ends[last:], is_copy)
+            rest = self._read(following, paid)
+            np.maximum(needs[:, last:], rest.needs, out=needs[:, last:])
+            values.seconds[:, last:] = rest.seconds
+            values.at_need[:, last:] = self._at(following, needs[:, last:] - paid)
         values.seconds[:] += seconds[:, None]
-        return self._closed(values)
+        values.at_need[:] += seconds
+        values.seconds[self.levels < self.amounts.searchsorted(needs)[..., None]] = NEVER
+        first, _, _ = entries.place(step, 0, ends.item(0))
+        places = first + np.array(numbers)[:, None] * entries.width[step] + np.arange(len(ends))
+        for known, new in zip(self.values, values, strict=True):
+            known[places] = new
 
-    def _offer_segment(
-        self, start: int, number: int, own: Values, gradients: Bytes, recomputes: NDArray[np.bool_]
+    def _offer_segments(
+        self, state: int, part: slice, ends: Bytes, own: Values, choices: NDArray[np.int16]
     ) -> None:
-        """Lowers the values of a state by what it costs to start with a segment."""
-        stop, row = self.space.stops[start][number]
-        run, through = self.runs[start][number]
-        column = self.space.column(start, stop)
-        turn = own.of(slice(column, column + 1))
-        following = self.values[stop][row]
-        for here, there in self.space.later(start, stop):
-            rest, now = following.of(there), own.of(here)
-            recomputation = (run * recomputes[here]).astype(self.type)
-            moment = through + gradients[here]
-            needs = np.maximum(rest.needs, turn.needs)
-            seconds = rest.seconds + turn.seconds
-            seconds += recomputation[:, None]
-            for late in np.flatnonzero(moment > needs):
-                seconds[late, : self.amounts.searchsorted(moment[late])] = np.inf
-            better = seconds < now.seconds
-            np.copyto(now.seconds, seconds, where=better)
-            np.copyto(self.choices[start][here], np.int16(number), where=better)
-            np.maximum(needs, moment, out=needs)
-            lower = np.flatnonzero(needs <= now.needs)
-            if lower.size:
-                free = needs[lower]
-                at_need = self._at(rest.of(lower), free) + self._at(turn, free)
-                at_need += recomputation[lower]
-                _lower_needs(now, lower, free, at_need)
+        """Lowers the values of a state by what it costs to start with one of some segments."""
+        entries = self.entries
+        stops, rows, run, through = (values[part, None] for values in self.segments[state])
+        first = self.segments[state].stops.item(part.start)
+        is_copy = ends.item(-1) <= entries.limit.item(first)
+        after = entries.find(stops, rows, ends, is_copy)
+        paid_after = -entries.grown.item(first) if is_copy else 0
+        is_copy = first <= entries.limit.item(state)
+        turns = entries.find(state, self.space.own[state], stops, is_copy)
+        paid_turn = -entries.grown.item(state) if is_copy else 0
+        rest, turn = self._read(after, paid_after), self._read(turns, paid_turn)
+        # in the forward nothing is recomputed
+        recomputed = (run * (ends != self.space.forward)).astype(self.type)
+        seconds = rest.seconds
+        seconds += turn.seconds
+        seconds += recomputed[..., None]
+        moment = through + self.gradients[ends]
+        needs = np.maximum(rest.needs, turn.needs)
+        late = (moment > needs).nonzero()
+        if late[0].size:
+            some = seconds[late]
+            some[self.levels < self.amounts.searchsorted(moment[late])[:, None]] = NEVER
+            seconds[late] = some
+        for number, offered in enumerate(seconds, part.start):
+            better = offered < own.seconds
+            np.copyto(own.seconds, offered, where=better)
+            np.copyto(choices, np.int16(number), where=better)
+        np.maximum(needs, moment, out=needs)
+        lowest = np.minimum.reduce(needs)
+        number, end = ((needs == lowest) & (lowest <= own.needs)).nonzero()
+        if end.size:
+            free = needs[number, end]
+            both = np.array([after[number, end], turns[number, 0]])
+            at_need = self._at(both, np.array([free - paid_after, free - paid_turn]))
+            fewest = np.full(len(ends), NEVER, self.type)
+            np.minimum.at(fewest, end, at_need[0] + at_need[1] + recomputed[number, end])
+            own.lower_needs(lowest, fewest)
 
-    def _at(self, values: Values, free: Bytes) -> Seconds:
-        """Returns the seconds of each end, or of the only one, with memory that suffices."""
-        entry = np.arange(len(values.needs))
-        upper = np.minimum(self.amounts.searchsorted(free), len(self.amounts) - 1)
-        lower = np.maximum(upper - 1, 0)
-        least = self.amounts[lower] < values.needs
-        start = np.where(least, values.needs, self.amounts[lower])
-        below = np.where(least, values.at_need, values.seconds[entry, lower])
-        share = (self.amounts[upper] - free) / np.maximum(self.amounts[upper] - start, 1)
-        # infinity times zero: above the last amount, or exactly at an amount
-        with np.errstate(invalid="ignore"):
-            below = np.where(share > 0, share * below, 0)
-            above = np.where(share < 1, (1 - share) * values.seconds[entry, upper], 0)
-        return np.asarray(below + above, self.type)
-
-    def _paid(self, values: Values, paid: int) -> Seconds:
-        """Returns the seconds at each amount less `paid` bytes, undefined if that is too little."""
+    def _read(self, entries: NDArray[Any], paid: int) -> Values:
+        """Returns the values of entries where `paid` bytes are paid before."""
+        seconds, needs = self.values.seconds[entries], self.values.needs[entries] + paid
+        at_need = self.values.at_need[entries]
         if not paid:
-            return values.seconds.copy()
+            return Values(seconds, needs, at_need)
+        lower, upper, share = self.between(paid)
+        moved = seconds.take(upper, axis=-1)
+        if share.any():
+            below = seconds.take(lower, axis=-1)
+            below -= moved
+            below *= share
+            moved += below
+        # between what an entry needs and the next amount
+        edge = (upper == self.amounts.searchsorted(needs - paid)[..., None]).nonzero()
+        if edge[0].size:
+            moved[edge] = self._at(entries[edge[:-1]], self.amounts[edge[-1]] - paid)
+        return Values(moved, needs, at_need)
+
+    def _between(self, paid: int) -> tuple[Bytes, Bytes, Seconds]:
+        """Returns the amounts around each less `paid` bytes, and the share of the lower one."""
         left = self.amounts - paid
-        upper = self.amounts.searchsorted(left)
+        upper = np.minimum(self.amounts.searchsorted(left), len(left) - 1)
         lower = np.maximum(upper - 1, 0)
         width = np.maximum(self.amounts[upper] - self.amounts[lower], 1)
-        share = ((self.amounts[upper] - left) / width).astype(self.type)
-        moved = np.take(values.seconds, upper, axis=1)
-        if not share[left >= 0].any():
-            return moved
-        with np.errstate(invalid="ignore"):
-            moved *= 1 - share
-            moved += np.take(values.seconds, lower, axis=1) * share
-        whole = share == 0
-        moved[:, whole] = values.seconds[:, upper[whole]]
-        # where a value has an upper neighbor but no lower one, the need takes its place
-        first = self.amounts.searchsorted(values.needs)
-        index = np.minimum(upper.searchsorted(first), len(left) - 1)
-        ends = np.flatnonzero((upper[index] == first) & (left[index] >= values.needs))
-        moved[ends, index[ends]] = self._at(values.of(ends), left[index[ends]])
-        return moved
+        share = np.clip((self.amounts[upper] - left) / width, 0, 1)
+        return lower, upper, share.astype(self.type)
 
-    def _closed(self, values: Values) -> Values:
-        """Makes the seconds infinite at amounts below what is needed."""
-        first = self.amounts.searchsorted(values.needs)
-        values.seconds[np.arange(len(self.amounts)) < first[:, None]] = np.inf
-        return values
+    def _at(self, entries: NDArray[Any], free: Bytes) -> Seconds:
+        """Returns the seconds of each entry with so much memory free."""
+        upper = np.minimum(self.amounts.searchsorted(free), len(self.amounts) - 1)
+        lower, needs = np.maximum(upper - 1, 0), self.values.needs[entries]
+        below, above = self.values.seconds[entries, lower], self.values.seconds[entries, upper]
+        least = self.amounts[lower] < needs
+        start = np.where(least, needs, self.amounts[lower])
+        below = np.where(least, self.values.at_need[entries], below)
+        share = (self.amounts[upper] - free) / np.maximum(self.amounts[upper] - start, 1)
+        seconds = above + (below - above) * np.maximum(share, 0)
+        return np.where(free < needs, NEVER, seconds).astype(self.type)
 
     def _items(
         self, state: int, number: int, end: int, free: int, depth: int = 1
@@ -344,12 +445,13 @@ class DPTable:
 
     def _value(self, state: int, number: int, end: int, free: int) -> float:
         """Returns the seconds from a state on, infinite where something does not fit."""
-        values, column = self.values[state][number], self.space.column(state, end)
-        need = int(values.needs[column])
+        entry, _, grown = self.entries.place(state, number, end)
+        free += grown
+        need = self.values.needs.item(entry)
         if free < need:
             return math.inf
         upper = bisect.bisect_left(self.amount_list, free)
-        seconds = values.seconds[column]
+        seconds = self.values.seconds[entry]
         if upper == len(self.amount_list):
             return float(seconds[-1])
         above, amount = float(seconds[upper]), self.amount_list[upper]
@@ -357,7 +459,7 @@ class DPTable:
             return above
         lower, below = self.amount_list[upper - 1], float(seconds[upper - 1])
         if lower < need:
-            lower, below = need, float(values.at_need[column])
+            lower, below = need, float(self.values.at_need[entry])
         return above + (below - above) * ((amount - free) / (amount - lower))
 
     def _kept(self, step: int, end: int, row: Row, free: int) -> float:
@@ -365,12 +467,12 @@ class DPTable:
         costs, rest = self.costs, free - row.grown
         last = step + 1 == end
         forward = costs.forward_until_saved[step] if last else costs.forward[step]
-        beside = free - row.missing - self.gradients[end]
+        beside = free - row.missing - self.gradients.item(end)
         if beside < forward or rest < costs.gradients[step + 1] + costs.backward[step]:
             return math.inf
         if last:
-            return float(self.until_saved[step])
-        seconds = 0.0 if end == self.space.forward else float(self.seconds[step])
+            return self.until_saved.item(step)
+        seconds = 0.0 if end == self.space.forward else self.seconds.item(step)
         return seconds + self._value(step + 1, row.following, end, rest)
 
     def _best_segment(self, start: int, end: int, free: int, keep: float) -> tuple[float, int]:
@@ -379,9 +481,9 @@ class DPTable:
         Candidates are the best stops of the amounts just below and above, or all where those do
         not fit and the step cannot be kept.
         """
-        level = max(bisect.bisect_right(self.amount_list, free) - 1, 0)
-        column = self.space.column(start, end)
-        near = self.choices[start][column, level : level + 2].tolist()
+        _, place, grown = self.entries.place(start, self.space.own[start], end)
+        level = max(bisect.bisect_right(self.amount_list, free + grown) - 1, 0)
+        near = self.choices[place, level : level + 2].tolist()
         stops = sorted({number for number in near if number >= 0})
         best = min(
             ((self._segment(start, number, end, free), number) for number in stops),
@@ -395,17 +497,9 @@ class DPTable:
     def _segment(self, start: int, number: int, end: int, free: int) -> float:
         """Returns the seconds from a state on when the segment to a stop starts there."""
         stop, after = self.space.stops[start][number]
-        seconds, through = self.runs[start][number]
-        if free < through + self.gradients[end]:
+        segments = self.segments[start]
+        if free < segments.through.item(number) + self.gradients.item(end):
             return math.inf
-        recomputation = 0.0 if end == self.space.forward else seconds
+        recomputation = 0.0 if end == self.space.forward else segments.seconds.item(number)
         turn = self._value(start, self.space.own[start], stop, free)
         return recomputation + turn + self._value(stop, after, end, free)
-
-
-def _lower_needs(values: Values, ends: NDArray[np.intp], needs: Bytes, seconds: Seconds) -> None:
-    """Takes lower needs, and fewer seconds at equal needs, into the values of some ends."""
-    same = (needs == values.needs[ends]) & (seconds < values.at_need[ends])
-    less = same | (needs < values.needs[ends])
-    values.needs[ends[less]] = needs[less]
-    values.at_need[ends[less]] = seconds[less]

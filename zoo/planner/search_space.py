@@ -14,15 +14,14 @@ states is in all states between. Those sets are few and known without a budget: 
 state.
 """
 
-import itertools
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from zoo.planner.costs import StepCosts
+from zoo.planner.repeats import runs_of
 
 Storages = frozenset[int]
 FLAT = 150  # steps of a chain in which every state is a cut
@@ -48,13 +47,15 @@ class SearchSpace:
     """The segments and rows of a chain, each list with an entry for every state.
 
     A run is the recomputation of a segment and ends where that does, or the original forward, whose
-    end is `forward`.
+    end is `forward`. Known ends of a state are the next `NEAR` states and all later cuts. States of
+    repeated parts have equal rows, in the same order.
 
     Attributes:
         costs: the chain's, without the storages of no bytes.
         forward: n + 1, which is no state.
         cuts: the cuts in order, 0 and n among them, and then `forward`.
-        inner: ends of near segments that are no cuts. Columns are these, then all later cuts.
+        near: the last of the near ends, which may be cuts or not.
+        repeats: the runs of equal parts.
         stops: where a segment may end before its run does, each with the number of its row then.
         rows: the sets of storages that can be held. In row 0 of state 0 nothing is.
         own: the number of the row in which all of the state is held.
@@ -66,23 +67,53 @@ class SearchSpace:
         self.costs = costs = _without_empty(costs)
         self.forward = steps + 1
         self.cuts = (*sorted({0, steps, *cuts}), self.forward)
-        self.first_cut = [bisect_right(self.cuts, state) for state in range(steps + 1)]
-        self.inner: list[tuple[int, ...]] = []
-        self.stops: list[list[tuple[int, int]]] = []
-        self.rows: list[list[Row]] = []
-        self.own: list[int] = []
-        # of each state, a number for each set of storages, in order of first use
-        held = [defaultdict[Storages, int](itertools.count().__next__) for _ in costs.live]
+        self.near = [min(state + NEAR, steps) for state in range(steps + 1)]
         known = frozenset(self.cuts)
-        _ = held[0][frozenset()]
+        self.repeats = runs_of(costs, known)
+        # of each state, a number for each set of storages
+        held: list[dict[Storages, int]] = [{} for _ in costs.live]
+        _number(held[0], frozenset())
+        ends = []
         for state, live in enumerate(costs.live):
-            near_ends = range(state + 1, min(state + NEAR, steps) + 1)
-            later_cuts = self.cuts[self.first_cut[state] : -1]
-            ends = {*near_ends, *(later_cuts if state in known else later_cuts[:1])}
-            self.inner.append(tuple(end for end in near_ends if end not in known))
-            self.own.append(held[state][live])
-            self.stops.append([(end, held[end][live & costs.live[end]]) for end in sorted(ends)])
-            self.rows.append([self._row(state, storages, held) for storages in held[state]])
+            later = self.cuts[bisect_right(self.cuts, state) : -1]
+            chosen = later if state in known else later[:1]
+            ends.append(sorted({*range(state + 1, self.near[state] + 1), *chosen}))
+            _number(held[state], live)
+            for end in ends[-1]:
+                _number(held[end], live & costs.live[end])
+        self._complete(held)
+        self.own = [numbers[live] for numbers, live in zip(held, costs.live, strict=True)]
+        self.stops = [
+            [(end, held[end][live & costs.live[end]]) for end in of_state]
+            for of_state, live in zip(ends, costs.live, strict=True)
+        ]
+        self.rows = [
+            [self._row(state, storages, held) for storages in numbers]
+            for state, numbers in enumerate(held)
+        ]
+
+    def _complete(self, held: list[dict[Storages, int]]) -> None:
+        """Adds the sets that follow others, and to each part of a run what the other parts hold."""
+        costs, count = self.costs, 0
+        while count != (count := sum(map(len, held))):
+            for state, saved in enumerate(costs.saved):
+                for storages in held[state]:
+                    _number(held[state + 1], (storages | saved) & costs.live[state + 1])
+            for run in self.repeats:
+                for first in range(run.start, run.start + run.period):
+                    names = [sorted(costs.live[state]) for state in run.copies(first)]
+                    ranks = [{name: rank for rank, name in enumerate(of)} for of in names]
+                    copies = list(zip(names, ranks, run.copies(first), strict=True))
+                    sets = dict.fromkeys(
+                        frozenset(rank[storage] for storage in storages)
+                        for _, rank, state in copies
+                        for storages in held[state]
+                    )
+                    for of, _, state in copies:
+                        held[state] = {
+                            frozenset(of[rank] for rank in places): number
+                            for number, places in enumerate(sets)
+                        }
 
     def _row(self, state: int, storages: Storages, held: Sequence[dict[Storages, int]]) -> Row:
         costs = self.costs
@@ -93,29 +124,14 @@ class SearchSpace:
         following = held[state + 1][(storages | saved) & costs.live[state + 1]]
         return Row(missing, costs.bytes_of(saved - storages), following)
 
-    def columns(self, state: int) -> int:
-        """Returns the number of ends that are known at a state."""
-        return len(self.inner[state]) + len(self.cuts) - self.first_cut[state]
-
     def ends(self, state: int) -> tuple[int, ...]:
-        """Returns the ends that are known at a state, in the order of columns."""
-        return (*self.inner[state], *self.cuts[self.first_cut[state] :])
+        """Returns the ends that are known at a state, in order."""
+        near = self.near[state]
+        return (*range(state + 1, near + 1), *self.cuts[bisect_right(self.cuts, near) :])
 
-    def column(self, state: int, end: int) -> int:
-        """Returns the number of an end at a state."""
-        cut = bisect_left(self.cuts, end)
-        passed = cut - self.first_cut[state]
-        if self.cuts[cut] == end:
-            return len(self.inner[state]) + passed
-        return end - state - 1 - passed
 
-    def later(self, state: int, stop: int) -> list[tuple[slice, slice]]:
-        """Returns which columns of a state are those of which columns of a later one."""
-        cuts = slice(self.first_cut[stop] - len(self.cuts), None)
-        passed = bisect_right(self.inner[state], stop)
-        count = len(self.inner[state]) - passed
-        inner = [(slice(passed, passed + count), slice(count))] if count else []
-        return [(cuts, cuts), *inner]
+def _number(numbers: dict[Storages, int], storages: Storages) -> None:
+    numbers.setdefault(storages, len(numbers))
 
 
 def _without_empty(costs: StepCosts) -> StepCosts:
@@ -143,13 +159,12 @@ def default_cuts(costs: StepCosts) -> list[int]:
         inner = range(start + margin, stop - margin + 1)
         return min(inner, key=lambda k: (sizes[k], abs(start + stop - 2 * k), k))
 
-    while len(cuts) <= FEW or (
-        len(cuts) <= MANY and max(stop - start for start, stop in pairwise(cuts)) > 2 * NEAR
+    while (widest := max(stop - start for start, stop in pairwise(cuts))) > 2 * NEAR or (
+        len(cuts) <= FEW and widest > 2
     ):
-        # the widest gaps first
-        gaps = sorted(pairwise(cuts), key=lambda gap: gap[0] - gap[1])[: MANY - len(cuts)]
-        added = [middle(start, stop) for start, stop in gaps if stop - start > 2]
-        if not added:
+        # all of about the widest, so that equal blocks are cut alike
+        gaps = [gap for gap in pairwise(cuts) if gap[1] - gap[0] > max(widest // 2, 2)]
+        if len(cuts) + len(gaps) > MANY:
             break
-        cuts = sorted([*cuts, *added])
+        cuts = sorted([*cuts, *(middle(start, stop) for start, stop in gaps)])
     return cuts

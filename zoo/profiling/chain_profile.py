@@ -184,8 +184,10 @@ class Profile:
             parameter_gradients=self._gradients_left(updates is not None),
             gradients_made=tuple(run.made for run in runs),
             draws=tuple(run.draws for run in runs),
-            copied=found.copied,
-            casts=tuple(frozenset(firsts[cast] for _, cast in casts) for casts in found.casts),
+            copied=found.copied if any(found.copied) else (),
+            casts=tuple(frozenset(firsts[cast] for _, cast in casts) for casts in found.casts)
+            if any(found.casts)
+            else (),
         )
 
     def _backwards(self, updates: UpdateBytes | None) -> list[Curve]:
