@@ -20,7 +20,11 @@ are small, and interpolated between. To round bytes instead would waste a large 
 on a hundred small items rounded up, or make some of them free, and those get chosen. Where the
 amounts are all integers nothing is interpolated, and the values are exact.
 
-Plans are traced from the values for some hundreds of budgets and simulated; the best are kept.
+Equal layers are solved once: in a run of equal parts of p steps, each with `grown` bytes of
+gradients more than the next one, V(i + p, t + p, H, m) is V(i, t, H, m + grown); see `repeats`.
+
+Plans are traced from the values for 40 to 400 budgets, fewer of a longer chain, and simulated; the
+best are kept.
 
 Source: the recurrence of rotor (Beaumont et al. 2019, arXiv:1911.13214), here for tuple states with
 shared storages and early stop.

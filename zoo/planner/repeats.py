@@ -62,6 +62,14 @@ def runs_of(costs: StepCosts, marked: Container[int]) -> list[Run]:
     return runs
 
 
+def in_order(storages: Collection[int], costs: StepCosts) -> list[int]:
+    """Returns storages so that those of equal parts have the same places.
+
+    By size first: the input of the first layer may be older than what all layers share.
+    """
+    return sorted(storages, key=lambda storage: (costs.sizes[storage], storage))
+
+
 def _keys(costs: StepCosts, marked: Container[int]) -> Iterator[Hashable]:
     numbers = zip(
         costs.forward,
@@ -75,7 +83,7 @@ def _keys(costs: StepCosts, marked: Container[int]) -> Iterator[Hashable]:
     )
     for step, entry in enumerate(numbers):
         live, saved = (
-            tuple(map(costs.sizes.__getitem__, sorted(storages)))
+            tuple(sorted(map(costs.sizes.__getitem__, storages)))
             for storages in (costs.live[step], costs.saved[step])
         )
         yield entry, live, saved, step in marked
@@ -90,7 +98,7 @@ def _run(
     names: tuple[dict[int, int], dict[int, int]] = {}, {}
 
     def is_same(some: Collection[int], others: Collection[int]) -> bool:
-        pairs = zip(sorted(some), sorted(others), strict=True)
+        pairs = zip(in_order(some, costs), in_order(others, costs), strict=True)
         return all(
             names[0].setdefault(one, other) == other and names[1].setdefault(other, one) == one
             for one, other in pairs

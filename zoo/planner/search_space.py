@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zoo.planner.costs import StepCosts
-from zoo.planner.repeats import runs_of
+from zoo.planner.repeats import in_order, runs_of
 
 Storages = frozenset[int]
 FLAT = 150  # steps of a chain in which every state is a cut
@@ -101,7 +101,7 @@ class SearchSpace:
                     _number(held[state + 1], (storages | saved) & costs.live[state + 1])
             for run in self.repeats:
                 for first in range(run.start, run.start + run.period):
-                    names = [sorted(costs.live[state]) for state in run.copies(first)]
+                    names = [in_order(costs.live[state], costs) for state in run.copies(first)]
                     ranks = [{name: rank for rank, name in enumerate(of)} for of in names]
                     copies = list(zip(names, ranks, run.copies(first), strict=True))
                     sets = dict.fromkeys(
