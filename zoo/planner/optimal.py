@@ -100,7 +100,8 @@ def frontier(
     else:
         count = min(levels, max(FEW, VALUES // Entries(space).count))
         table = DPTable(space, _amounts(0, baseline, count), each=each)
-        plans = max(40, min(400, 40_000 // max(len(costs), 1)))
+        steps = max(len(costs), 1)
+        plans = max(min(400, 40_000 // steps), min(160, 160_000 // steps), 40)
         budgets = _amounts(min(table.least, baseline), baseline, plans).tolist()
     found = {keep_all: simulate(keep_all, costs)}
     try:
