@@ -346,11 +346,12 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
 class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts floating point operations by torch's formulas."""
 
+    formulas: Mapping[Any, Callable[..., int]] = flop_registry
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if formula := flop_registry.get(func._overloadpacket):
+        if formula := self.formulas.get(func._overloadpacket):
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result
 

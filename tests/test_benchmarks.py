@@ -1,0 +1,92 @@
+"""`benchmarks/peers.py`: a cell sees what differs and what it costs; the page has every method."""
+
+import importlib
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.documents import ROOT
+
+UNAVAILABLE = (ImportError, RuntimeError)
+
+
+@pytest.fixture
+def peers(monkeypatch, tmp_path):
+    """The script, with one tiny model whose norms have statistics, and no results yet."""
+    for library in ("torchvision", "timm", "transformers", "monai"):
+        pytest.importorskip(library, exc_type=UNAVAILABLE)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("peers")
+    monkeypatch.setattr(script, "RESULTS", tmp_path / "results" / "peers.jsonl")
+    monkeypatch.setitem(script.MODELS, "tiny", script.Model(tiny, "", "Block"))
+    return script
+
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Sigmoid())
+
+
+def tiny():
+    def loss(outputs):
+        return outputs.square().mean()
+
+    return nn.Sequential(*(Block() for _ in range(4))), (torch.randn(8, 4, 32, 32),), {}, loss
+
+
+def test_a_cell_names_the_first_bit_that_differs_and_counts_what_is_recomputed(peers):
+    plain, theirs, ours = (
+        peers.measure(peers.Cell("tiny", method, rounds=2))
+        for method in ("plain", "torch, each block", "zoo, True")
+    )
+    assert plain["bits"] == ours["bits"] == ""
+    assert re.match(r"buffer 0\.1\.running_mean by .*, step 1$", theirs["bits"])
+    for result in (theirs, ours):
+        assert result["activations"] < plain["activations"]
+        assert result["taken"] < plain["taken"]
+    # every block's convolution but none of the backward's two products for each
+    assert plain["operations"] * 1.3 < theirs["operations"] <= plain["operations"] * 1.4
+    assert plain["operations"] <= ours["operations"] <= theirs["operations"]
+
+
+def test_a_budget_is_asked_for_in_bytes_and_kept_or_refused(peers):
+    plain = peers.measure(peers.Cell("tiny", "plain", rounds=2))
+    asked = plain["taken"] - plain["activations"] // 4
+    kept = peers.measure(peers.Cell("tiny", "zoo, budget 0.5", asked, rounds=2))
+    assert kept["taken"] <= asked
+    refused = peers.measure(peers.Cell("tiny", "zoo, budget 0.5", 1000, rounds=2))
+    assert refused["status"] == "refused"
+
+
+def test_operations_inside_of_compiled_code_are_counted(peers):
+    """By default torch runs the model itself under a mode, which recomputes nothing."""
+    cell = partial(peers.Cell, "tiny", rounds=2)
+    plain, compiled = map(peers.measure, (cell("plain"), cell("torch.compile, budget 0.05")))
+    assert compiled["operations"] > plain["operations"]
+
+
+def test_a_crash_is_a_cell_s_result_and_what_is_known_is_not_run_again(peers):
+    known = {}
+    peers.run([peers.Cell("no such model", "plain")], known, 1)
+    assert known["no such model", "plain"]["reason"] == "KeyError: 'no such model'"
+    with peers.RESULTS.open("a") as file:
+        file.write('{"model": "broke')
+    assert peers.earlier() == known
+    peers.run([peers.Cell("no such model", "plain")], known, 1)
+    assert len(peers.RESULTS.read_text().splitlines()) == 2
+
+
+def test_the_page_has_each_method_of_each_model(peers):
+    text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    sections = dict(re.findall(r"^### (.+?)\n(.+?)(?=^##)", text, re.DOTALL | re.MULTILINE))
+    gone = [
+        (model, name)
+        for model in peers.MODELS
+        if model != "tiny"
+        for name in peers.methods_of(model)
+        if f"| {peers.shown_name(name, model)} " not in sections.get(model, "")
+    ]
+    assert gone == []
