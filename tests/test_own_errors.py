@@ -107,7 +107,7 @@ WRONG = {
     "largest by a number": (lambda: largest(network(), images, loss=5), NO_LOSS),
     "auto without a device": (
         lambda: zoo.anatomy(network().to("meta"), meta, checkpoint="auto"),
-        "checkpoint='auto' without a budget, is what is free on cpu or cuda; this model is on meta",
+        "is what is free on the CPU or on a device that counts its memory; this model is on meta",
     ),
     "list by a number": (lambda: zoo.list_models(5), r"a pattern such as 'resnet\*'; got 5"),  # type: ignore[arg-type]
     "text as a width": (

@@ -5,10 +5,12 @@ one that is missing is an error that names it and the versions of torch which ha
 tensors and modules (`_version`, `_parameters`) and operators of `torch.ops` are not among them.
 """
 
+import contextlib
 import importlib.util
 import operator
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,27 @@ conj: Any = _private("_conj")
 neg_view: Any = _private("_neg_view")
 queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
 is_profiling: Any = _private("autograd._profiler_enabled")
+
+
+@contextlib.contextmanager
+def allocator_history(device: torch.device) -> Iterator[list[dict[str, Any]]]:
+    """Yields a list, in the end of what a device's caching allocator did in the block.
+
+    It stays empty where the allocator keeps no history.
+    """
+    entries: list[dict[str, Any]] = []
+    memory: Any = getattr(torch.get_device_module(device), "memory", None)
+    record = getattr(memory, "_record_memory_history", None)
+    if record is None:
+        yield entries
+        return
+    record(enabled="all", context=None)
+    try:
+        yield entries
+        histories = memory._snapshot()["device_traces"]
+        entries += histories[device.index] if device.index < len(histories) else []
+    finally:
+        record(enabled=None)
 
 
 def is_exporting() -> bool:

@@ -112,6 +112,6 @@ def test_a_packed_state_is_the_state() -> None:
         for size in (0, 1, 700):
             torch.randn(size, generator=generator)
             state = generator.get_state()
-            packed = PackedState(state)
+            packed = PackedState(state, generator.device)
             assert torch.equal(packed.state(), state)
             assert packed.words.nbytes == state.nbytes // 2

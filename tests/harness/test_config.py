@@ -172,7 +172,10 @@ def test_a_vision_transformer_is_built_for_the_size_it_is_given():
         ("models: [resnet18]\nsteps: null", "steps should be a valid integer; got None"),
         ("models: [{name: resnet18, arguments: null}]", "arguments should be a valid dict"),
         ("models: [resnet18]\nthreads: -1", "threads should be at least 0; got -1"),
-        ("models: [resnet18]\ndevice: cdua", "'cpu' or 'cuda'; got 'cdua'. Did you mean cuda"),
+        (
+            "models: [resnet18]\ndevice: cdua",
+            "torch knows, such as cuda; got 'cdua'. Did you mean cuda",
+        ),
         ("models: []", "lists no models"),
         ("models: [{batch_size: 2}]", "a model is a name or a mapping with one"),
         ("- resnet18", "holds no keys"),

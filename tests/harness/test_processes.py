@@ -180,8 +180,7 @@ def test_a_thread_that_does_not_fit_counts_under_a_limit():
 def test_cuda_is_limited_by_its_allocators_own_cap(monkeypatch):
     fractions = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
-    device = type("Device", (), {"total_memory": 80 * MIB})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * MIB, 80 * MIB))
     with limited(20 * MIB, "cuda"):
         assert fractions == [0.25]
     assert fractions == [0.25, 1.0]

@@ -8,8 +8,8 @@ from tests.profiling.models import KIB, Exponentials
 from zoo.errors import ArgumentError
 from zoo.profiling.allocator_events import (
     MemoryTrace,
-    cuda_events,
     gradient_addresses,
+    history_events,
     measure_step,
     resident_bytes,
     trace,
@@ -114,7 +114,7 @@ def test_gradient_addresses_are_those_of_the_storages():
     assert len(gradient_addresses(model)) == 2
 
 
-def test_cuda_history_counts_requested_frees_and_ignores_segments():
+def test_a_history_counts_requested_frees_and_ignores_segments():
     entries = [
         {"action": "segment_alloc", "addr": 0, "size": 2048},
         {"action": "alloc", "addr": 0, "size": 512},
@@ -123,10 +123,12 @@ def test_cuda_history_counts_requested_frees_and_ignores_segments():
         {"action": "free_completed", "addr": 0, "size": 512},
         {"action": "free_requested", "addr": 9999, "size": 4096},
     ]
-    record = MemoryTrace.within(cuda_events(entries))
+    record = MemoryTrace.within(history_events(entries))
     assert (record.peak, record.kept) == (1536, 1024)
 
 
 def test_other_devices_are_refused():
-    with pytest.raises(ArgumentError, match="cpu and cuda devices; got meta"):
+    with pytest.raises(
+        ArgumentError, match="on devices that count it; got meta, whose peak neither"
+    ):
         trace(lambda: None, "meta")

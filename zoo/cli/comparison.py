@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import distributed
 
@@ -155,7 +154,7 @@ def in_ranks(arguments: Sequence[str], program: str, main: Callable[[Sequence[st
     largest exit code.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _choose_device(int(os.environ.get("LOCAL_RANK", rank)))
+    os.environ.setdefault("LOCAL_RANK", str(rank))
     distributed.init_process_group("gloo")
     try:
         printed = io.StringIO()
@@ -183,11 +182,3 @@ def _in_folder(arguments: Sequence[str], program: str, rank: int) -> list[str]:
     except BaseException:  # the command itself will say what is wrong
         return list(arguments)
     return [*arguments, "--output", os.path.join(output, f"rank{rank}")]
-
-
-def _choose_device(local_rank: int) -> None:
-    """Makes one of the visible devices the only one of this process and of those it starts."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    if devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank % len(devices)]

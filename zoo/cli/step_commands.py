@@ -19,6 +19,7 @@ from zoo.cli.interrupts import INTERRUPTED
 from zoo.cli.model_spec import ModelSpec, model_spec
 from zoo.cli.output import write
 from zoo.cli.parser import MODEL, OPTIMIZER, OPTIMIZERS, PLANS, PLOT, Answer, command
+from zoo.engine.devices import accelerator
 from zoo.errors import ArgumentError, Interrupted, nearest, shortened
 from zoo.policy.report import PlanReport
 from zoo.profiling.kernel_costs import DEVICES
@@ -26,7 +27,7 @@ from zoo.profiling.timeline import Timeline
 from zoo.sizing.max_size import largest
 
 # torch's devices that a command runs steps on
-TORCH_DEVICES = ("cpu", "cuda")
+TORCH_DEVICES = ("cpu", accelerator() or "cuda")
 # devices of which the peak rates are known
 RATED = [name for name in DEVICES if name not in TORCH_DEVICES]
 IN_BACKWARD = {
@@ -38,7 +39,8 @@ PLANNED = {
     **MODEL,
     **OPTIMIZER,
     **IN_BACKWARD,
-    "--device DEVICE": "cpu or cuda: measure each kind of kernel here, its time and workspace; "
+    "--device DEVICE": "a device of torch, such as cpu or cuda: measure each kind of kernel here, "
+    "its time and workspace; "
     f"{', '.join(RATED)}: an analytical estimate from that device's peak rates; default: the same "
     "for a small CPU",
 }
@@ -204,7 +206,8 @@ def _is_torch_device(device: str | None, others: Sequence[str] = ()) -> bool:
         "--checkpoint PLAN": f"also show a step by this plan: {PLANS}",
         **OPTIMIZER,
         **IN_BACKWARD,
-        "--device DEVICE": "cpu or cuda: run a real step there; default: fake tensors of a CPU",
+        "--device DEVICE": "a device of torch, such as cpu or cuda: run a real step there; "
+        "default: fake tensors of a CPU",
         "--holders NUMBER=10": "how many of the largest tensors to list",
         "--save FILE": "write every allocation as JSON",
         **PLOT,

@@ -34,6 +34,7 @@ from zoo._torch import (
     disabled_torch_dispatch,
     pytree,
 )
+from zoo.engine.devices import indexed
 from zoo.engine.fingerprint import constant_of, is_still
 from zoo.engine.generators import (
     PACKED_SIZE,
@@ -71,7 +72,7 @@ SMALL = 1 << 14
 # a tuple, not a union, which Python would make anew for each argument of each kernel
 SEQUENCES = (list, tuple)
 # arguments without tensors, which most are
-ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout}
+ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.layout}
 # what makes memory without content in a replay
 EMPTY_STRIDED = torch.ops.aten.empty_strided.default._op
 # tensors whose storage is their own; any other kind is taken apart by its own dispatch
@@ -194,7 +195,7 @@ class Recording:
         self.known: dict[int, Outside] = {}
         # values of tensors that autograd saved, by the ids of these
         self.saved: dict[int, Value] = {}
-        # by the ids of generators
+        # by the ids of random streams
         self.last_draws: dict[int, LastDraw] = {}
         self.replaying = False  # whether the backward runs inside of the forward, and replays
         self.observer = thread.observer
@@ -486,11 +487,11 @@ class Recorder(KernelMode):
         """Notes the states that a kernel found, but for those that one before it left."""
         segment, last_draws = thread.segment, self.recording.last_draws
         node.follows = []
-        for generator, state in draws:
-            after = generator.get_state()
+        for stream, state in draws:
+            after = stream.get_state()
             if is_same_state(after, state):
                 continue
-            last = last_draws.get(id(generator))
+            last = last_draws.get(id(stream))
             if (
                 last is not None
                 and segment is not None
@@ -499,8 +500,8 @@ class Recorder(KernelMode):
             ):
                 node.follows.append(last.node)
             else:
-                node.draws.append((generator, PackedState(state)))
-            last_draws[id(generator)] = LastDraw(generator, node, after)
+                node.draws.append((stream, PackedState(state, stream.device)))
+            last_draws[id(stream)] = LastDraw(stream, node, after)
 
     def _run_outside(
         self, func: Any, effects: Effects, outside: list[Tensor], args: Any, kwargs: Any
@@ -555,6 +556,9 @@ class Recorder(KernelMode):
             else:
                 node.reads.append(found.value)
             return found
+        if type(value) is torch.device:
+            # another device may be the current one in a replay
+            return indexed(value)
         if isinstance(value, SEQUENCES):
             parts = [self._encoded(part, node) for part in value]
             return Listed(parts) if any(type(part) in REFERENCES for part in parts) else value

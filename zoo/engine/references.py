@@ -8,6 +8,8 @@ Blank      memory that a kernel writes and nobody reads
 Listed     a list with references in it
 """
 
+import functools
+import operator
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -195,7 +197,10 @@ REFERENCES = {Value, View, Outside, Write, Blank, Listed}
 # what a thread's dispatch is outside of all modes
 _KEYS = DispatchKey
 _INCLUDED = DispatchKeySet(_KEYS.BackendSelect) | DispatchKeySet(_KEYS.ADInplaceOrView)
-_EXCLUDED = DispatchKeySet(_KEYS.AutocastCPU)
+_EXCLUDED = functools.reduce(
+    operator.or_,
+    (DispatchKeySet(key) for name, key in _KEYS.__members__.items() if name.startswith("Autocast")),
+)
 
 
 def detached(tensor: Tensor) -> Tensor:

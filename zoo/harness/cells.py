@@ -73,7 +73,7 @@ def expand(config: Config) -> list[dict[Kind, Cell]]:
 def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
     # what a kind does not use stays at a constant, out of its key: one baseline serves every plan,
     # and largest_ratio is judged after measuring
-    unused: dict[str, Any] = {"largest_ratio": 1.0, "cuda_batch_size": None, "repeats": 1}
+    unused: dict[str, Any] = {"largest_ratio": 1.0, "accelerator_batch_size": None, "repeats": 1}
     return Cell(
         kind=kind,
         model=replace(model, checkpoint=kind != "baseline" and model.checkpoint, **unused),

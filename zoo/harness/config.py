@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
+import torch
 import yaml
 from pydantic import (
     AfterValidator,
@@ -61,6 +62,18 @@ def _check_plan(value: str) -> str:
                 f"it takes true, false, a number of segments, {', '.join(NAMES)} or a plan such as "
                 f"'(0-1) 2'; got {shortened(value)}.{nearest(value, NAMES)}"
             ) from None
+    return value
+
+
+def _check_device(value: str) -> str:
+    try:
+        torch.device(value, 0)
+    except RuntimeError as error:
+        known = re.findall(r"[a-z]+", str(error).partition(" device type")[0])
+        raise ConfigError(
+            f"it takes cpu or a kind of device that torch knows, such as cuda; got "
+            f"{shortened(value)}.{nearest(value, known)}"
+        ) from None
     return value
 
 
@@ -110,6 +123,7 @@ Natural = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Size = Count | Annotated[list[Count], Field(min_length=1, max_length=3)]
 Checkpoint = bool | Count | Annotated[str, AfterValidator(_check_plan)]
+DeviceName = Annotated[str, AfterValidator(_check_device)]
 FilePath = Annotated[str, AfterValidator(_check_path)]
 Memory = Annotated[
     int,
@@ -131,8 +145,8 @@ class ModelConfig:
     """pixels of an image's side, voxels of a volume's sides, tokens of a text: 224, [64, 64, 32]"""
     arguments: dict[Any, Any]
     """arguments of the model: {drop_rate: 0.1}"""
-    cuda_batch_size: Count | None = None
-    """samples in a batch on CUDA"""
+    accelerator_batch_size: Count | None = None
+    """samples in a batch on any device but the CPU"""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """sgd (momentum 0.9) or adamw"""
     checkpoint: Checkpoint = True
@@ -153,8 +167,8 @@ class Config:
     models: tuple[ModelConfig, ...]
     steps: Annotated[int, Field(ge=2)] = 3
     """optimizer steps whose digests are compared"""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """cpu or cuda"""
+    device: DeviceName = "cpu"
+    """cpu, or a kind of device that torch knows: cuda, xpu, mps, ..."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32, or bfloat16 by autocast"""
     output: FilePath = "results"
@@ -352,8 +366,8 @@ def _model(
         of_file = ModelConfig(**{"arguments": {}, **recipe(name), **entry})
     with _faults_named():
         model = replace(of_file, **changes)
-    if device == "cuda" and "batch_size" not in changes:
-        model = replace(model, batch_size=model.cuda_batch_size or model.batch_size)
+    if device != "cpu" and "batch_size" not in changes:
+        model = replace(model, batch_size=model.accelerator_batch_size or model.batch_size)
     arguments, known = {**of_file.arguments, **model.arguments}, model_arguments(name)
     _check_keys(arguments, list(known), f"{where}, arguments")
     if "image_size" in known:

@@ -31,8 +31,8 @@ from torch import Tensor
 from zoo.errors import ConfigError
 from zoo.harness.config import ModelConfig
 
-PIXEL_MEAN = torch.tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
-PIXEL_DEVIATION = torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
+PIXEL_MEAN = torch.tensor((0.485, 0.456, 0.406), device="cpu").view(3, 1, 1)
+PIXEL_DEVIATION = torch.tensor((0.229, 0.224, 0.225), device="cpu").view(3, 1, 1)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from zoo.engine.devices import name_of, uuid_of
 from zoo.version import __version__
 
 CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")  # kHz
@@ -23,7 +24,7 @@ def environment(device: str) -> dict[str, str | int | float | None]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else processor,
+        "device": name_of(device) or processor,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "clock_mhz": clock(device),
@@ -46,10 +47,10 @@ def commit(folder: Path) -> str | None:
 
 
 def clock(device: str) -> float | None:
-    """Returns the current clock of the GPU or of the first core, in MHz; None if unknown."""
-    if device == "cuda":
+    """Returns the current clock of an NVIDIA GPU or of the first core, in MHz; None if unknown."""
+    if device != "cpu":
         # nvidia-smi counts all GPUs, torch those that CUDA_VISIBLE_DEVICES leaves
-        identity = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
+        identity = f"--id=GPU-{uuid_of(device)}"
         query = ("--query-gpu=clocks.sm", "--format=csv,noheader,nounits")
         text = _output("nvidia-smi", *query, identity)
     elif CLOCK.is_file():

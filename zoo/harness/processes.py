@@ -4,11 +4,13 @@ Importing torch anew for each of twenty cells would take longer than the cells. 
 processes are forked from a server (multiprocessing's forkserver) that has imported everything and
 run nothing: it has no threads, no device and no tensor of another cell. Elsewhere each is spawned.
 
-torch can cap the memory of CUDA and not that of the CPU. So `memory_limit` bounds
+torch can cap the memory of accelerators and not that of the CPU. So `memory_limit` bounds
 
-    cuda   what torch's caching allocator reserves; neither the driver's context nor host memory
-    cpu    private writable memory beyond that at the start (RLIMIT_DATA, Linux only): tensors,
-           Python objects, libraries' buffers, stacks of threads, blocks the C library keeps
+    cuda, xpu, ...   what torch's caching allocator reserves; neither the driver's context nor host
+                     memory
+    cpu              private writable memory beyond that at the start (RLIMIT_DATA, Linux only):
+                     tensors, Python objects, libraries' buffers, stacks of threads, blocks the C
+                     library keeps
 
 Either is more than the peak of the tensors: ResNet-18, whose step peaks at 145 MiB, fails with 200
 MiB and below and runs from 220 MiB on. RLIMIT_AS would count every mapped library, gigabytes with
@@ -32,6 +34,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zoo.engine.devices import total_bytes
 from zoo.errors import ConfigError
 from zoo.harness.environment import proc_entry
 from zoo.units import format_bytes
@@ -97,6 +100,13 @@ def check_limit(size: int | str | None, device: str) -> None:
         raise ConfigError(
             f"memory_limit on the CPU needs Linux; this is {sys.platform}. Leave it out"
         )
+    if size is not None and device != "cpu":
+        module = torch.get_device_module(device)
+        if not hasattr(module, "set_per_process_memory_fraction"):
+            raise ConfigError(
+                f"memory_limit on {device} needs torch.{device}.set_per_process_memory_fraction, "
+                "which torch does not have. Leave it out"
+            )
 
 
 @contextmanager
@@ -106,10 +116,10 @@ def limited(size: int | None, device: str) -> Iterator[None]:
     Where that is too little, allocators raise what `ran_out` recognizes.
     """
     with ExitStack() as undo:
-        if size is not None and device == "cuda":
-            total = torch.cuda.get_device_properties().total_memory
-            torch.cuda.set_per_process_memory_fraction(min(size / total, 1.0))
-            undo.callback(torch.cuda.set_per_process_memory_fraction, 1.0)
+        if size is not None and device != "cpu":
+            cap = torch.get_device_module(device).set_per_process_memory_fraction
+            cap(min(size / total_bytes(torch.device(device)), 1.0))
+            undo.callback(cap, 1.0)
         elif size is not None:
             resource: Any = import_module("resource")  # Windows has none
             # threads that torch starts later would count their stacks, 8 MiB each, for the cell

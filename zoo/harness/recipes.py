@@ -7,9 +7,9 @@ first pattern that fits the name counts.
 from fnmatch import fnmatchcase
 from typing import Any
 
-_CIFAR = {"data": "digits", "size": 32, "batch_size": 8, "cuda_batch_size": 128}
-_IMAGENET = {"data": "photographs", "size": 224, "batch_size": 4, "cuda_batch_size": 64}
-_WORDS = {"data": "stream", "size": 200, "batch_size": 10, "cuda_batch_size": 80}
+_CIFAR = {"data": "digits", "size": 32, "batch_size": 8, "accelerator_batch_size": 128}
+_IMAGENET = {"data": "photographs", "size": 224, "batch_size": 4, "accelerator_batch_size": 64}
+_WORDS = {"data": "stream", "size": 200, "batch_size": 10, "accelerator_batch_size": 80}
 
 RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("resnet110", _CIFAR),
@@ -19,10 +19,10 @@ RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("densenet100", _CIFAR),
     ("densenet190", _CIFAR),
     ("vit_*", _IMAGENET | {"optimizer": "adamw"}),
-    ("gpt2*", {"data": "text", "size": 512, "batch_size": 1, "cuda_batch_size": 8}),
+    ("gpt2*", {"data": "text", "size": 512, "batch_size": 1, "accelerator_batch_size": 8}),
     ("lstm*", _WORDS),
     ("gru*", _WORDS),
-    ("vnet*", {"data": "volume", "size": 64, "batch_size": 1, "cuda_batch_size": 4}),
+    ("vnet*", {"data": "volume", "size": 64, "batch_size": 1, "accelerator_batch_size": 4}),
     ("*", _IMAGENET),
 )
 

@@ -139,7 +139,7 @@ def _changes(before: Record, after: Record, tolerance: float) -> Iterator[Change
 def _shared_peaks(before: Record, after: Record) -> list[str]:
     """Returns the peaks that both records have."""
     memories = [record.get("memory", {}) for record in (before, after)]
-    return [key for key in PEAKS if all(key in memory for memory in memories)]
+    return [key for key in PEAKS if all(memory.get(key) is not None for memory in memories)]
 
 
 def _peak_change(what: str, old: int, new: int, tolerance: float) -> Change:

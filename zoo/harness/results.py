@@ -28,7 +28,7 @@ BY_KIND = {
     *("kind", "steps", "repeats", "frontier"),
     *("plan", "optimizer_in_backward", "plan_in_backward"),
 }
-MODEL_BY_KIND = {"checkpoint", "repeats", "largest_ratio", "cuda_batch_size"}
+MODEL_BY_KIND = {"checkpoint", "repeats", "largest_ratio", "accelerator_batch_size"}
 MEASURED = {
     "baseline": ("memory", "digests"),
     "checkpointed": ("memory", "digests"),
@@ -87,8 +87,9 @@ OPTIONAL = {
     "parameters": Bytes,
     "plan": Annotated[str, AfterValidator(Plan.parse)] | None,
     "memory": _mapping(
-        # results of versions that did not count tensors lack the latter two
-        {"activation_peak": Bytes, "tensor_peak": Bytes, "tensor_activation_peak": Bytes},
+        # results of versions that did not count tensors lack the latter two; a device whose
+        # allocator keeps no history has no activation peak
+        {"activation_peak": Bytes | None, "tensor_peak": Bytes, "tensor_activation_peak": Bytes},
         peak=Bytes,
     ),
     "digests": list[dict[str, str]],

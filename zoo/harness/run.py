@@ -17,11 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from zoo.engine.devices import is_available
 from zoo.errors import ConfigError
 from zoo.harness.cells import Cell, Kind, expand
 from zoo.harness.config import Config
@@ -84,9 +84,9 @@ def _measured_plans(found: Comparison) -> dict[str, Any]:
 
 def _prepared_results(config: Config) -> Results:
     """Returns the file of results; raises ConfigError where nothing could run or be written."""
-    if config.device == "cuda" and not torch.cuda.is_available():
+    if config.device != "cpu" and not is_available(config.device):
         raise ConfigError(
-            "device cuda: torch finds no CUDA device here; --device cpu runs anywhere"
+            f"device {config.device}: torch finds none here; --device cpu runs anywhere"
         )
     check_limit(config.memory_limit, config.device)
     results = results_of(config)

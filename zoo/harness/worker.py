@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zoo.api.track import track
 from zoo.catalog import create
+from zoo.engine.devices import synchronize
 from zoo.errors import ZooError
 from zoo.harness.cells import Cell, Kind
 from zoo.harness.collect import details
@@ -39,12 +40,13 @@ RATIOS = {"checkpointed": "ratio", "optimizer_in_backward": "optimizer_in_backwa
 def work(cell: Cell, also: Also = details) -> Result:
     """Measures a cell in this process; returns its numbers and what `also` reads afterwards."""
     torch.set_num_threads(cell.threads)
-    if cell.device == "cuda" and cell.kind != "timing":
+    if cell.device != "cpu" and cell.kind != "timing":
         # two processes give the same bits only with algorithms that add in a fixed order
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    choose_device(cell.device)
     with limited(cell.memory_limit, cell.device):
         result = _time(cell) if cell.kind == "timing" else _measure(cell, also)
     return result | locate(cell)
@@ -53,7 +55,15 @@ def work(cell: Cell, also: Also = details) -> Result:
 def locate(cell: Cell) -> Result:
     """Returns under "environment" where a cell is measured, also one that returns nothing else."""
     torch.set_num_threads(cell.threads)
+    choose_device(cell.device)
     return {"environment": environment(cell.device)}
+
+
+def choose_device(kind: str) -> None:
+    """Makes one of several devices the current one, each of a launcher's processes its own."""
+    if kind != "cpu":
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
 
 
 def _measure(cell: Cell, also: Also) -> Result:
@@ -124,11 +134,11 @@ def _spreads(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, floa
 
 
 def _seconds(training: Training, batch: Batch) -> float:
-    wait: Callable[[], object] = torch.cuda.synchronize if batch.inputs.is_cuda else int
-    wait()
+    device = batch.inputs.device
+    synchronize(device)
     start = time.perf_counter()
     training.step(batch)
-    wait()
+    synchronize(device)
     return time.perf_counter() - start
 
 

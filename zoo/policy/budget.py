@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.chain import Outline, State, step_names
+from zoo.engine.devices import counts_memory, free_bytes
 from zoo.errors import ArgumentError, BudgetError, Interrupted
 from zoo.invocation import place_of, title_of, with_loss
 from zoo.planner import schemes
@@ -361,14 +362,13 @@ def _fixed_bytes(
 
 def _free_bytes(device: torch.device) -> int:
     """Returns the bytes that are free on a device, or cached by torch and not in use."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + cached)
-    if device.type != "cpu":
+    if device.type == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not counts_memory(device):
         raise ArgumentError(
             "memory_budget='device', and checkpoint='auto' without a budget, is what is free on "
-            f"cpu or cuda; this model is on {device}. Put it where it is to train, give bytes such "
-            "as '8GiB', or take the plan that zoo.plan finds for them"
+            f"the CPU or on a device that counts its memory; this model is on {device}. Put it "
+            "where it is to train, give bytes such as '8GiB', or take the plan that zoo.plan finds "
+            "for them"
         )
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_bytes(device)

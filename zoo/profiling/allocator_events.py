@@ -1,8 +1,9 @@
 """Measures the peak memory of a training step from the allocator's events, byte for byte.
 
-torch has `max_memory_allocated` on CUDA and nothing on the CPU, where the process's resident set
-misleads: the C library keeps freed pages. The events come from torch's profiler on the CPU, from
-the caching allocator's history on CUDA. They include kernel workspaces, which no tensor shows.
+torch has `max_memory_allocated` on accelerators and nothing on the CPU, where the process's
+resident set misleads: the C library keeps freed pages. The events come from torch's profiler on the
+CPU, from the caching allocator's history on a device that keeps one (CUDA, XPU); of others only the
+peak is known. They include kernel workspaces, which no tensor shows.
 
     event      +a   +b   +g   -b   +c   -a  ...        a, b, c: activations, g: a gradient
     allocated  a    ab   abg  ag   agc  gc
@@ -12,8 +13,8 @@ the caching allocator's history on CUDA. They include kernel workspaces, which n
 inputs and the gradients that exist *at that moment*. Gradients appear one by one, so subtracting
 their total would understate a peak early in the backward.
 
-Left out: memory that other libraries allocate by themselves; on CUDA also what the caching
-allocator rounds up and reserves, see `torch.cuda.max_memory_reserved`.
+Left out: memory that other libraries allocate by themselves; on an accelerator also what the
+caching allocator rounds up and reserves, see `torch.accelerator.max_memory_reserved`.
 """
 
 import dataclasses
@@ -29,7 +30,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from zoo._torch import is_profiling, is_traceable_wrapper_subclass, pytree
+from zoo._torch import allocator_history, is_profiling, is_traceable_wrapper_subclass, pytree
+from zoo.engine.devices import (
+    allocated,
+    check_counts_memory,
+    indexed,
+    peak,
+    reset_peak,
+    synchronize,
+)
 from zoo.errors import ArgumentError
 from zoo.optimizer.freed_gradient import FreedGradient
 
@@ -45,10 +54,12 @@ VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
 class MemoryTrace:
     """What was allocated and freed while a callable ran: (address, bytes) in the order of time.
 
-    Bytes are negative where a block is freed. Blocks that existed before are left out.
+    Bytes are negative where a block is freed. Blocks that existed before are left out. Without a
+    history there is only the peak, as an event.
     """
 
     events: tuple[Event, ...]
+    has_history: bool = True
 
     @classmethod
     def within(cls, events: Iterable[Event]) -> "MemoryTrace":
@@ -120,11 +131,12 @@ class StepMemory:
     """The memory of one training step in bytes.
 
     `peak` is of what was resident at the start and what the step allocated; `activation_peak` is as
-    defined above; `resident` is after the step, with its gradients.
+    defined above, None where the device keeps no history; `resident` is after the step, with its
+    gradients.
     """
 
     peak: int
-    activation_peak: int
+    activation_peak: int | None
     resident: ResidentBytes
 
 
@@ -132,14 +144,14 @@ def trace(function: Callable[[], object], device: torch.device | str = "cpu") ->
     """Collects garbage, runs a function and records the events of a device's allocator.
 
     Raises:
-        ArgumentError: a device that is neither a CPU nor a CUDA device.
+        ArgumentError: a device that does not count its memory.
     """
-    device_type = torch.device(device).type
-    if device_type not in ("cpu", "cuda"):
-        raise ArgumentError(f"memory is measured on cpu and cuda devices; got {device!s}")
+    place = torch.device(device)
+    if place.type != "cpu":
+        check_counts_memory(place)
     gc.collect()
-    if device_type == "cuda":
-        return _trace_cuda(function, torch.device(device))
+    if place.type != "cpu":
+        return _trace_accelerator(function, indexed(place))
     with AllocatorEvents() as record:
         function()
     return record.trace
@@ -161,7 +173,9 @@ def measure_step(
     record = trace(step, device)
     return StepMemory(
         peak=before.parameters + before.buffers + before.optimizer + before.inputs + record.peak,
-        activation_peak=record.activation_peak(gradient_addresses(model)),
+        activation_peak=(
+            record.activation_peak(gradient_addresses(model)) if record.has_history else None
+        ),
         resident=resident_bytes(model, optimizer, inputs),
     )
 
@@ -246,26 +260,20 @@ class AllocatorEvents:
         return MemoryTrace.within((address, size) for _, address, size in self.events)
 
 
-def _trace_cuda(function: Callable[[], object], device: torch.device) -> MemoryTrace:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
-    memory: Any = torch.cuda.memory
-    memory._record_memory_history(enabled="all", context=None)
-    try:
+def _trace_accelerator(function: Callable[[], object], device: torch.device) -> MemoryTrace:
+    synchronize(device)
+    reset_peak(device)
+    start = allocated(device)
+    with allocator_history(device) as history:
         function()
-        torch.cuda.synchronize(device)
-        histories = memory._snapshot()["device_traces"]
-    finally:
-        memory._record_memory_history(enabled=None)
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    peak = torch.cuda.max_memory_allocated(device) - start
-    record = MemoryTrace.within(cuda_events(histories[index] if index < len(histories) else []))
-    # another allocator backend has no history, only a peak
-    return record if record.events or not peak else MemoryTrace(((0, peak),))
+        synchronize(device)
+    most = peak(device) - start
+    record = MemoryTrace.within(history_events(history))
+    # another allocator has no history, only a peak
+    return record if record.events or not most else MemoryTrace(((0, most),), has_history=False)
 
 
-def cuda_events(entries: Iterable[dict[str, Any]]) -> list[Event]:
+def history_events(entries: Iterable[dict[str, Any]]) -> list[Event]:
     """Reads the history of the caching allocator, as its snapshot lists it for one device."""
     signs = {"alloc": 1, "free_requested": -1}
     chosen = (entry for entry in entries if entry["action"] in signs)

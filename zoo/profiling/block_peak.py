@@ -1,14 +1,14 @@
-"""Measures the peak memory of a block of code, on the CPU and on CUDA devices.
+"""Measures the peak memory of a block of code, on the CPU and on the devices of an accelerator.
 
     device   peak                                                       from
     cpu      the most bytes that the block itself had allocated at      the allocator's events
              once, in this thread and the backwards that it starts
-    cuda     the most bytes that were allocated at once, above what     max_memory_allocated
+    others   the most bytes that were allocated at once, above what     max_memory_allocated
              was allocated when the block began
 
-What the block frees of what was there before counts in its favor on CUDA only: torch's profiler
-says nothing of blocks that it did not see begin. On the CPU every operation is recorded: meant for
-a step or a few, not for an epoch.
+What the block frees of what was there before counts in its favor on an accelerator only: torch's
+profiler says nothing of blocks that it did not see begin. On the CPU every operation is recorded:
+meant for a step or a few, not for an epoch.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zoo.errors import ArgumentError
+from zoo.engine.devices import (
+    allocated,
+    check_counts_memory,
+    counts_memory,
+    devices_in_use,
+    peak,
+    reset_peak,
+    synchronize,
+)
 from zoo.profiling.allocator_events import AllocatorEvents
 
 
@@ -40,33 +48,31 @@ class Spending:
 
 @contextmanager
 def spending(device: str | None = None) -> Iterator[Spending]:
-    """Measures a block on one device; without one, on the CPU and on all CUDA devices in use.
+    """Measures a block on one device; without one, on the CPU and on all devices in use.
 
     Raises:
-        ArgumentError: another kind of device, or a CPU's block inside of another or of a profiler.
+        ArgumentError: a device that does not count its memory, or a CPU's block inside of another
+            or of a profiler.
     """
     chosen = torch.device(device or "cpu")
-    if chosen.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"memory is measured on cpu and cuda devices; got {device!r}")
+    on_cpu = chosen.type == "cpu"
+    if not on_cpu:
+        check_counts_memory(chosen)
     spent = Spending()
-    before: dict[int, int] = {}
-    for index in range(torch.cuda.device_count()) if _is_cuda_used() else ():
-        torch.cuda.synchronize(index)
-        torch.cuda.reset_peak_memory_stats(index)
-        before[index] = torch.cuda.memory_allocated(index)
-    if chosen.type == "cuda":
-        yield spent
-    else:
+    before: dict[torch.device, int] = {}
+    for place in devices_in_use():
+        if counts_memory(place):
+            synchronize(place)
+            reset_peak(place)
+            before[place] = allocated(place)
+    if on_cpu:
         with AllocatorEvents() as record:
             yield spent
         spent.peaks["cpu"] = record.trace.peak
         spent.largest["cpu"] = record.trace.blocks_at_peak()
-    if chosen.type == "cuda" or (device is None and _is_cuda_used()):
-        for index in range(torch.cuda.device_count()) if chosen.index is None else [chosen.index]:
-            # the block may be the first to use CUDA: nothing was allocated before
-            peak = torch.cuda.max_memory_allocated(index) - before.get(index, 0)
-            spent.peaks[f"cuda:{index}"] = peak
-
-
-def _is_cuda_used() -> bool:
-    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
+    else:
+        yield spent
+    for place in () if on_cpu and device is not None else devices_in_use():
+        if (on_cpu or chosen in (place, torch.device(place.type))) and counts_memory(place):
+            # the block may be the first to use the device: nothing was allocated before
+            spent.peaks[str(place)] = peak(place) - before.get(place, 0)

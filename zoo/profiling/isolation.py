@@ -25,6 +25,7 @@ import torch
 
 from zoo._torch import active_fake_mode, disable_current_modes, leave_out_compiler
 from zoo.chain import GLOBAL_HOOKS
+from zoo.engine.devices import devices_in_use
 from zoo.errors import ZooError
 from zoo.verification.state_comparison import random_state_restored
 
@@ -48,7 +49,7 @@ class Died(NamedTuple):
 
 def can_fork() -> bool:
     """Says whether this process can be forked; one that uses a device cannot."""
-    return hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return hasattr(os, "fork") and not devices_in_use()
 
 
 def isolated(function: Callable[[bool], Any], *, fires_hooks: bool = False) -> Any:

@@ -25,6 +25,15 @@ from typing import Any, NamedTuple
 import torch
 
 from zoo._torch import DisableAutocast, disable_current_modes
+from zoo.engine.devices import (
+    accelerator,
+    allocated,
+    counts_memory,
+    indexed,
+    peak,
+    reset_peak,
+    synchronize,
+)
 from zoo.engine.operators import Settings, read_settings
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.profiling.allocator_events import AllocatorEvents
@@ -79,7 +88,7 @@ def device_named(name: str) -> Device:
         ArgumentError: it is not in the table.
     """
     if name not in DEVICES:
-        is_here = str(name).partition(":")[0] in ("cuda", "mps", "xpu")
+        is_here = str(name).partition(":")[0] == accelerator()
         hint = _MOVE if is_here else nearest(str(name), DEVICES)
         raise ArgumentError(
             f"device={shortened(name)} is not in the table: {', '.join(DEVICES)}.{hint}"
@@ -229,7 +238,7 @@ def measure_kernels(
         if spec is not None and key not in known
     }
     if missing:
-        measure = _on_cuda if device.type == "cuda" else _on_cpu
+        measure = _on_cpu if device.type == "cpu" else _on_accelerator
         with random_state_restored(), disable_current_modes(), torch.no_grad(), DisableAutocast():
             costs = measure(list(missing.values()), device, timed)
         known.update(zip(missing, costs, strict=True))
@@ -291,27 +300,30 @@ def _seconds(spec: KernelSpec) -> float:
     return statistics.median(times)
 
 
-def _on_cuda(
+def _on_accelerator(
     specs: Sequence[KernelSpec], device: torch.device, timed: bool
 ) -> list[KernelCosts | None]:
-    with torch.cuda.device(device):
-        return [_run_on_cuda(spec, timed) for spec in each("running kernels", specs)]
+    if not counts_memory(device):
+        # its kernels are estimated, by bytes and operations
+        return [None] * len(specs)
+    device = indexed(device)
+    with torch.accelerator.device_index(device.index):
+        return [_run_on_accelerator(spec, device, timed) for spec in each("running kernels", specs)]
 
 
-def _run_on_cuda(spec: KernelSpec, timed: bool) -> KernelCosts | None:
+def _run_on_accelerator(spec: KernelSpec, device: torch.device, timed: bool) -> KernelCosts | None:
     try:
         operator, args, kwargs = spec.prepared()
         operator(*args, **kwargs)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        synchronize(device)
+        reset_peak(device)
         result = operator(*args, **kwargs)
-        torch.cuda.synchronize()
-        workspace = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        synchronize(device)
+        workspace = peak(device) - allocated(device)
         del result
     except Exception:
         return None
-    start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
     runs = RUNS if timed else 1
     start.record()
     for _ in range(runs):

@@ -130,7 +130,8 @@ class Tracker(ContextDecorator):
         if allocator and self.device.type != "cpu":
             raise ArgumentError(
                 "allocator=True reads the events of the CPU's allocator; the model is on "
-                f"{self.device}. Leave it out and compare with torch.cuda.max_memory_allocated()"
+                f"{self.device}. Leave it out and compare with "
+                "torch.accelerator.max_memory_allocated()"
             )
         self.model, self.optimizer, self.inputs = model, optimizer, inputs
         self.allocator, self.timeline = allocator, Timeline()

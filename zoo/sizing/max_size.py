@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zoo.api.track import stepping_in_backward
+from zoo.engine.devices import counts_memory
 from zoo.errors import ArgumentError, BudgetError, Interrupted
 from zoo.invocation import (
     Inputs,
@@ -323,7 +324,7 @@ class _Search:
 
     def _room(self) -> int:
         """Returns the bytes that are free beside the model where it is."""
-        if self.first.place.type not in ("cpu", "cuda"):
+        if self.first.place.type != "cpu" and not counts_memory(self.first.place):
             return 0
         fixed = self.first.fixed
         return self.first.bytes_of("device") - fixed.parameters - fixed.buffers

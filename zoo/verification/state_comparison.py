@@ -9,13 +9,13 @@ import dataclasses
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zoo._torch import pytree
+from zoo.engine.devices import devices_in_use, restorable_stream
 from zoo.verification.verdict import Difference
 
 # what torch's modules have of their own, but for the mode
@@ -170,16 +170,17 @@ def random_state_restored() -> Iterator[dict[str, Any]]:
         set_streams(states)
 
 
-def _streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
-    """Yields each global random stream in use: its name, and what reads and writes its state."""
+def _streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+    """Yields each global random stream in use: its name, and what reads and writes its state.
+
+    Raises:
+        ArgumentError: a device in use has a stream that cannot be read and set.
+    """
     yield "cpu", torch.get_rng_state, torch.set_rng_state
     yield "python", random.getstate, random.setstate
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for device in range(torch.cuda.device_count()):
-            read = partial(torch.cuda.get_rng_state, device)
-            yield f"cuda:{device}", read, partial(torch.cuda.set_rng_state, device=device)
-    if torch.backends.mps.is_available():
-        yield "mps", torch.mps.get_rng_state, torch.mps.set_rng_state
+    for device in devices_in_use():
+        stream = restorable_stream(device)
+        yield str(device), stream.get_state, stream.set_state
     if "numpy" in sys.modules:
         numpy: Any = sys.modules["numpy"].random
         yield "numpy", numpy.get_state, numpy.set_state

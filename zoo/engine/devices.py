@@ -1,0 +1,211 @@
+"""What zoo asks of a device, whichever it is: random streams, memory, the end of its work.
+
+A device's own module answers (`torch.cuda`, `torch.xpu`, `torch.npu`), or `torch.accelerator` where
+the module leaves it out. No list of names says what a device can do: what it lacks is refused where
+it is needed, by the device's name.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from zoo._torch import DisableTorchDispatch
+from zoo.errors import ArgumentError
+
+
+def accelerator() -> str | None:
+    """Names the kind of device that this torch has beside the CPU: cuda, xpu, ...; or None."""
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+def devices_in_use() -> list[torch.device]:
+    """Lists the accelerator's devices, each with its index; none where it was not used yet."""
+    kind = accelerator()
+    if kind is None or not _is_in_use(torch.get_device_module(kind)):
+        return []
+    return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+
+
+def is_available(kind: str) -> bool:
+    """Says whether torch finds a device of a kind here."""
+    module = _module(torch.device(kind))
+    return module is not None and bool(module.is_available())
+
+
+def name_of(kind: str) -> str:
+    """Returns what the maker calls the current device of a kind; '' for the CPU, or if unknown."""
+    name = getattr(_module(torch.device(kind)), "get_device_name", str)
+    return str(name())
+
+
+def uuid_of(kind: str) -> str:
+    """Returns the identity of the current device of a kind; '' where it has none."""
+    properties = getattr(_module(torch.device(kind)), "get_device_properties", int)
+    return str(getattr(properties(), "uuid", ""))
+
+
+def _is_in_use(module: Any) -> bool:
+    # where nothing tells, what is there may have been used; to ask whether it is there may use it
+    asked = getattr(module, "is_initialized", None) or module.is_available
+    return bool(asked())
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Returns a device with its index: the current one where it has none and is in use."""
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    module = _module(device)
+    if module is None or not _is_in_use(module):
+        return device
+    current = getattr(module, "current_device", torch.accelerator.current_device_index)
+    return torch.device(device.type, current())
+
+
+class StreamOfModule:
+    """The random stream of a device whose module reads and writes its state, and no generator."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self.module, self.device = module, device
+
+    def get_state(self) -> Tensor:
+        """Returns the state."""
+        with DisableTorchDispatch():
+            state: Tensor = self.module.get_rng_state(self.device)
+            return state
+
+    def set_state(self, state: Tensor) -> None:
+        """Sets the state."""
+        with DisableTorchDispatch():
+            self.module.set_rng_state(state, self.device)
+
+
+RandomStream = Generator | StreamOfModule
+
+
+def default_stream(device: torch.device) -> RandomStream | None:
+    """Returns what kernels on a device draw from that are given no generator; None if unknown."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    device = indexed(device)
+    module = _module(device)
+    generators = getattr(module, "default_generators", ())
+    if device.index is not None and device.index < len(generators):
+        found: Generator = generators[device.index]
+        return found
+    has_state = hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
+    return _stream_of_module(device) if has_state else None
+
+
+@functools.cache
+def _stream_of_module(device: torch.device) -> StreamOfModule:
+    # one object for a device, since a stream is known by its identity
+    return StreamOfModule(_module(device), device)
+
+
+def restorable_stream(device: torch.device) -> RandomStream:
+    """Returns the default stream of a device.
+
+    Raises:
+        ArgumentError: its state cannot be read and set.
+    """
+    found = default_stream(device)
+    if found is None:
+        raise ArgumentError(
+            f"random numbers on {device} cannot be drawn again: torch.{device.type} has neither "
+            "default_generators nor get_rng_state and set_rng_state. Plan, compare and verify on "
+            "another device; training by a plan keeps what is drawn here"
+        )
+    return found
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until all work on a device is done."""
+    if device.type not in ("cpu", "meta"):
+        _asked(device, "synchronize")()
+
+
+def counts_memory(device: torch.device) -> bool:
+    """Says whether a device counts the bytes in use, and the most of them since it was asked."""
+    module = _module(device)
+    if device.type in ("cpu", "meta") or module is None:
+        return False
+    if hasattr(module, "max_memory_allocated"):
+        return True
+    if device.type != accelerator():
+        return False
+    try:
+        # statistics begin with the first block
+        return bool(_statistics(device) or _statistics(torch.empty(1, device=device).device))
+    except RuntimeError:
+        return False
+
+
+def _statistics(device: torch.device) -> dict[str, Any]:
+    return torch.accelerator.memory_stats(device)
+
+
+def check_counts_memory(device: torch.device) -> None:
+    """Refuses a device whose peak cannot be read.
+
+    Raises:
+        ArgumentError: neither its module nor `torch.accelerator` counts its memory.
+    """
+    if not counts_memory(device):
+        raise ArgumentError(
+            f"memory is measured on the CPU and on devices that count it; got {device}, whose "
+            f"peak neither torch.{device.type} nor torch.accelerator has. Plan for it by the "
+            "bytes of tensors instead: zoo.plan and zoo.track need none of this"
+        )
+
+
+def allocated(device: torch.device) -> int:
+    """Returns the bytes in use on a device."""
+    return int(_asked(device, "memory_allocated")())
+
+
+def peak(device: torch.device) -> int:
+    """Returns the most bytes in use on a device since `reset_peak`."""
+    return int(_asked(device, "max_memory_allocated")())
+
+
+def reset_peak(device: torch.device) -> None:
+    """Has `peak` begin with the bytes that are in use now."""
+    _asked(device, "reset_peak_memory_stats")()
+
+
+def total_bytes(device: torch.device) -> int:
+    """Returns the bytes of a device's memory."""
+    return int(_asked(device, "mem_get_info", "get_memory_info")()[1])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns the bytes that are free on a device, or cached by torch and not in use."""
+    free, _ = _asked(device, "mem_get_info", "get_memory_info")()
+    return int(free) + int(_asked(device, "memory_reserved")()) - allocated(device)
+
+
+def _module(device: torch.device) -> Any:
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:
+        return None
+
+
+def _asked(device: torch.device, *names: str) -> Callable[[], Any]:
+    """Returns a function of a device, of the first of some names that there is.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    places = [_module(device)]
+    if device.type == accelerator():
+        places.append(torch.accelerator)
+    for name in names:
+        for place in places:
+            if (found := getattr(place, name, None)) is not None:
+                return functools.partial(found, device)
+    raise ArgumentError(f"{device} cannot be measured: torch.{device.type} has no {names[0]}")
