@@ -5,7 +5,7 @@
 
 python := .venv/bin/python
 
-.PHONY: compare test test-avx2 package lint notebooks check-notebooks fuzz operators mutants oldest newest clean
+.PHONY: compare test test-avx2 package lint notebooks check-notebooks fuzz operators mutants oldest newest test-device clean
 
 compare: .venv/.compare
 	$(python) test_memory_optimized.py
@@ -14,6 +14,15 @@ compare: .venv/.compare
 # wait for one another
 test: .venv/.installed
 	OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile
+
+# what goes by the device, on the software accelerator: a process has one, so that these run in one
+# of their own; DEVICE=cuda, xpu, ... for one that is here
+DEVICE ?= soft
+ON_DEVICE = tests/accelerator tests/engine/test_generators.py tests/engine/test_executor.py \
+	tests/engine/test_recompute.py tests/engine/test_replay.py \
+	tests/engine/pitfalls/test_randomness.py tests/engine/pitfalls/test_statistics.py
+test-device: .venv/.installed
+	OMP_NUM_THREADS=1 $(python) -m pytest --device $(DEVICE) $(ON_DEVICE)
 
 # a part of them, on any processor as on one whose instructions end with AVX2: oneDNN then chooses
 # other kernels, which take other workspaces, and has none for some types

@@ -488,21 +488,41 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a generator of the program's own is given again",
-            "for value in (*args, *kwargs.values()) if isinstance(value, Generator)]",
-            "for value in args if isinstance(value, Generator)]",
+            "values = (*args, *kwargs.values())\n",
+            "values = tuple(args)\n",
             "pitfalls/test_randomness",
         ),
         (
             "a generator given by place is given again",
-            "for value in (*args, *kwargs.values()) if isinstance(value, Generator)]",
-            "for value in kwargs.values() if isinstance(value, Generator)]",
+            "values = (*args, *kwargs.values())\n",
+            "values = tuple(kwargs.values())\n",
             "pitfalls/test_randomness test_recording",
         ),
         (
             "a stream goes on from where it was before the first kernel",
-            "if id(generator) not in self.before:",
+            "if id(stream) not in self.before:",
             "if True:",
             "test_executor pitfalls/test_randomness",
+        ),
+        (
+            "the stream of a second device is restored",
+            "            stream.set_state(state)\n",
+            "            if stream.device.index != 1:\n                stream.set_state(state)\n",
+            "../accelerator",
+        ),
+    ],
+    "devices.py": [
+        (
+            "a peak is that of its device",
+            'return int(_asked(device, "max_memory_allocated")())',
+            'return int(_asked(torch.device(device.type, 0), "max_memory_allocated")())',
+            "../accelerator",
+        ),
+        (
+            "what has no index was on the current device",
+            "    return torch.device(device.type, current())\n",
+            "    return torch.device(device.type, 0)\n",
+            "../accelerator",
         ),
     ],
     "operators.py": [
@@ -725,8 +745,9 @@ def _found_by(mutant: Mutant) -> str:
 
 def _failed(folder: Path, mutant: Mutant, tests: Sequence[str]) -> str:
     """Returns the first of some tests that fails, '' if none does."""
+    device = ["--device", "soft"] if any("accelerator" in test for test in tests) else []
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *device, *tests],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,

@@ -1,0 +1,472 @@
+// A device of two indices that lives in host memory, for tests: torch's PrivateUse1.
+//
+// What a test can tell from a CPU is here: memory that is counted for each index and runs out,
+// random streams of the indices' own (a seed and an offset, as of a counter-based generator), a
+// current device, streams and events, autocast. The arithmetic is the CPU's: an operator without a
+// kernel here runs on copies in host memory, so the peak of an index is that of its tensors.
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_copy_from.h>
+#include <ATen/ops/_copy_from_and_resize_native.h>
+#include <ATen/ops/_copy_from_native.h>
+#include <ATen/ops/_local_scalar_dense_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_native.h>
+#include <ATen/ops/empty_strided_native.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <mutex>
+#include <unordered_map>
+
+namespace {
+
+constexpr auto TYPE = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex COUNT = 2;
+
+thread_local c10::DeviceIndex current = 0;
+thread_local std::array<c10::StreamId, COUNT> streams{};
+
+c10::DeviceIndex checked(c10::DeviceIndex index) {
+  if (index < 0) return current;
+  TORCH_CHECK(index < COUNT, "device ", int(index), " of ", int(COUNT));
+  return index;
+}
+
+// ---- memory
+
+struct Block {
+  c10::DeviceIndex index;
+  size_t size;
+};
+
+struct Memory final : c10::DeviceAllocator {
+  std::mutex mutex;
+  std::unordered_map<void*, Block> blocks;
+  std::array<c10::CachingDeviceAllocator::DeviceStats, COUNT> stats;
+  std::array<size_t, COUNT> total{size_t(8) << 30, size_t(8) << 30};
+
+  static Memory& get() {
+    static auto* memory = new Memory();
+    return *memory;
+  }
+
+  // bytes of the index in use, and how often memory was asked for
+  static void free_block(void* place) {
+    auto& self = get();
+    std::lock_guard lock(self.mutex);
+    auto found = self.blocks.find(place);
+    if (found == self.blocks.end()) return;
+    auto& stats = self.stats[found->second.index];
+    stats.allocated_bytes[0].decrease(found->second.size);
+    stats.reserved_bytes[0].decrease(found->second.size);
+    stats.allocation[0].decrease(1);
+    self.blocks.erase(found);
+    std::free(place);
+  }
+
+  c10::DataPtr allocate(size_t size) override {
+    const c10::Device device(TYPE, current);
+    if (size == 0) return {nullptr, nullptr, &free_block, device};
+    std::lock_guard lock(mutex);
+    auto& mine = stats[current];
+    const auto used = size_t(mine.allocated_bytes[0].current);
+    TORCH_CHECK_WITH(OutOfMemoryError, used + size <= total[current], "out of memory: ", size,
+                     " bytes on index ", int(current), ", where ", used, " are in use");
+    void* place = std::aligned_alloc(64, (size + 63) / 64 * 64);
+    mine.allocated_bytes[0].increase(size);
+    mine.reserved_bytes[0].increase(size);
+    mine.allocation[0].increase(1);
+    blocks[place] = {current, size};
+    return {place, place, &free_block, device};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* to, const void* from, size_t size) const override {
+    std::memcpy(to, from, size);
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t = {0, 0}) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
+    std::lock_guard lock(mutex);
+    return stats[checked(index)];
+  }
+  void resetAccumulatedStats(c10::DeviceIndex index) override {
+    std::lock_guard lock(mutex);
+    stats[checked(index)].allocated_bytes[0].reset_accumulated();
+  }
+  void resetPeakStats(c10::DeviceIndex index) override {
+    std::lock_guard lock(mutex);
+    stats[checked(index)].allocated_bytes[0].reset_peak();
+    stats[checked(index)].reserved_bytes[0].reset_peak();
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
+    std::lock_guard lock(mutex);
+    const auto chosen = checked(index);
+    return {total[chosen] - size_t(stats[chosen].allocated_bytes[0].current), total[chosen]};
+  }
+};
+
+// ---- the current device, streams and events; all work is done when a call returns
+
+struct Event {
+  std::chrono::steady_clock::time_point at;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return TYPE; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  c10::Device getDevice() const override { return {TYPE, current}; }
+  void setDevice(c10::Device device) const override { current = checked(device.index()); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0) current = device.index();
+  }
+  c10::Stream stream(c10::DeviceIndex index, c10::StreamId id) const {
+    return c10::Stream(c10::Stream::UNSAFE, {TYPE, index}, id);
+  }
+  c10::Stream getStream(c10::Device device) const override {
+    const auto index = checked(device.index());
+    return stream(index, streams[index]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream(checked(device.index()), 0);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device);
+  }
+  c10::Stream getNewStream(c10::Device device, int = 0) const override {
+    static std::atomic<c10::StreamId> latest{0};
+    return stream(checked(device.index()), ++latest);
+  }
+  c10::Stream exchangeStream(c10::Stream wanted) const override {
+    const auto before = getStream(wanted.device());
+    streams[wanted.device_index()] = wanted.id();
+    return before;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return COUNT; }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+  void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Event();
+    static_cast<Event*>(*event)->at = std::chrono::steady_clock::now();
+  }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(c10::DeviceIndex) const override {}
+  double elapsedTime(void* one, void* other, c10::DeviceIndex) const override {
+    const auto span = static_cast<Event*>(other)->at - static_cast<Event*>(one)->at;
+    return std::chrono::duration<double, std::milli>(span).count();
+  }
+};
+
+// ---- random streams: a state of 16 bytes, and each kernel's numbers by its seed and offset
+
+struct Stream final : c10::GeneratorImpl {
+  uint64_t start = c10::default_rng_seed_val, offset = 0;
+
+  explicit Stream(c10::DeviceIndex index)
+      : GeneratorImpl({TYPE, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+  void set_current_seed(uint64_t seed) override { start = seed, offset = 0; }
+  void set_offset(uint64_t value) override { offset = value; }
+  uint64_t get_offset() const override { return offset; }
+  uint64_t current_seed() const override { return start; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom());
+    return start;
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    TORCH_CHECK(state.numel() == 16, "a state has 16 bytes; got ", state.numel());
+    const auto* words = static_cast<const uint64_t*>(state.data());
+    start = words[0], offset = words[1];
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto state = at::detail::empty_cpu({16}, at::TensorOptions(at::kByte));
+    auto* words = static_cast<uint64_t*>(state.mutable_data_ptr());
+    words[0] = start, words[1] = offset;
+    return state.getIntrusivePtr();
+  }
+  Stream* clone_impl() const override {
+    auto* other = new Stream(device_.index());
+    other->start = start, other->offset = offset;
+    return other;
+  }
+  // the seed of one kernel's numbers (splitmix64), which are not those of the CPU
+  uint64_t next() {
+    uint64_t mixed = start + 0x9E3779B97F4A7C15 * ++offset;
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9;
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB;
+    return mixed ^ (mixed >> 31);
+  }
+};
+
+at::Generator& default_generator(c10::DeviceIndex index) {
+  static auto* generators = new std::array<at::Generator, COUNT>{
+      at::make_generator<Stream>(0), at::make_generator<Stream>(1)};
+  return (*generators)[checked(index)];
+}
+
+// ---- what torch asks a device
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return COUNT; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { current = checked(index); }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(current, checked(index));
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return exchangeDevice(index);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return default_generator(index);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<Stream>(checked(index));
+  }
+  at::Device getDeviceFromPtr(void* place) const override {
+    auto& memory = Memory::get();
+    std::lock_guard lock(memory.mutex);
+    return {TYPE, memory.blocks.at(place).index};
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    const c10::DeviceGuard guard(storage.device());
+    auto fresh = Memory::get().allocate(size);
+    if (size > 0 && storage.nbytes() > 0)
+      std::memcpy(fresh.get(), storage.data(), std::min(size, storage.nbytes()));
+    storage.set_data_ptr_noswap(std::move(fresh));
+    storage.set_nbytes(size);
+  }
+};
+
+// ---- kernels: memory, copies and views
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(device.value_or(at::Device(TYPE, current)));
+  return at::detail::empty_generic(size, &Memory::get(),
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device> device, std::optional<bool>) {
+  const c10::DeviceGuard guard(device.value_or(at::Device(TYPE, current)));
+  return at::detail::empty_strided_generic(size, stride, &Memory::get(),
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+// the same memory, as the CPU sees it
+at::Tensor in_host(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return tensor;
+  auto alias = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                             tensor.options().device(at::kCPU));
+  if (tensor.is_conj()) alias = alias.conj();
+  return tensor.is_neg() ? alias._neg_view() : alias;
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+  in_host(to).copy_(in_host(from));
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) at::native::resize_(to, from.sizes());
+  return copy_from(from, to, false);
+}
+
+at::Scalar number(const at::Tensor& tensor) {
+  return at::native::_local_scalar_dense_cpu(in_host(tensor));
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
+  const auto elements = int64_t(source.nbytes() / self.dtype().itemsize());
+  return at::native::set_storage_cpu_(self, source, 0, {elements}, {});
+}
+
+at::Tensor& set_empty(at::Tensor& self) {
+  const c10::DeviceGuard guard(self.device());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), 0, Memory::get().allocate(0),
+                       &Memory::get(), true);
+  return set_storage(self, storage);
+}
+
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
+                       at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                       at::IntArrayRef output_padding, int64_t groups) {
+  std::optional<at::Tensor> host_bias;
+  if (bias.has_value() && bias->defined()) host_bias = in_host(*bias);
+  return at::convolution(in_host(input), in_host(weight), host_bias, stride, padding, dilation,
+                         transposed, output_padding, groups)
+      .to(input.device());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight,
+    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+    at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+  const int64_t channels = gradient.size(1);
+  auto [of_input, of_weight, of_bias] = at::convolution_backward(
+      in_host(gradient), in_host(input), in_host(weight), channels, stride, padding, dilation,
+      transposed, output_padding, groups, mask);
+  const auto there = [&](const at::Tensor& host) {
+    return host.defined() ? host.to(input.device()) : host;
+  };
+  return {there(of_input), there(of_weight), there(of_bias)};
+}
+
+// writes statistics that its schema does not declare as written, so that copies would not do
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& input, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
+    const std::optional<at::Tensor>& variance, bool trains, double momentum, double epsilon) {
+  const auto host = [](const std::optional<at::Tensor>& given) {
+    return given.has_value() && given->defined() ? std::optional(in_host(*given)) : std::nullopt;
+  };
+  auto [output, saved_mean, saved_variance] =
+      at::native_batch_norm(in_host(input), host(weight), host(bias), host(mean), host(variance),
+                            trains, momentum, epsilon);
+  const auto device = input.device();
+  return {output.to(device), saved_mean.to(device), saved_variance.to(device)};
+}
+
+// ---- all others: the CPU's, on copies; what draws, draws from the device's stream
+
+void on_copies(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  const auto count = operation.schema().arguments().size();
+  c10::DeviceIndex index = current;
+  Stream* stream = nullptr;
+  for (auto place = stack->size() - count; place < stack->size(); ++place) {
+    auto& value = (*stack)[place];
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().device().type() == TYPE)
+      index = value.toTensor().device().index();
+    else if (value.isDevice() && value.toDevice().type() == TYPE)
+      index = checked(value.toDevice().index());
+    else if (value.isGenerator() && value.toGenerator().device().type() == TYPE) {
+      stream = value.toGenerator().get<Stream>();
+      value = c10::IValue();
+    }
+  }
+  const c10::DeviceGuard guard(c10::Device(TYPE, index));
+  if (!operation.hasTag(at::Tag::nondeterministic_seeded)) {
+    at::native::cpu_fallback(operation, stack);
+    return;
+  }
+  static std::mutex drawing;
+  std::lock_guard lock(drawing);
+  if (stream == nullptr) stream = default_generator(index).get<Stream>();
+  auto host = at::detail::getDefaultCPUGenerator();
+  const auto before = host.get_state();
+  const auto offset = stream->offset;
+  host.set_current_seed(stream->next());
+  const auto fresh = host.get_state();
+  try {
+    at::native::cpu_fallback(operation, stack);
+  } catch (...) {
+    host.set_state(before);
+    throw;
+  }
+  if (host.get_state().equal(fresh)) stream->offset = offset;  // it drew nothing
+  host.set_state(before);
+}
+
+c10::AllocatorRegisterer<TYPE> register_memory(&Memory::get());
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+const bool has_hooks = [] {
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  return true;
+}();
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", number);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("view", at::native::view);
+  m.impl("unfold", at::native::unfold);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
+  m.impl("native_batch_norm", batch_norm);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("resize_", at::native::resize_);
+  m.impl("set_", set_empty);
+  m.impl("set_.source_Tensor", at::native::set_tensor_);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_copies>());
+}
+
+// a copy reads conjugates and negatives itself
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define LOWER(name) KERNEL_PRIVATEUSEONE(name, lower_precision_fp)
+#define FULL(name) KERNEL_PRIVATEUSEONE(name, fp32)
+  LOWER(linear) LOWER(matmul) LOWER(mm) LOWER(bmm) LOWER(addmm) LOWER(baddbmm)
+  LOWER(conv1d) LOWER(conv2d) LOWER(conv3d) LOWER(scaled_dot_product_attention)
+  FULL(layer_norm) FULL(nll_loss) FULL(mse_loss) FULL(cross_entropy_loss)
+  KERNEL_PRIVATEUSEONE(softmax, int, fp32) KERNEL_PRIVATEUSEONE(log_softmax, int, fp32)
+}
+
+// what Python asks beside that
+TORCH_LIBRARY(zoo_software, m) {
+  m.def("default_generator(int index) -> Generator?",
+        [](int64_t index) { return default_generator(c10::DeviceIndex(index)); });
+  m.def("set_total(int index, int bytes) -> ()", [](int64_t index, int64_t bytes) {
+    Memory::get().total[checked(c10::DeviceIndex(index))] = size_t(bytes);
+  });
+}

@@ -1,0 +1,328 @@
+"""Exactness, memory and plans on an accelerator: `pytest --device soft` or one that is here."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zoo
+from tests.accelerator import software
+from tests.training import needs_numpy
+from zoo.engine import devices
+from zoo.engine.recompute import recompute
+from zoo.errors import ArgumentError
+from zoo.harness.cells import expand
+from zoo.harness.config import config_folder, read
+from zoo.harness.worker import work
+from zoo.policy.budget import _free_bytes
+from zoo.profiling.allocator_events import measure_step, trace
+from zoo.profiling.block_peak import spending
+from zoo.profiling.isolation import can_fork
+from zoo.report.rows import rows
+
+KIND = torch.get_default_device().type
+COUNT = torch.accelerator.device_count() if KIND != "cpu" else 0
+IS_SOFTWARE = software.NAME == KIND
+KIB = 1 << 10
+
+pytestmark = pytest.mark.skipif(KIND == "cpu", reason="needs an accelerator: pytest --device soft")
+needs_two = pytest.mark.skipif(COUNT < 2, reason="needs two devices")
+needs_software = pytest.mark.skipif(not IS_SOFTWARE, reason="sets what only software lets it set")
+
+
+def device(index: int) -> torch.device:
+    return torch.device(KIND, index)
+
+
+def streams() -> list[Tensor]:
+    module = torch.get_device_module(KIND)
+    return [torch.get_rng_state(), *(module.get_rng_state(device(i)) for i in range(COUNT))]
+
+
+def plain(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def assert_exact(program: Callable[[Callable[..., Any]], Any]) -> None:
+    """Runs a program without and with recomputation from the same streams, and compares all."""
+    found = []
+    for call in (plain, recompute):
+        torch.manual_seed(7)
+        result = program(call)
+        found.append((result, streams()))
+    assert_same(found[1], found[0])
+
+
+def drops(*layers: int) -> nn.Sequential:
+    """Layers with dropout, each on the device of an index, with copies between them."""
+    torch.manual_seed(3)
+    return nn.Sequential(*(Dropping(index) for index in layers))
+
+
+class Dropping(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.place = device(index)
+        self.linear = nn.Linear(8, 8, device=self.place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(x.to(self.place)).sin(), 0.5).exp()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("index", range(max(COUNT, 1)))
+def test_dropout_is_drawn_again_on_each_device(index: int) -> None:
+    def program(call: Callable[..., Any]) -> Any:
+        model, x = drops(index, index), torch.ones(4, 8, device=device(index), requires_grad=True)
+        y = call(model, x)
+        y.sum().backward()
+        return y, x.grad, gradients(model)
+
+    assert_exact(program)
+
+
+@needs_two
+def test_two_devices_in_one_model_each_draw_from_their_own_stream() -> None:
+    def program(call: Callable[..., Any]) -> Any:
+        model, x = drops(0, 1, 0, 1), torch.ones(4, 8, device=device(0), requires_grad=True)
+        y = call(model, x)
+        # other draws between forward and backward
+        others = [torch.rand(3, device=device(index)) for index in (0, 1)]
+        y.sum().backward()
+        return y, x.grad, gradients(model), others
+
+    assert_exact(program)
+
+
+@pytest.mark.parametrize("index", range(max(COUNT, 1)))
+def test_a_backward_leaves_the_streams_as_they_were(index: int) -> None:
+    model = drops(index)
+    y = recompute(model, torch.ones(4, 8, device=device(index)))
+    torch.rand(5, device=device(index))
+    before = streams()
+    y.sum().backward()
+    assert_same(streams(), before)
+
+
+@needs_two
+def test_what_is_made_on_the_current_device_is_made_there_again() -> None:
+    def noisy(x: Tensor) -> Tensor:
+        noise = torch.rand(4, 8, device=KIND)
+        assert noise.device == device(1)
+        return (x * noise.to(x.device)).sin().exp()
+
+    def program(call: Callable[..., Any]) -> Any:
+        x = torch.ones(4, 8, device=device(0), requires_grad=True)
+        with torch.accelerator.device_index(1):
+            y = call(noisy, x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_exact(program)
+
+
+def test_a_generator_of_ones_own_is_set_back() -> None:
+    def program(call: Callable[..., Any]) -> Any:
+        own = torch.Generator(device=device(COUNT - 1)).manual_seed(5)
+        x = torch.ones(4, 8, device=device(COUNT - 1), requires_grad=True)
+
+        def noisy(x: Tensor) -> Tensor:
+            return (x * torch.rand(4, 8, generator=own, device=x.device)).sin().exp()
+
+        y = call(noisy, x)
+        y.sum().backward()
+        return y, x.grad, own.get_state()
+
+    assert_exact(program)
+
+
+@needs_software
+def test_the_streams_of_the_software_accelerator_are_not_the_cpus() -> None:
+    torch.manual_seed(0)
+    host, there = torch.rand(9, device="cpu"), torch.rand(9, device=device(1))
+    assert not torch.equal(host, there.cpu())
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module of the software accelerator, from which a test takes what others lack."""
+    found = torch.get_device_module(KIND)
+    yield found
+    monkeypatch.undo()
+
+
+@needs_software
+def test_a_stream_that_only_the_module_reads_and_sets_will_do(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `torch.mps`, which shows no generator."""
+    monkeypatch.setattr(module, "default_generators", ())
+    assert isinstance(devices.default_stream(device(1)), devices.StreamOfModule)
+    test_two_devices_in_one_model_each_draw_from_their_own_stream()
+
+
+@needs_software
+def test_where_a_stream_cannot_be_set_the_draws_are_kept_and_a_comparison_is_refused(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, generators = module.get_rng_state, module.default_generators
+    monkeypatch.setattr(module, "default_generators", ())
+    monkeypatch.delattr(module, "set_rng_state")
+    model, x = drops(1), torch.ones(4, 8, device=device(1))
+    found = []
+    for call in (plain, recompute):
+        generators[1].manual_seed(7)
+        y = call(model, x)
+        model.zero_grad(set_to_none=True)
+        y.sum().backward()
+        found.append((y, gradients(model), get(device(1))))
+    assert_same(found[1], found[0])
+    message = f"random numbers on {KIND}:0 cannot be drawn again: torch.{KIND} has neither"
+    with pytest.raises(ArgumentError, match=message):
+        zoo.verify(model, x)
+
+
+@needs_two
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_peak_of_a_block_is_that_of_its_device(index: int) -> None:
+    other = torch.empty(100 * KIB, dtype=torch.uint8, device=device(1 - index))
+    with spending() as spent:
+        block = torch.empty(64 * KIB, dtype=torch.uint8, device=device(index))
+        del block
+        kept = torch.empty(16 * KIB, dtype=torch.uint8, device=device(index))
+    assert spent.peaks[str(device(index))] == 64 * KIB
+    assert spent.peaks[str(device(1 - index))] == 0
+    with spending(str(device(index))) as alone:
+        again = torch.empty(32 * KIB, dtype=torch.uint8, device=device(index))
+    assert alone.peaks == {str(device(index)): 32 * KIB}
+    del other, kept, again
+
+
+@pytest.mark.parametrize("index", range(max(COUNT, 1)))
+def test_the_peak_of_a_step_is_that_of_its_tensors(index: int) -> None:
+    """On the software accelerator kernels have no workspace, so the tracker sees every byte."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Dropout(0.3)).to(device(index))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    # the engine copies inputs of up to 16 KiB, which no tracker sees
+    x = torch.randn(128, 64, device=device(index))
+
+    def step() -> None:
+        recompute(model, x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    memory = measure_step(step, model, optimizer, [x])
+    with zoo.track(model, optimizer=optimizer, inputs=[x]) as timeline:
+        step()
+    assert timeline.device == str(device(index))
+    if IS_SOFTWARE:
+        assert memory.peak == timeline.tensor_peak
+        assert memory.activation_peak is None
+    else:
+        assert memory.peak >= timeline.tensor_peak
+
+
+@needs_software
+def test_a_device_that_does_not_count_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda index: {})
+    with pytest.raises(ArgumentError, match=f"devices that count it; got {KIND}:1, whose peak"):
+        trace(lambda: None, device(1))
+    model = nn.Linear(2, 2, device=device(1))
+    with pytest.raises(
+        ArgumentError, match=f"device that counts its memory; this model is on {KIND}"
+    ):
+        zoo.checkpoint(model, memory_budget="device")(torch.ones(2, 2, device=device(1)))
+
+
+def test_free_memory_is_that_of_the_device() -> None:
+    last = device(COUNT - 1)
+    before = _free_bytes(last)
+    block = torch.empty(8 << 20, dtype=torch.uint8, device=last)
+    if IS_SOFTWARE:
+        assert before - _free_bytes(last) == block.nbytes
+    assert _free_bytes(last) < before
+
+
+def deep() -> nn.Sequential:
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(6)]
+    return nn.Sequential(*layers).to(device(COUNT - 1))
+
+
+@needs_numpy
+@needs_software
+def test_a_model_trains_in_the_memory_that_the_device_has(module: Any) -> None:
+    """Its baseline runs out of memory there."""
+    model, x = deep(), torch.randn(512, 64, device=device(COUNT - 1))
+    resident = torch.accelerator.memory_allocated(device(COUNT - 1))
+    total = resident + 12 * x.nbytes
+    planned = zoo.checkpoint(deep(), memory_budget="device")
+    module.set_total_memory(COUNT - 1, total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+        planned(x).sum().backward()
+    finally:
+        module.set_total_memory(COUNT - 1, 8 << 30)
+
+
+@needs_numpy
+def test_the_largest_batch_is_measured_on_the_device() -> None:
+    found = zoo.largest(deep(), torch.randn(4, 64, device=device(COUNT - 1)), memory_budget="4MiB")
+    assert found.size > 4
+    assert found.measured_peak <= 4 << 20
+
+
+@needs_numpy
+def test_verify_compares_trainings_on_the_device() -> None:
+    assert zoo.verify(deep(), torch.randn(8, 64, device=device(COUNT - 1)))
+
+
+def test_a_process_that_uses_the_device_is_not_forked() -> None:
+    torch.ones(1, device=device(0))
+    assert not can_fork()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_on_the_device_is_exact(dtype: torch.dtype) -> None:
+    def program(call: Callable[..., Any]) -> Any:
+        model, x = deep(), torch.ones(4, 64, device=device(COUNT - 1), requires_grad=True)
+        with torch.autocast(KIND, dtype):
+            y = call(model, x)
+            assert y.dtype is dtype
+        y.float().sum().backward()
+        return y, x.grad, gradients(model)
+
+    assert_exact(program)
+
+
+# torch has no kernel for an LSTM's cell on a device of this kind
+FAMILIES = ("densenet100", "vnet", "vit_tiny_patch16", "gpt2_small")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_compared_on_the_device(name: str) -> None:
+    config = replace(read(config_folder() / "quick.yaml", (), {}), device=KIND)
+    number = [model.name for model in config.models].index(name)
+    model, cells = config.models[number], expand(config)[number]
+    kinds = [kind for kind in cells if kind != "timing"]
+    # data and cells say where their tensors are
+    with torch.device("cpu"):
+        measured = {kind: work(cells[kind], also=lambda *_: {}) for kind in kinds}
+    records = {kind: {"status": "done", **measured[kind]} for kind in kinds}
+    (row,) = rows([{"model": asdict(model), **records, "timing": {"status": "done"}}])
+    assert row.exact
+    assert row.peak.checkpointed < row.peak.baseline
+    assert row.tensor_peak.optimizer_in_backward <= row.tensor_peak.checkpointed
