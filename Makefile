@@ -5,7 +5,7 @@
 
 python := .venv/bin/python
 
-.PHONY: compare test test-avx2 package lint notebooks check-notebooks fuzz operators mutants oldest newest test-device clean
+.PHONY: compare test test-avx2 package lint notebooks check-notebooks fuzz operators mutants oldest newest test-device gpu clean
 
 compare: .venv/.compare
 	$(python) test_memory_optimized.py
@@ -23,6 +23,11 @@ ON_DEVICE = tests/accelerator tests/engine/test_generators.py tests/engine/test_
 	tests/engine/pitfalls/test_randomness.py tests/engine/pitfalls/test_statistics.py
 test-device: .venv/.installed
 	OMP_NUM_THREADS=1 $(python) -m pytest --device $(DEVICE) $(ON_DEVICE)
+
+# the same and the comparison of the families, whose table becomes docs/gpu.md; on the software
+# accelerator at small sizes, into build/
+gpu: test-device
+	PYTHONPATH=. $(python) docs/gpu.py $(DEVICE) $(if $(filter soft,$(DEVICE)),build/gpu.md)
 
 # a part of them, on any processor as on one whose instructions end with AVX2: oneDNN then chooses
 # other kernels, which take other workspaces, and has none for some types
