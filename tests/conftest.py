@@ -15,7 +15,8 @@ from tests.accelerator import software
 OF_THE_CPU = {
     "OfNumpy": "NumPy's arrays are on the CPU",
     "test_streams_that_move_before_the_backward": "NumPy's arrays are on the CPU",
-    "test_one_state_is_kept_for_draws_in_a_row": "counts states of the CPU's generator",
+    "drops_with_other_draws_between-3": "seeds the CPU's generator alone",
+    "drops_few-0": "a state of the CPU's generator takes more bytes than these draws",
     "test_a_mask_is_drawn_once_more": "counts the kernels that the CPU draws by",
     "test_intermediates_are_freed": "reads the events of the CPU's allocator",
 }
