@@ -28,6 +28,7 @@ from zoo.report.interactive import interactive
 from zoo.report.rows import (
     DEFINITIONS,
     KINDS,
+    MISSING,
     VARIANTS,
     Comparison,
     Heading,
@@ -171,6 +172,8 @@ def _size(comparisons: Sequence[Comparison], path: str) -> Markup:
     for part in path.split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
         value = value[name] if isinstance(value, Mapping) else value[int(name)]
+    if value is None:
+        return Markup(MISSING)  # an allocator without a history knows no activation peak
     text = format_bytes(value)
     return Markup('<data value="{}" data-from="{}">{}</data>').format(value, path, text)
 
