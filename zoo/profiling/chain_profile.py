@@ -483,7 +483,7 @@ class _Follower:
         that a step handed on keep theirs; where the step used them too, the sum is a tensor of its
         own. A step that gets gradients which are not contiguous is measured anew with such.
         """
-        held = {entry.tensor: _own(entry) for entry in self._trained(len(self.keys))}
+        held = {entry.tensor: _own(entry) for entry in self._ends()}
         found = [_bytes(held)]
         for number in reversed(range(len(self.keys))):
             gives = self._gives(number, held)
@@ -495,6 +495,16 @@ class _Follower:
                 held[tensor] = _own(before[tensor]) if tensor in after else name
             found.append(_bytes(held))
         return tuple(reversed(found))
+
+    def _ends(self) -> list[NumberedSpec]:
+        """Returns the outputs that a backward starts from: all, or the loss if that is the first.
+
+        A language model that returns its loss and then its logits is trained by the loss.
+        """
+        outputs = self._trained(len(self.keys))
+        if outputs and not outputs[0].spec.shape:
+            return [entry for entry in outputs if not entry.spec.shape]
+        return outputs
 
     def _trained(self, number: int) -> list[NumberedSpec]:
         return [entry for entry in self.states[number] if entry and entry.spec.requires_grad]

@@ -127,7 +127,11 @@ class _Partition:
         ends = {number for number in self.graph.outputs if number not in self.views}
         if loss is not None:
             ends |= self._alive(self.loss_calls, {loss})[0]
-        live = [sorted(numbers) for numbers in self._alive(self.calls, ends)]
+        *alive, last = self._alive(self.calls, ends)
+        # in the order of the outputs: a loss that is the first is known by its place
+        order = {number: place for place, number in enumerate(self.graph.outputs)}
+        known = sorted(last & order.keys(), key=order.__getitem__)
+        live = [*map(sorted, alive), [*known, *sorted(last - order.keys())]]
         ranges = list(itertools.pairwise([0, *cuts(self.calls)])) if self.calls else []
         names = self._names(ranges)
         steps = tuple(
