@@ -73,7 +73,7 @@ class Point(NamedTuple):
 def frontier(
     costs: StepCosts,
     *,
-    levels: int | None = 250,
+    levels: int | None = 500,
     cuts: Collection[int] | None = None,
     each: Each = _silently,
 ) -> list[Point]:
