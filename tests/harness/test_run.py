@@ -204,7 +204,8 @@ def test_what_is_left_is_named(models, words):
     assert names_left(models) == words
 
 
-def test_a_terminal_shows_what_runs_now_and_what_is_left(config, results):
+def test_a_terminal_shows_what_runs_now_and_what_is_left(config, results, monkeypatch):
+    monkeypatch.delenv("ZOO_PROGRESS")
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     seen = []
     results(lambda cell: (seen.append(bar(console)), measured(cell))[1])
