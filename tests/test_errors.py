@@ -1,9 +1,11 @@
 """What errors repeat of a value: all of a short one, never more than a line or two."""
 
+import pickle
 import string
 
 import pytest
 
+import zoo
 from zoo.errors import LONGEST, shortened, shortened_text
 
 
@@ -61,3 +63,8 @@ def test_a_long_text_keeps_both_ends():
         assert "..." in found
     assert len(shortened_text(text)) == LONGEST
     assert shortened_text(text[:LONGEST]) == text[:LONGEST]
+
+
+def test_an_interrupt_keeps_what_was_found_on_its_way_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(zoo.Interrupted("interrupted", 3)))
+    assert (str(error), error.found) == ("interrupted", 3)

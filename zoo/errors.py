@@ -37,6 +37,9 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(text)
         self.found = found
 
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.found)
+
 
 class InputError(ZooError, ValueError):
     """Says that a model cannot take this input: shape, type or range."""

@@ -117,12 +117,16 @@ class InputSpec(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, given: Invocation) -> "InputSpec":
-        """Describes arguments; values that are no tensors count by their types."""
+    def of(cls, given: Invocation, model: nn.Module) -> "InputSpec":
+        """Describes arguments; values that are no tensors count by their types.
+
+        A model of which more is trained, or in another type, is planned for anew.
+        """
         leaves, tree = pytree.tree_flatten((given.args, given.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        sizes = tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)
-        return cls((str(tree), *map(_leaf_spec, leaves)), sizes)
+        sizes = tuple((t.numel(),) if t.is_nested else tuple(t.shape) for t in tensors)
+        trained = tuple((weight.dtype, weight.requires_grad) for weight in model.parameters())
+        return cls((str(tree), *map(_leaf_spec, leaves), trained), sizes)
 
     def is_within(self, other: "InputSpec") -> bool:
         """Says whether arguments are like others, with no size above theirs."""

@@ -99,6 +99,17 @@ def test_the_smallest_planned_size_that_covers_a_batch_serves_it(
         assert zoo.plan_of(model) is plans[2 if count <= 2 else 8]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_which_more_is_trained_is_planned_for_anew(name: str, work: list[str]) -> None:
+    build, inputs = MODELS[name]
+    model = zoo.checkpoint(build())
+    first, *_ = model.parameters()
+    first.requires_grad_(False)
+    assert works(model, inputs, [4, 4], work) == [True, False]
+    first.requires_grad_(True)
+    assert works(model, inputs, [4, 4], work) == [True, False]
+
+
 @pytest.mark.parametrize("build", [Residuals, Net])
 def test_of_plans_that_overlap_the_smaller_serves(build: Any, work: list[str]) -> None:
     model = zoo.checkpoint(build())
@@ -196,7 +207,7 @@ def test_every_bit_is_that_of_the_baseline(name: str) -> None:
 def test_ranks_on_devices_of_one_type_ask_for_the_same_plan() -> None:
     with FakeTensorMode():
         here, there = (
-            InputSpec.of(Invocation((torch.empty(2, 3, device=f"cuda:{rank}"),)))
+            InputSpec.of(Invocation((torch.empty(2, 3, device=f"cuda:{rank}"),)), nn.Identity())
             for rank in range(2)
         )
     assert here == there

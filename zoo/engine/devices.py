@@ -90,8 +90,11 @@ def default_stream(device: torch.device) -> RandomStream | None:
     """Returns what kernels on a device draw from that are given no generator; None if unknown."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
-    device = indexed(device)
     module = _module(device)
+    if hasattr(module, "init") and module.is_available():
+        # before that there are no generators, and a stream is to have one identity
+        module.init()
+    device = indexed(device)
     generators = getattr(module, "default_generators", ())
     if device.index is not None and device.index < len(generators):
         found: Generator = generators[device.index]
@@ -124,7 +127,9 @@ def restorable_stream(device: torch.device) -> RandomStream:
 
 def synchronize(device: torch.device) -> None:
     """Waits until all work on a device is done."""
-    if device.type not in ("cpu", "meta"):
+    if device.type == accelerator():
+        torch.accelerator.synchronize(device)
+    elif device.type not in ("cpu", "meta"):
         _asked(device, "synchronize")()
 
 

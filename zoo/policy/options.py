@@ -273,10 +273,10 @@ def _first_decided(request: str, decide: Callable[[], Plan]) -> Plan:
 def _spec(chain: Chain, outline: Outline, inputs: State) -> InputSpec:
     """Returns what a plan depends on: the inputs, and the structure that larger ones must share.
 
-    Beside properties of the inputs these are the steps, autocast on the devices of the inputs, and
-    whether an optimizer steps in the backward.
+    Beside properties of the inputs and parameters these are the steps, autocast on the devices of
+    the inputs, and whether an optimizer steps in the backward.
     """
-    given = InputSpec.of(Invocation(inputs))
+    given = InputSpec.of(Invocation(inputs), chain)
     devices = sorted({value.device.type for value in inputs if value is not None})
     autocast = [
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)

@@ -262,6 +262,7 @@ class AllocatorEvents:
 
 def _trace_accelerator(function: Callable[[], object], device: torch.device) -> MemoryTrace:
     synchronize(device)
+    device = indexed(device)
     reset_peak(device)
     start = allocated(device)
     with allocator_history(device) as history:

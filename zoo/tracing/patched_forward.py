@@ -236,7 +236,7 @@ class PatchedForward(Patch):
     def plan_ahead(self, given: Invocation) -> None:
         """Plans for arguments like these now."""
         self.latest = self.planner.ahead(self.module, given)
-        spec = InputSpec.of(given)
+        spec = InputSpec.of(given, self.module)
         self.traces[spec] = Traces(spec, [self.latest])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +255,7 @@ class PatchedForward(Patch):
             self.counts_freed = not self.counts_freed
             self.traces.clear()
         given = Invocation(args, kwargs)
-        spec = InputSpec.of(given)
+        spec = InputSpec.of(given, self.module)
         traces = self._traces_for(spec)
         if not traces.branches and (script := self.planner.before_first_step(module, given)):
             traces.branches.append(script)
