@@ -26,7 +26,7 @@ def memory_budget(record_property: Callable[[str, object], None]) -> Budget:
 
     The budget is bytes, or text such as "2GiB" or "500MB", for what the block allocates, not for
     what was there before; `zoo.profiling.block_peak` has the details. Without `device="cpu"`,
-    "cuda" or "cuda:1" it holds for the CPU and for each CUDA device in use. `with ... as spent`
+    "cuda" or "cuda:1" it holds for the CPU and for each accelerator in use. `with ... as spent`
     gives the measured bytes afterwards: `spent.peak`, and by device `spent.peaks`; they also go
     into the JUnit XML of `pytest --junit-xml` as `peak_bytes_cpu`.
 

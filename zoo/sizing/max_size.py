@@ -137,7 +137,8 @@ def largest(
 
     The returned size keeps to it and the next two do not, which makes it exact where bytes grow
     with the size. The model does not change; only a real step allocates memory of its size. Ctrl-C
-    raises `Interrupted`, a KeyboardInterrupt whose `found` is the largest size known to fit.
+    during the search raises `Interrupted`, a KeyboardInterrupt whose `found` is the largest size
+    known to fit.
 
     Args:
         model: in training mode; on the meta device if it has no memory yet.
