@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -125,8 +126,7 @@ class InputSpec(NamedTuple):
         leaves, tree = pytree.tree_flatten((given.args, given.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = tuple((t.numel(),) if t.is_nested else tuple(t.shape) for t in tensors)
-        trained = tuple((weight.dtype, weight.requires_grad) for weight in model.parameters())
-        return cls((str(tree), *map(_leaf_spec, leaves), trained), sizes)
+        return cls((str(tree), *map(_leaf_spec, leaves), _trained(model)), sizes)
 
     def is_within(self, other: "InputSpec") -> bool:
         """Says whether arguments are like others, with no size above theirs."""
@@ -142,6 +142,28 @@ class InputSpec(NamedTuple):
         """
         covers = filter(self.is_within, others)
         return min(covers, key=lambda spec: sum(map(math.prod, spec.sizes)), default=None)
+
+
+# nn.Module.parameters() takes 10 ms for a thousand layers, in each forward
+_holders: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
+
+
+def _trained(model: nn.Module) -> tuple[tuple[torch.dtype | None, bool], ...]:
+    """Lists the type of each parameter and whether it is trained.
+
+    The modules that hold parameters are looked up anew once one of them is gone.
+    """
+    known = _holders.get(model, ())
+    found = [module for module in (holder() for holder in known) if module is not None]
+    if not found or len(found) < len(known):
+        found = [module for module in model.modules() if module._parameters]
+        _holders[model] = [ref(module) for module in found]
+    return tuple(
+        (weight.dtype, weight.requires_grad)
+        for module in found
+        for weight in module._parameters.values()
+        if weight is not None
+    )
 
 
 def _leaf_spec(leaf: Any) -> Any:

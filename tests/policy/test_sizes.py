@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,6 +110,18 @@ def test_a_model_of_which_more_is_trained_is_planned_for_anew(name: str, work: l
     assert works(model, inputs, [4, 4], work) == [True, False]
     first.requires_grad_(True)
     assert works(model, inputs, [4, 4], work) == [True, False]
+
+
+def test_a_new_head_counts_as_trained_and_the_old_one_is_freed(work: list[str]) -> None:
+    model = zoo.checkpoint(Net())
+    assert works(model, lambda n: (images(n),), [4, 4], work) == [True, False]
+    last = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
+    old = weakref.ref(model.get_submodule(last))
+    new = copy.deepcopy(old()).requires_grad_(False)
+    model.set_submodule(last, new)
+    assert works(model, lambda n: (images(n),), [4, 4], work) == [True, False]
+    gc.collect()
+    assert old() is None
 
 
 @pytest.mark.parametrize("build", [Residuals, Net])

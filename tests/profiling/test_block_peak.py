@@ -91,3 +91,9 @@ def test_another_kind_of_device_is_refused():
         ArgumentError, match="on devices that count it; got meta, whose peak neither"
     ):
         spending("meta").__enter__()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_a_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="no cuda here"):
+        spending("cuda:0").__enter__()

@@ -91,7 +91,7 @@ def default_stream(device: torch.device) -> RandomStream | None:
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     module = _module(device)
-    if hasattr(module, "init") and module.is_available():
+    if hasattr(module, "init") and not _is_in_use(module) and module.is_available():
         # before that there are no generators, and a stream is to have one identity
         module.init()
     device = indexed(device)
@@ -134,12 +134,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def counts_memory(device: torch.device) -> bool:
-    """Says whether a device counts the bytes in use, and the most of them since it was asked."""
+    """Says whether a device is here and counts the bytes in use and the most of them."""
     module = _module(device)
     if device.type in ("cpu", "meta") or module is None:
         return False
     if hasattr(module, "max_memory_allocated"):
-        return True
+        return bool(module.is_available())
     if device.type != accelerator():
         return False
     try:
@@ -157,8 +157,11 @@ def check_counts_memory(device: torch.device) -> None:
     """Refuses a device whose peak cannot be read.
 
     Raises:
-        ArgumentError: neither its module nor `torch.accelerator` counts its memory.
+        ArgumentError: it is not here, or neither its module nor `torch.accelerator` counts its
+            memory.
     """
+    if device.type not in ("cpu", "meta") and not is_available(device.type):
+        raise ArgumentError(f"torch finds no {device.type} here; {device} cannot be measured")
     if not counts_memory(device):
         raise ArgumentError(
             f"memory is measured on the CPU and on devices that count it; got {device}, whose "
