@@ -30,6 +30,7 @@ try:
         unset_fake_temporarily,
     )
     from torch.utils import _pytree as pytree
+    from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
         _disable_current_modes,
@@ -55,6 +56,7 @@ def _private(path: str) -> Any:
 
 disable_current_modes: Any = _disable_current_modes
 in_kernel_invocation: Any = in_kernel_invocation_manager
+devices_with_kernels_of_lists: Any = _get_foreach_kernels_supported_devices
 dispatch_modes: Any = _get_current_dispatch_mode_stack
 DisableTorchFunction: Any = _private("_C.DisableTorchFunction")
 DispatchKey: Any = _private("_C.DispatchKey")

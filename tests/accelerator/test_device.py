@@ -1,5 +1,6 @@
 """Exactness, memory and plans on an accelerator: `pytest --device soft` or one that is here."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,6 +23,7 @@ from zoo.policy.budget import _free_bytes
 from zoo.profiling.allocator_events import measure_step, trace
 from zoo.profiling.block_peak import spending
 from zoo.profiling.isolation import can_fork
+from zoo.profiling.optimizer import optimizer_bytes
 from zoo.report.rows import rows
 
 KIND = torch.get_default_device().type
@@ -232,6 +234,26 @@ def test_the_peak_of_a_step_is_that_of_its_tensors(index: int) -> None:
         assert memory.activation_peak is None
     else:
         assert memory.peak >= timeline.tensor_peak
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        functools.partial(torch.optim.AdamW, foreach=False),
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        torch.optim.RMSprop,
+    ],
+)
+def test_a_step_of_the_optimizer_takes_what_it_was_counted_to_take(make: Any) -> None:
+    """On an accelerator torch steps by kernels of lists, with a copy of all weights."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(KIND)
+    optimizer = make(model.parameters())
+    for _ in range(2):
+        model(torch.rand(2, 64, device=KIND)).sum().backward()
+        with spending(KIND) as spent:
+            optimizer.step()
+    assert optimizer_bytes(make, model.parameters()).step == spent.peak
 
 
 @needs_software

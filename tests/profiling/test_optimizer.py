@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.errors import ArgumentError
+from zoo.optimizer.independence import step_alone
+from zoo.profiling import optimizer
 from zoo.profiling.allocator_events import resident_bytes, trace
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
 
@@ -68,3 +70,36 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
 
     with pytest.raises(ArgumentError, match="LBFGS cannot step on fake tensors"):
         optimizer_bytes(torch.optim.LBFGS, parameters())
+
+
+@pytest.mark.parametrize("device", ["cuda", None])
+def test_for_a_gpu_that_is_not_here_the_step_takes_a_copy_of_the_weights(
+    device: str | None,
+) -> None:
+    """There torch's default is kernels of lists."""
+    layers = [nn.Linear(64, 64, device="meta") for _ in range(8)]
+    parameters = list(nn.Sequential(*layers).parameters())
+    found = optimizer_bytes(torch.optim.AdamW, parameters, device=device)
+    weights = sum(p.nbytes for p in parameters)
+    assert (found.step >= weights) == (device == "cuda")
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_many_equal_layers_take_no_more_steps_than_one(
+    make: MakeOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped = 0
+
+    def counted(*args: Any) -> None:
+        nonlocal stepped
+        stepped += len(args) - 2
+        step_alone(*args)
+
+    monkeypatch.setattr(optimizer, "step_alone", counted)
+    layers = [nn.Linear(32, 32) for _ in range(30)]
+    parameters = list(nn.Sequential(*layers).parameters())
+    alone = optimizer_bytes(make, parameters[:2]).state
+    one = stepped
+    assert optimizer_bytes(make, parameters).state == 30 * alone
+    # after a bias there is a weight
+    assert stepped - one <= one + 2

@@ -18,14 +18,14 @@ from zoo.errors import OptimizerError
 STEPS = 3
 
 
-def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """Takes the optimizer's step for one parameter of a group, without the hooks of a step."""
-    groups, parameters = optimizer.param_groups, group["params"]
-    optimizer.param_groups, group["params"] = [group], [parameter]
+def step_alone(optimizer: Optimizer, group: dict[str, Any], *parameters: Tensor) -> None:
+    """Takes the optimizer's step for some parameters of a group, without the hooks of a step."""
+    groups, others = optimizer.param_groups, group["params"]
+    optimizer.param_groups, group["params"] = [group], list(parameters)
     try:
         _step(optimizer)
     finally:
-        optimizer.param_groups, group["params"] = groups, parameters
+        optimizer.param_groups, group["params"] = groups, others
 
 
 def _step(optimizer: Optimizer) -> None:

@@ -75,11 +75,11 @@ class BudgetPlanner:
         self.names = tuple(step_names(model, outline.steps))
         self.steps = len(outline.steps)
         self.make, self.parameters = optimizer, tuple(model.parameters())
-        if not isinstance(optimizer, OptimizerBytes):
-            optimizer = optimizer_bytes(optimizer, self.parameters, optimizer_in_backward)
-        self.optimizer = optimizer
         self.place = place_of(model)
         self.device = device_named(device) if device is not None else None
+        if not isinstance(optimizer, OptimizerBytes):
+            optimizer = self._optimizer_bytes(optimizer_in_backward)
+        self.optimizer = optimizer
         self.profile = Profile(model, with_loss(outline, loss), state)
         self.fixed = _fixed_bytes(model, state, optimizer, self.profile.found.outside)
         is_here = self.device is None and self.place.type != "meta"
@@ -92,11 +92,15 @@ class BudgetPlanner:
 
     def in_backward(self) -> "BudgetPlanner":
         """Returns a planner for the same step with the optimizer in the backward."""
-        assert not isinstance(self.make, OptimizerBytes), "its bytes tell nothing of one parameter"
         return self._with(
-            optimizer=optimizer_bytes(self.make, self.parameters, in_backward=True),
+            optimizer=self._optimizer_bytes(in_backward=True),
             fixed=replace(self.fixed, gradients=0, scratch=0),
         )
+
+    def _optimizer_bytes(self, in_backward: bool) -> OptimizerBytes:
+        assert not isinstance(self.make, OptimizerBytes), "its bytes tell nothing of one parameter"
+        kind = self.device.kind if self.device is not None else None
+        return optimizer_bytes(self.make, self.parameters, in_backward, kind)
 
     def _with(self, **attributes: Any) -> "BudgetPlanner":
         planner = copy.copy(self)

@@ -44,6 +44,8 @@ from zoo.verification.state_comparison import random_state_restored
 # a quick kernel is timed so often; a slow one only until so many seconds went by
 RUNS = 10
 SECONDS = 0.01
+# what its first run takes longer, to choose and build it, is little beside this
+LONG = 0.05
 # kernels whose costs are known at once, at most
 MOST_KNOWN = 1 << 14
 
@@ -53,12 +55,13 @@ class Device:
     """A device by its peaks: operations a second for each size of number, bytes a second.
 
     `operations` maps the bytes of a number (8, 4, 2) to operations a second; `start` is the seconds
-    between one kernel and the next that an eager program needs.
+    between one kernel and the next that an eager program needs; `kind` is torch's word for it.
     """
 
     operations: Mapping[int, float]
     bandwidth: float
     start: float = 5e-6
+    kind: str = "cuda"
 
     def seconds(self, flops: int, moved: int, dtype: torch.dtype) -> float:
         """Returns the seconds of a kernel of so many operations and bytes."""
@@ -75,7 +78,7 @@ DEVICES: dict[str, Device] = {
     "t4": Device({8: 0.25e12, 4: 8.1e12, 2: 65e12}, 0.32e12),
     "v100": Device({8: 7.8e12, 4: 15.7e12, 2: 125e12}, 0.9e12),
     # two cores with AVX2 and one channel of memory: a small machine, not any one
-    "cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10),
+    "cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu"),
 }
 
 _MOVE = " For the device that is here, move model and inputs to it and leave device= out"
@@ -249,14 +252,17 @@ def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[K
     with AllocatorEvents() as record:
         spans = [_span(spec) for spec in each("running kernels", specs)]
     workspaces = _workspaces(record.events, spans)
-    return [
-        None
-        if span is None
-        else KernelCosts(_seconds(spec) if timed else (span[1] - span[0]) / 1e9, workspace)
-        for spec, span, workspace in zip(
-            each("timing kernels", specs) if timed else specs, spans, workspaces, strict=True
-        )
-    ]
+    costs: list[KernelCosts | None] = []
+    for spec, span, workspace in zip(
+        each("timing kernels", specs) if timed else specs, spans, workspaces, strict=True
+    ):
+        if span is None:
+            costs.append(None)
+            continue
+        seconds = (span[1] - span[0]) / 1e9
+        is_long = seconds > LONG
+        costs.append(KernelCosts(_seconds(spec) if timed and not is_long else seconds, workspace))
+    return costs
 
 
 def _span(spec: KernelSpec) -> tuple[int, int] | None:

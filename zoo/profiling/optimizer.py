@@ -4,6 +4,7 @@ It steps on fake parameters, so that Adam's two copies of a large model are coun
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import DataDependentOutputException, FakeTensorMode
+from zoo._torch import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    devices_with_kernels_of_lists,
+)
 from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
 from zoo.profiling.allocator_events import tensors_in
@@ -79,11 +84,15 @@ def made_by(make: MakeOptimizer, parameters: list[Any]) -> torch.optim.Optimizer
 
 
 def optimizer_bytes(
-    make: MakeOptimizer | None, parameters: Iterable[Tensor], in_backward: bool = False
+    make: MakeOptimizer | None,
+    parameters: Iterable[Tensor],
+    in_backward: bool = False,
+    device: str | None = None,
 ) -> OptimizerBytes:
     """Counts the bytes of the optimizer that `make` builds for these parameters; None is no state.
 
-    With `in_backward` it steps for each parameter as soon as the gradient is complete.
+    With `in_backward` it steps for each parameter as soon as the gradient is complete. `device`
+    names the kind that it is to step on, if that is not where the parameters are.
 
     Raises:
         ArgumentError: it makes none, or its step needs more than gradients: a closure, or numbers
@@ -94,40 +103,86 @@ def optimizer_bytes(
     check_maker(make)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
         # made anew: a fake of a parameter shares its version, which a graph may have noted
-        fakes = [nn.Parameter(torch.empty_like(p)) for p in parameters if p.requires_grad]
+        fakes = [
+            nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
+            for p in parameters
+            if p.requires_grad
+        ]
         if not fakes:
             return OptimizerBytes()
         optimizer = made_by(make, fakes)
-        for fake in fakes:
-            fake.grad = torch.empty_like(fake)
+        for group in optimizer.param_groups:
+            _choose_kernels_of_lists(group, device)
         try:
-            optimizer.step()
-            for kept in optimizer.state.values():
-                if isinstance(kept, dict) and "step" in kept:
-                    kept["step"] += LATE
-            updates = _update_bytes(optimizer) if in_backward else None
-            step = 0 if in_backward else _allocated(optimizer.step)
+            if in_backward or all(map(_is_loop, optimizer.param_groups)):
+                return _counted_by_form(optimizer, in_backward)
+            return _counted(optimizer)
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
             raise ArgumentError(
                 f"{type(optimizer).__name__} cannot step on fake tensors ({error}). Pass "
                 "optimizer= one of like state, or None and take its bytes off the budget."
             ) from error
-        state = {id(t): t.untyped_storage().nbytes() for t in tensors_in(optimizer.state)}
-    return OptimizerBytes(sum(state.values()), step, updates)
 
 
-def _update_bytes(optimizer: torch.optim.Optimizer) -> UpdateBytes:
-    """Counts the bytes of a step for one parameter, for each shape and type."""
-    found: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+def _choose_kernels_of_lists(group: dict[str, Any], device: str | None) -> None:
+    """Sets foreach= to what torch's default is for real parameters: it never chooses it for fakes.
+
+    Kernels of lists hold temporaries of all parameters at once: about a copy of the weights.
+    """
+    if group.get("foreach", False) is None and not group.get("fused"):
+        kinds = {parameter.device.type for parameter in group["params"]}
+        has_them = ({device} if device else kinds).issubset(devices_with_kernels_of_lists())
+        group["foreach"] = True if has_them and not group.get("differentiable") else None
+
+
+def _counted(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     for group in optimizer.param_groups:
-        forms = {(tuple(p.shape), p.dtype): p for p in group["params"]}
-        for form, parameter in forms.items():
-            step = functools.partial(step_alone, optimizer, group, parameter)
-            found[form] = max(found.get(form, 0), _allocated(step))
-    return found
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    _make_late(optimizer)
+    return OptimizerBytes(_state_bytes(optimizer.state), _allocated(optimizer.step))
 
 
-def _allocated(step: Callable[[], Any]) -> int:
+def _counted_by_form(optimizer: torch.optim.Optimizer, in_backward: bool) -> OptimizerBytes:
+    """Steps for one parameter of each shape and type, which shows what the others take."""
+    state, steps = 0, [0]
+    updates: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    for group in optimizer.param_groups:
+        forms = [(tuple(p.shape), p.dtype) for p in group["params"]]
+        ones = dict(zip(forms, group["params"], strict=True))
+        step = functools.partial(step_alone, optimizer, group)
+        for form, one in ones.items():
+            one.grad = torch.empty_like(one)
+            step(one)
+            state += forms.count(form) * _state_bytes(optimizer.state[one])
+        _make_late(optimizer)
+        if in_backward:
+            for form, one in ones.items():
+                updates[form] = max(updates.get(form, 0), _allocated(step, one))
+        else:
+            # a loop's names hold what was made for the parameter before
+            runs = dict.fromkeys(itertools.pairwise(forms)) or [forms[:1]]
+            steps += [_allocated(step, *map(ones.__getitem__, run)) for run in runs]
+    return OptimizerBytes(state, max(steps), updates if in_backward else None)
+
+
+def _is_loop(group: dict[str, Any]) -> bool:
+    """Says whether an optimizer of torch steps for one parameter of a group after the other."""
+    return "foreach" in group and not group["foreach"]
+
+
+def _make_late(optimizer: torch.optim.Optimizer) -> None:
+    for kept in optimizer.state.values():
+        if isinstance(kept, dict) and "step" in kept:
+            kept["step"] = kept["step"] + LATE
+
+
+def _state_bytes(state: Any) -> int:
+    return sum({id(t): t.untyped_storage().nbytes() for t in tensors_in(state)}.values())
+
+
+def _allocated(step: Callable[..., Any], *parameters: Tensor) -> int:
     with AllocationMode() as allocations:
-        step()
+        step(*parameters)
     return int(allocations.curve().peak())
