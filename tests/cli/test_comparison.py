@@ -121,6 +121,40 @@ def test_the_report_says_which_lines_it_passes_over(command, results, tmp_path):
     assert "| resnet18" in (tmp_path / "mine" / "report.md").read_text()
 
 
+def test_the_report_shows_an_earlier_run_beside_the_results(command, results, tmp_path):
+    now = results(records("--model", "resnet18"))
+    before = results(records("--model", "resnet18", "vnet", peak=500), "before")
+    told = command("report", str(now), "--compare", str(before))
+    assert told.code == 0
+    assert "resnet18 checkpointed: activation peak 500 B → 400 B" in told.out
+    folder = tmp_path / "mine"
+    assert "500 B → 400 B (−20.00 %)" in (folder / "report.md").read_text()
+    assert "resnet18 checkpointed" in (folder / "compared.csv").read_text()
+    assert "In the earlier run only: vnet" in (folder / "report.html").read_text()
+    told = command("report", str(now), "--compare", str(before), "--json")
+    ((_, checkpointed),) = (found["compared"] for found in json.loads(told.out))
+    assert checkpointed["activation_peak_bytes_before"] == 500
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "there is no such file"), ([], "holds no result; give the .jsonl of a run"),
+     (records("--model", "vnet"), "holds none of these cells (it begins with vnet): models")],
+)  # fmt: skip
+def test_an_earlier_run_that_compares_nothing_is_a_usage_error(
+    command, results, tmp_path, content, said
+):
+    now, before = results(records("--model", "resnet18")), tmp_path / "before.jsonl"
+    if content is not None:
+        before.touch()
+        results(content, "before")
+    told = command("report", str(now), "--compare", str(before))
+    assert (told.code, told.err.count("\n")) == (2, 1)
+    assert f"--compare '{before}'" in told.err
+    assert said in told.err
+    assert not (tmp_path / "mine").exists()
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full is Linux's")
 def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
     file = Results(tmp_path / "mine.jsonl")

@@ -131,27 +131,28 @@ def test_a_run_is_compared_with_the_file_that_its_config_names(tmp_path, peak, w
     config = replace(CONFIG, compare=path)
     console = Console(file=io.StringIO(), width=200)
     after = dict(zip(KINDS, records(peak=peak), strict=True))
-    assert has_grown(read_earlier(config), [after], config, console) == worse
+    assert has_grown(read_earlier(config), [after], path, 0.01, console) == worse
     assert "old.jsonl: 5 peaks, tolerance 1.00%: " in console.file.getvalue()
 
 
 def test_a_file_from_before_the_third_variant_is_compared_with_the_others(tmp_path):
-    config = replace(CONFIG, compare=write(tmp_path / "old.jsonl", older(records())))
+    path = write(tmp_path / "old.jsonl", older(records()))
+    config = replace(CONFIG, compare=path)
     for peak in (1000, 2000):
         console = Console(file=io.StringIO(), width=200)
         after = dict(zip(KINDS, records(peak=peak), strict=True))
-        assert has_grown(read_earlier(config), [after], config, console) == (peak == 2000)
+        assert has_grown(read_earlier(config), [after], path, 0.01, console) == (peak == 2000)
         printed = console.file.getvalue()
         assert "resnet18 optimizer in backward was not measured before" in printed
         assert "old.jsonl: 4 peaks, tolerance 1.00%: " in printed
 
 
 def test_a_run_without_the_third_variant_is_compared_with_one_that_has_it(tmp_path):
-    config = replace(CONFIG, optimizer_in_backward=False)
-    config = replace(config, compare=write(tmp_path / "old.jsonl", records()))
+    path = write(tmp_path / "old.jsonl", records())
+    config = replace(CONFIG, optimizer_in_backward=False, compare=path)
     after = {record["kind"]: record for record in records(config)}
     console = Console(file=io.StringIO(), width=200)
-    assert not has_grown(read_earlier(config), [after], config, console)
+    assert not has_grown(read_earlier(config), [after], path, 0.01, console)
     assert "4 peaks, tolerance 1.00%: nothing worse" in console.file.getvalue()
 
 

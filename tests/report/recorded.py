@@ -99,6 +99,9 @@ def comparison(loss: str = "a", name: str = "resnet50", **cells: Any) -> dict[st
     baseline = record("baseline", [1, 4, 6, 8, 10, 9, 7, 6, 4, 3, 2, 1], "a")
     checkpointed = record("checkpointed", [1, 2, 2, 3, 4, 3, 4, 5, 4, 3, 2, 1], loss)
     third = record("optimizer_in_backward", [1, 2, 2, 3, 3, 2, 3, 4, 3, 2, 2, 1], "a")
+    for cell in (baseline, checkpointed, third):
+        chosen = {"name": name, "checkpoint": cell["kind"] != "baseline"}
+        cell["cell"] = cell["cell"] | {"model": MODEL | chosen}
     return {
         "model": MODEL | {"name": name},
         "baseline": baseline | {"plan": None, "chain": chain, "frontier": frontier()},

@@ -11,6 +11,7 @@ import pytest
 from tests.report.recorded import comparison
 from zoo.report import html_page as report_page
 from zoo.report.rows import Heading
+from zoo.report.two_runs import two_runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -22,7 +23,8 @@ SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heading = Heading("mine", "A processor, 2 threads", "python test_memory_optimized.py mine.yaml")
-    text = report_page.page([comparison(), comparison(name="vnet")], heading)
+    found = [comparison(), comparison(name="vnet")]
+    text = report_page.page(found, heading, two_runs(found, found[:1], "earlier.jsonl"))
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(text, encoding="utf-8")
     return path

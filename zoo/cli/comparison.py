@@ -21,13 +21,14 @@ from torch import distributed
 from zoo.cli.output import plain_signs
 from zoo.cli.parser import Answer, command
 from zoo.errors import ArgumentError, shortened
-from zoo.harness.config import load
-from zoo.harness.regression import has_grown, read_earlier
+from zoo.harness.config import Config, load
+from zoo.harness.regression import beside, has_grown, read_earlier, read_old
 from zoo.harness.results import Results, comparisons
 from zoo.harness.run import results_of, run
 from zoo.report.html_page import page
 from zoo.report.rows import Row, TimeRatios, heading, rows
 from zoo.report.text_report import show, write_report
+from zoo.report.two_runs import TwoRuns, as_entries
 
 
 def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answer:
@@ -44,8 +45,10 @@ def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answe
         ) from None
     line = shlex.join([*program.split(), *arguments])
     folder = Path(config.output) / config.name
-    answer = _report(results, config.name, line, folder, console)
-    if earlier and has_grown(earlier, results, config, console):
+    path = str(config.compare)
+    runs = beside(results, earlier, path) if earlier else None
+    answer = _report(results, config.name, line, folder, console=console, runs=runs)
+    if earlier and has_grown(earlier, results, path, config.tolerance, console):
         answer = replace(answer, code=1)
     if as_json:
         return answer.as_json()
@@ -57,30 +60,38 @@ def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answe
     {
         "path PATH=results": "a file of results (.jsonl), or a folder of such files",
         "--output FOLDER": "where to write the report; default: beside the results",
+        "--compare PATH": "results of an earlier run (.jsonl), to show beside these",
     },
     no="a cell failed or is not exact",
 )
 def run_report(options: argparse.Namespace) -> Answer:
     """Rewrites the report of a comparison from its results.
 
-    Nothing is measured, and limits of the config are not checked.
+    Nothing is measured, and limits of the config are not checked; what --compare finds is shown.
 
     examples:
       zoo report
       zoo report results/default.jsonl --output docs
+      zoo report results/default.jsonl --compare earlier.jsonl
     """
     console = _console(options.json)
+    told: dict[str, Any] = {"style": "yellow", "markup": False, "highlight": False}
+    passed_over: list[str] = []
+    earlier = read_old(options.compare, passed_over.append) if options.compare else {}
     answers = []
     for path in _result_files(Path(options.path)):
-        passed_over: list[str] = []
         results = comparisons(Results(path).read(passed_over.append).values())
         if not results:
             raise ArgumentError(f"{shortened(str(path))} holds no results of a comparison")
-        for line in passed_over:
-            console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        runs = beside(results, earlier, options.compare) if earlier else None
+        while passed_over:
+            console.print(passed_over.pop(0), soft_wrap=True, **told)
         folder = Path(options.output or path.parent) / path.stem
-        line = f"zoo report {options.path}"
-        answers.append(_report(results, path.stem, line, folder, console))
+        asked = ["--compare", options.compare] if earlier else []
+        line = shlex.join(["zoo", "report", options.path, *asked])
+        answers.append(_report(results, path.stem, line, folder, console=console, runs=runs))
+        if earlier:
+            has_grown(earlier, results, options.compare, Config.tolerance, console)
     return Answer(
         "\n".join(answer.text for answer in answers),
         [answer.data for answer in answers],
@@ -101,21 +112,29 @@ def _result_files(path: Path) -> list[Path]:
 
 
 def _report(
-    comparisons: Sequence[Mapping[str, Any]], name: str, line: str, folder: Path, console: Console
+    comparisons: Sequence[Mapping[str, Any]],
+    name: str,
+    line: str,
+    folder: Path,
+    *,
+    console: Console,
+    runs: TwoRuns | None,
 ) -> Answer:
     """Prints a comparison, writes its report, and returns its rows; code 1 if one has a fault."""
     table, title = rows(comparisons), heading(comparisons, name, line)
     show(table, title.title, console)
     try:
-        write_report(table, title, folder)
+        write_report(table, title, folder, runs)
         path = folder / "report.html"
-        path.write_text(page(comparisons, title), encoding="utf-8")
+        path.write_text(page(comparisons, title, runs), encoding="utf-8")
     except OSError as error:
         raise ArgumentError(
             f"{shortened(str(folder))} cannot be written: {error.strerror}; the results are kept, "
             "and zoo report writes the report, --output FOLDER elsewhere"
         ) from error
     data = {"name": name, "report": str(path), "rows": list(map(_row_data, table))}
+    if runs is not None:
+        data["compared"] = as_entries(runs)
     return Answer(f"report:  {path}", data, int(any(row.faults for row in table)))
 
 

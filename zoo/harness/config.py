@@ -188,7 +188,7 @@ class Config:
     memory_limit: Memory | None = None
     """what a cell may take: 8GiB; see zoo/harness/processes.py for of what"""
     compare: FilePath | None = None
-    """results of an earlier run (.jsonl): exit 1 when a peak has grown"""
+    """results of an earlier run (.jsonl), for the report; exit 1 when a peak has grown"""
     tolerance: Share = 0.01
     """growth of a peak that --compare accepts"""
 

@@ -7,20 +7,20 @@ other change (seconds, bits, versions) is printed and fails nothing: another tor
 differently.
 """
 
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 
-from zoo.errors import ConfigError, shortened
+from zoo.errors import ConfigError, shortened, shortened_text
 from zoo.harness.cells import KINDS, expand
 from zoo.harness.config import Config
-from zoo.harness.results import Comparison, Record, Results
+from zoo.harness.results import Comparison, Record, Results, comparisons
 from zoo.report.rows import differences
+from zoo.report.two_runs import TwoRuns, environment_change, subject, two_runs
 from zoo.units import format_bytes
 
 PEAKS = {"peak": "step peak", "activation_peak": "activation peak"}
@@ -28,10 +28,7 @@ RATIOS = {
     "ratio": "step time",
     "optimizer_in_backward_ratio": "step time with the optimizer in the backward",
 }
-WHAT = ("name", "data", "batch_size", "size", "arguments", "optimizer", "checkpoint")
-WHERE = ("device", "dtype")
 SAME_BITS = ("steps", "seed", "threads")
-ENVIRONMENT = ("torch", "zoo", "commit", "python", "device", "threads")
 
 Old = Mapping[str, Record]
 """Earlier records by subject."""
@@ -54,45 +51,47 @@ def read_earlier(config: Config) -> Old:
     """
     if config.compare is None:
         return {}
-    what = f"--compare {shortened(config.compare)}"
-    if not os.path.isfile(config.compare):
-        raise ConfigError(f"{what}: there is no such file")
-    records = Results(Path(config.compare)).read().values()
-    old = {subject(record): record for record in records if record["status"] != "failed"}
-    if not old:
-        raise ConfigError(f"{what} holds no result; give the .jsonl of a run")
+    old = read_old(config.compare)
     cells = [asdict(cell) for entry in expand(config) for cell in entry.values()]
     if not any(subject({"kind": cell["kind"], "cell": cell}) in old for cell in cells):
-        first = next(iter(old.values()))["cell"]["model"]["name"]
-        raise ConfigError(
-            f"{what} holds none of these cells (it begins with {first}): models, sizes, arguments, "
-            "device and dtype must be those of the earlier run"
-        )
+        raise _nothing_shared(config.compare, old)
     return old
 
 
+def read_old(path: str, passed_over: Callable[[str], object] = str) -> Old:
+    """Reads the results of an earlier run; raises ConfigError where there are none."""
+    what = f"--compare {shortened(path)}"
+    if not os.path.isfile(path):
+        raise ConfigError(f"{what}: there is no such file")
+    records = Results(Path(path)).read(passed_over).values()
+    old = {subject(record): record for record in records if record["status"] != "failed"}
+    if not old:
+        raise ConfigError(f"{what} holds no result; give the .jsonl of a run")
+    return old
+
+
+def beside(now: Sequence[Comparison], old: Old, path: str) -> TwoRuns:
+    """Returns a run beside an earlier one; raises ConfigError where they share no cell."""
+    runs = two_runs(now, comparisons(old.values()), path)
+    if not runs.cells:
+        raise _nothing_shared(path, old)
+    return runs
+
+
 def has_grown(
-    old: Old, comparisons: Sequence[Comparison], config: Config, console: Console
+    old: Old, comparisons: Sequence[Comparison], path: str, tolerance: float, console: Console
 ) -> bool:
     """Prints what changed; returns whether a peak has grown or is missing."""
     records = [entry[kind] for entry in comparisons for kind in KINDS if kind in entry]
-    changes, peaks = judge(old, records, config.tolerance)
+    changes, peaks = judge(old, records, tolerance)
     worse = sum(change.fault for change in changes)
     verdict = f"{worse} worse" if worse else "nothing worse"
-    end = f"{peaks} peaks, tolerance {config.tolerance:.2%}: {verdict}"
-    changes.append(Change(f"compared with {config.compare}: {end}", worse > 0))
+    end = f"{peaks} peaks, tolerance {tolerance:.2%}: {verdict}"
+    changes.append(Change(f"compared with {path}: {end}", worse > 0))
     for text, fault in changes:
         style = "red" if fault else None
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
     return worse > 0
-
-
-def subject(record: Record) -> str:
-    """Names what a record measures: kind, model, data, device and type, not how or where."""
-    cell = record["cell"]
-    model = {name: cell["model"].get(name) for name in WHAT}
-    # as a file would hold it: lists for tuples, arguments in order
-    return json.dumps([record["kind"], model, [cell.get(name) for name in WHERE]], sort_keys=True)
 
 
 def judge(old: Old, new: Sequence[Record], tolerance: float) -> tuple[list[Change], int]:
@@ -107,7 +106,7 @@ def judge(old: Old, new: Sequence[Record], tolerance: float) -> tuple[list[Chang
         if before is None:
             missing.append(Change(f"{_name(after)} was not measured before"))
             continue
-        if environment := _environment_change(before, after):
+        if environment := environment_change(before, after):
             elsewhere[f"measured elsewhere: {environment}"] = None
         changes += _changes(before, after, tolerance)
         peaks += len(_shared_peaks(before, after))
@@ -150,12 +149,13 @@ def _peak_change(what: str, old: int, new: int, tolerance: float) -> Change:
     return Change(f"{what} {sizes}{share}{end}", worse)
 
 
-def _environment_change(before: Record, after: Record) -> str:
-    """Names what differs in the environments of two records: 'torch 2.13.0 → 2.14.1'."""
-    old, new = ((record.get("environment") or {}) for record in (before, after))
-    pairs = ((key, old.get(key), new.get(key)) for key in ENVIRONMENT)
-    return ", ".join(f"{key} {one} → {other}" for key, one, other in pairs if one != other)
-
-
 def _name(record: Record) -> str:
     return f"{record['cell']['model']['name']} {record['kind'].replace('_', ' ')}"
+
+
+def _nothing_shared(path: str, old: Old) -> ConfigError:
+    first = shortened_text(next(iter(old.values()))["cell"]["model"]["name"])
+    return ConfigError(
+        f"--compare {shortened(path)} holds none of these cells (it begins with {first}): models, "
+        "sizes, arguments, device and dtype must be those of the earlier run"
+    )

@@ -37,13 +37,14 @@ from zoo.report.rows import (
     variants,
 )
 from zoo.report.text_report import models_csv, timings_csv, to_csv
+from zoo.report.two_runs import ABOUT, TITLE, TwoRuns, as_entries
 from zoo.units import format_bytes
 
 HERE = Path(__file__).parent
 
 
-def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
-    """Returns the page of a comparison: HTML."""
+def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | None = None) -> str:
+    """Returns the page of a comparison, beside an earlier run if one is given: HTML."""
     table = rows(comparisons)
     sections = [
         {"number": number, "id": f"model-{number}", "row": row, **_section(comparison, row)}
@@ -62,7 +63,9 @@ def page(comparisons: Sequence[Comparison], heading: Heading) -> str:
         heading=heading,
         sections=sections,
         environment=_environment(comparisons),
-        files=_files(comparisons, table, heading),
+        files=_files(comparisons, table, heading, runs),
+        runs=runs,
+        about_runs=(TITLE, ABOUT),
         pictures=_packed(json.dumps(pictures, separators=(",", ":"))),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
@@ -188,7 +191,10 @@ def _environment(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _files(
-    comparisons: Sequence[Comparison], table: Sequence[Row], heading: Heading
+    comparisons: Sequence[Comparison],
+    table: Sequence[Row],
+    heading: Heading,
+    runs: TwoRuns | None,
 ) -> list[tuple[str, str, Markup]]:
     """Returns for each file in the page its name, what it holds, and itself as a link."""
     results = {"name": heading.name, "command": heading.command, "comparisons": comparisons}
@@ -211,6 +217,8 @@ def _files(
         ("timings.csv", "a line per timed pair of steps", timings_csv(table)),
         ("memory.csv", "bytes over the step by category", memory),
     ]
+    if runs is not None:
+        tables.append(("compared.csv", "a line per cell of both runs", to_csv(as_entries(runs))))
     return [
         (
             f"{heading.name}.json",

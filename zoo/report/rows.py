@@ -120,6 +120,9 @@ class TimeRatios:
         return (self.spread.lower, self.spread.upper) if self.spread and enough else None
 
 
+NOT_TIMED = TimeRatios([])
+
+
 @dataclass(frozen=True)
 class Row:
     """The measurements of one model; None where a cell failed.

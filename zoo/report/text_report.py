@@ -14,14 +14,14 @@ from rich.table import Table
 
 from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table
 from zoo.report.plot import draw_comparison
-from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, TimeRatios, columns, variants, words
+from zoo.report.rows import DEFINITIONS, KINDS, NOT_TIMED, Heading, Row, columns, variants, words
+from zoo.report.two_runs import TwoRuns, as_entries, as_markdown
 
 CAPTION = (
     "step peak: of the whole step, what largest_ratio judges; activation peak: less what is "
     "resident; both the allocator's, kernel workspaces included; of tensors alone: without these; "
     "(ratio) to the baseline; times over the baseline's"
 )
-NOT_TIMED = TimeRatios([])
 IN_BACKWARD = "+ optimizer in backward: checkpointed, and each gradient is used and freed at once"
 # what a table does without where the terminal is narrow, one after another
 LEFT_OUT_FIRST = (
@@ -32,8 +32,13 @@ LEFT_OUT_FIRST = (
 BREAK = re.compile(r"(?<=:) | (?=[→\[(]|n=|tensors|alone|in backward|peak$)")
 
 
-def write_report(rows: Sequence[Row], heading: Heading, folder: Path) -> Path:
-    """Writes report.md, models.csv, timings.csv and comparison.svg/png; returns the page's path."""
+def write_report(
+    rows: Sequence[Row], heading: Heading, folder: Path, runs: TwoRuns | None = None
+) -> Path:
+    """Writes report.md, CSV files and comparison.svg/png; returns the page's path.
+
+    The files are models.csv, timings.csv and, of two runs, compared.csv.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     draw_comparison(rows, heading, [folder / "comparison.svg", folder / "comparison.png"])
     faults = [f"- {in_markdown(fault)}" for row in rows for fault in row.faults]
@@ -49,12 +54,14 @@ def write_report(rows: Sequence[Row], heading: Heading, folder: Path) -> Path:
         markdown_table(columns(shown), cells),
         *(["\n".join(faults)] if faults else []),
         "\n".join(meanings),
+        *([] if runs is None else [as_markdown(runs)]),
         "![Step peak and time](comparison.svg)\n",
     ]
     files = {
         "models.csv": models_csv(rows),
         "timings.csv": timings_csv(rows),
         "report.md": "\n\n".join(paragraphs),
+        **({} if runs is None else {"compared.csv": to_csv(as_entries(runs))}),
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")

@@ -1,0 +1,238 @@
+"""Two runs side by side: what each cell that both have measured before and now.
+
+    cell                      step peak                       step time
+    resnet50 checkpointed     8.00 MiB → 7.00 MiB (−12.50 %)   ×1.30 → ×1.25 (−3.85 %, unclear)
+    in one run only           now: vnet baseline              before: lstm baseline
+    differs                   torch 2.13.0 → 2.14.1
+
+Bytes come from the allocator and are the same from run to run; of times a change is clear where the
+quartiles of the ratios do not meet.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.report.escaping import in_markdown, markdown_table, visible
+from zoo.report.rows import (
+    FEWEST,
+    MISSING,
+    NOT_TIMED,
+    VARIANTS,
+    Comparison,
+    Row,
+    TimeRatios,
+    rows,
+    size_or_why,
+)
+
+WHAT = ("name", "data", "batch_size", "size", "arguments", "optimizer", "checkpoint")
+WHERE = ("device", "dtype")
+ENVIRONMENT = ("torch", "zoo", "commit", "python", "device", "threads")
+# names of the numbers in a table, and in a file
+COLUMNS = {
+    "step peak": "peak_bytes",
+    "activation peak": "activation_peak_bytes",
+    "step time": "time_ratio",
+}
+TITLE = "Compared with an earlier run"
+ABOUT = (
+    "Before → now, of each cell that both runs have: the same model, arguments, batch, "
+    "checkpoint=, optimizer, device and type. Step time is over the baseline's of the same run; "
+    "its change is unclear where the quartiles meet or there are fewer than "
+    f"{FEWEST} pairs."
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number before and now, None where it was not measured, and both in words."""
+
+    before: float | None
+    now: float | None
+    words: tuple[str, str]
+    is_clear: bool = True
+
+    @property
+    def share(self) -> float | None:
+        """What it has grown by, as a part of what it was; None without both numbers."""
+        return None if not self.before or self.now is None else self.now / self.before - 1
+
+    @property
+    def verdict(self) -> str:
+        """The change in words: '−12.50 %', 'unchanged', '' without both numbers."""
+        if self.share is None:
+            return ""
+        if self.before == self.now:
+            return "unchanged"
+        percent = f"{100 * self.share:+.2f} %".replace("-", "−")
+        return percent if self.is_clear else f"{percent}, unclear"
+
+    @property
+    def trend(self) -> str:
+        """What it is to who looks for less: "less", "more", or "faint" for neither."""
+        if not self.share or not self.is_clear:
+            return "faint"
+        return "less" if self.share < 0 else "more"
+
+    @property
+    def shown(self) -> list[tuple[float | None, str]]:
+        """The numbers with their words; one, where nothing changed."""
+        both = [*zip((self.before, self.now), self.words, strict=True)]
+        return [*dict.fromkeys(both)]
+
+    def __str__(self) -> str:
+        words = " → ".join(word for _, word in self.shown)
+        return f"{words} ({self.verdict})" if self.verdict else words
+
+
+@dataclass(frozen=True)
+class CellChanges:
+    """What changed of a cell; `replanned` where `checkpoint=` chose another plan than before."""
+
+    name: str
+    batch: str
+    changes: Mapping[str, Change]
+    replanned: bool
+
+    @property
+    def note(self) -> str:
+        """What stands beside the name."""
+        return f"{self.batch}{', another plan' if self.replanned else ''}"
+
+
+@dataclass(frozen=True)
+class TwoRuns:
+    """A run and an earlier one, whose file is `name`.
+
+    Attributes:
+        measured: when the earlier one ended, as far as it is known.
+        cells: those that both have.
+        only_now, only_before: names of cells that one of them lacks.
+        differs: of the environments, sentences such as 'torch 2.13.0 → 2.14.1'.
+    """
+
+    name: str
+    measured: str
+    cells: Sequence[CellChanges]
+    only_now: Sequence[str]
+    only_before: Sequence[str]
+    differs: Sequence[str]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what the table's numbers leave out."""
+        named = {
+            "Measured under other conditions": self.differs,
+            "In this run only": self.only_now,
+            "In the earlier run only": self.only_before,
+        }
+        ended = f", ended {self.measured}" if self.measured else ""
+        return [f"The earlier run: {self.name}{ended}."] + [
+            f"{what}: {'; '.join(found)}." for what, found in named.items() if found
+        ]
+
+
+def subject(record: Mapping[str, Any]) -> str:
+    """Names what a record measures: kind, model, data, device and type, not how or where."""
+    cell = record["cell"]
+    model = {name: cell["model"].get(name) for name in WHAT}
+    # as a file would hold it: lists for tuples, arguments in order
+    return json.dumps([record["kind"], model, [cell.get(name) for name in WHERE]], sort_keys=True)
+
+
+def environment_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Names what differs in the environments of two records: 'torch 2.13.0 → 2.14.1'."""
+    old, new = ((record.get("environment") or {}) for record in (before, after))
+    pairs = ((key, old.get(key), new.get(key)) for key in ENVIRONMENT)
+    return ", ".join(f"{key} {one} → {other}" for key, one, other in pairs if one != other)
+
+
+def two_runs(now: Sequence[Comparison], before: Sequence[Comparison], name: str) -> TwoRuns:
+    """Compares the cells of a run with those of an earlier one from a file of that name."""
+    new, old = _cells(now), _cells(before)
+    shared = [key for key in new if key in old]
+    ends = (record.get("finished", "") for _, _, record in old.values())
+    differs = (environment_change(old[key][2], new[key][2]) for key in shared)
+    return TwoRuns(
+        name=visible(name),
+        measured=visible(max(ends, default="")),
+        cells=[_changes(old[key], new[key]) for key in shared],
+        only_now=[_name(*new[key][:2]) for key in new if key not in old],
+        only_before=[_name(*old[key][:2]) for key in old if key not in new],
+        differs=[visible(words) for words in dict.fromkeys(differs) if words],
+    )
+
+
+def as_markdown(runs: TwoRuns) -> str:
+    """Writes a heading, what the table shows, the table, and notes."""
+    cells = [
+        [in_markdown(f"{cell.name}, {cell.note}"), *map(str, cell.changes.values())]
+        for cell in runs.cells
+    ]
+    parts = [f"## {TITLE}", ABOUT, markdown_table(["cell", *COLUMNS], cells)]
+    return "\n\n".join([*parts, *map(in_markdown, runs.notes)])
+
+
+def as_entries(runs: TwoRuns) -> list[dict[str, Any]]:
+    """Returns the numbers, unrounded: an entry for each cell."""
+    return [
+        {"cell": cell.name, "batch": cell.batch, "another_plan": cell.replanned}
+        | {
+            f"{COLUMNS[column]}_{when}": number
+            for column, change in cell.changes.items()
+            for when, number in (("before", change.before), ("now", change.now))
+        }
+        for cell in runs.cells
+    ]
+
+
+_Cell = tuple[Row, str, Mapping[str, Any]]
+
+
+def _cells(comparisons: Sequence[Comparison]) -> dict[str, _Cell]:
+    """Returns row, kind and record of each cell that has one, by its subject."""
+    return {
+        subject(comparison[kind]): (row, kind, comparison[kind])
+        for comparison, row in zip(comparisons, rows(comparisons), strict=True)
+        for kind in row.variants
+        # of a cell that nobody ran there is none
+        if "cell" in comparison[kind]
+    }
+
+
+def _changes(before: _Cell, now: _Cell) -> CellChanges:
+    (old, kind, _), (new, _, _) = before, now
+    plans = [record.get("plan") for _, _, record in (before, now)]
+    return CellChanges(
+        name=f"{new.label} {VARIANTS[kind]}",
+        batch=new.batch,
+        changes={
+            "step peak": _size_change(old, new, kind, "peak"),
+            "activation peak": _size_change(old, new, kind, "activation_peak"),
+            "step time": _time_change(
+                old.times.get(kind, NOT_TIMED), new.times.get(kind, NOT_TIMED)
+            ),
+        },
+        replanned=None not in plans and plans[0] != plans[1],
+    )
+
+
+def _size_change(old: Row, new: Row, kind: str, peak: str) -> Change:
+    before, now = (getattr(getattr(row, peak), kind) for row in (old, new))
+    words = size_or_why(before, old.fits[kind]), size_or_why(now, new.fits[kind])
+    return Change(before, now, words)
+
+
+def _time_change(old: TimeRatios, new: TimeRatios) -> Change:
+    spreads = old.spread, new.spread
+    before, now = (None if spread is None else spread.median for spread in spreads)
+    words = [MISSING if ratio is None else f"×{ratio:.2f}" for ratio in (before, now)]
+    one, other = old.quartiles, new.quartiles
+    is_clear = bool(one and other and (one[1] < other[0] or other[1] < one[0]))
+    return Change(before, now, (words[0], words[1]), is_clear)
+
+
+def _name(row: Row, kind: str) -> str:
+    return f"{row.label} {VARIANTS[kind]}, {row.batch}"
