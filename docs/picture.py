@@ -32,7 +32,7 @@ LAYERS = {
     "gradients": (("gradients",), ("#d4a72c", "#bb8009")),
     "activations": (("saved activations", "temporaries"), ("#54aeff", "#388bfd")),
     "recomputed": (("recomputed",), ("#4ac26b", "#3fb950")),
-    "kernel workspaces": (("unseen",), ("#c297ff", "#a371f7")),
+    "kernel workspaces": (("kernel workspace",), ("#c297ff", "#a371f7")),
 }
 THEMES = {"light": ("#1f2328", "#d1d9e0"), "dark": ("#f0f6fc", "#3d444d")}  # ink, lines
 

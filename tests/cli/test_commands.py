@@ -239,7 +239,7 @@ def test_anatomy_is_what_a_real_step_takes(numbers):
     paper, real = numbers(*given), numbers(*given, "--device", "cpu")
     for name in ("baseline", "planned"):
         assert paper[name]["peak"] == pytest.approx(real[name]["tensor_peak"], rel=0.01)
-    assert real["baseline"]["unseen"] is not None
+    assert real["baseline"]["kernel_workspace"] is not None
 
 
 def test_anatomy_takes_any_module_and_a_saved_plan(command, numbers, tmp_path):

@@ -13,6 +13,7 @@ from zoo.harness.config import load
 from zoo.harness.results import Results, comparisons, parse
 from zoo.report.html_page import page
 from zoo.report.rows import differences, heading
+from zoo.report.two_runs import two_runs
 
 MISSING = object()
 BAD = [
@@ -88,7 +89,8 @@ def test_what_is_taken_for_a_record_is_reported():
     for _, kind, mutant in taken[::80]:
         found = [*records()[:kind], mutant, *records()[kind + 1 :]]
         put_together = comparisons(found)
-        page(put_together, heading(put_together, "mine", "zoo compare"))
+        runs = two_runs(put_together, comparisons(records()), "earlier")
+        page(put_together, heading(put_together, "mine", "zoo compare"), runs)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,13 @@ def test_one_bad_line_loses_no_file(tmp_path, line):
     assert [text.split(" is passed")[0] for text in said] == [
         f"{file.path}, line {number}," for number in (1, 6)
     ]
+
+
+def test_a_category_of_before_is_drawn_under_its_name_of_now():
+    found = records()[0]
+    before = json.dumps(found).replace('"saved activations"', '"unseen"')
+    now = json.dumps(found).replace('"saved activations"', '"kernel workspace"')
+    assert parse(before) == json.loads(now)
 
 
 def test_a_step_that_one_run_lacks_is_not_equal():

@@ -257,7 +257,7 @@ def _at_peak(timeline: Timeline, holders: int) -> dict[str, Any]:
         "phase": timeline.phase_at(timeline.peak_point),
         "tensor_peak": timeline.tensor_peak,
         "activation_peak": timeline.activation_peak,
-        "unseen": timeline.unseen,
+        "kernel_workspace": timeline.kernel_workspace,
         "categories": timeline.by("category"),
         "blocks": Counter(timeline.blocks(resident=True)) + Counter(timeline.blocks()),
         "holders": [asdict(holder) for holder in timeline.holders(holders)],

@@ -18,6 +18,7 @@ from zoo.errors import ConfigError, shortened, shortened_text
 from zoo.harness.cells import Kind
 from zoo.harness.config import Count, Share, Size, reason
 from zoo.planner.plan import Plan
+from zoo.profiling.timeline import RENAMED
 
 Record = dict[str, Any]
 Comparison = dict[str, Any]
@@ -211,7 +212,17 @@ def parse(line: bytes | str) -> Record:
     for name, lists in together.items():
         if len(set(map(len, lists))) > 1:
             raise ValueError(f"{name} holds lists of unequal lengths")
+    if "timeline" in record:
+        _rename(record["timeline"])
     return record
+
+
+def _rename(timeline: Record) -> None:
+    """Gives categories of a timeline of before the names that they have now."""
+    for sizes in (timeline["bytes"], timeline["peak"]["categories"]):
+        sizes |= {new: sizes.pop(old) for old, new in RENAMED.items() if old in sizes}
+    for holder in timeline["holders"]:
+        holder["category"] = RENAMED.get(holder["category"], holder["category"])
 
 
 def _fault(error: ValidationError) -> str:

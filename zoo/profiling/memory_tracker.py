@@ -19,10 +19,10 @@ read from the call of the backward; there the engine is asked.
 
 Kernel workspaces belong to no tensor. With `allocator=True` torch's profiler records the events of
 the CPU's allocator. Each storage takes the exact times of the block at its address; blocks of no
-storage are "unseen":
+storage are "kernel workspace":
 
     allocator   address 7   +64 .............. -64       address 9   +512 -512
-    storage     address 7      seen ..... gone           none: a kernel workspace, "unseen"
+    storage     address 7      seen ..... gone           none: a "kernel workspace"
 
 Under `torch.compile` a tracked model runs uncompiled, as under any dispatch mode.
 """
@@ -67,7 +67,7 @@ from zoo.profiling.allocator_events import AllocatorEvents, storages_of, tensors
 from zoo.profiling.optimizer import is_optimizer
 from zoo.profiling.sharded import sharded_modules
 from zoo.profiling.source_location import NOWHERE, Place, Places, is_differentiated
-from zoo.profiling.timeline import Allocation, Mark, Timeline
+from zoo.profiling.timeline import WORKSPACE, Allocation, Mark, Timeline
 
 _UNSHAPED = torch.empty(0, device="meta")
 _FSDP = "torch.distributed.fsdp."
@@ -403,7 +403,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for moment, address, size in events:
             at_address = blocks_at[address]
             if size > 0:
-                at_address.append(StorageLifetime(size, moment, category="unseen", address=address))
+                at_address.append(
+                    StorageLifetime(size, moment, category=WORKSPACE, address=address)
+                )
                 blocks.append(at_address[-1])
             elif at_address and at_address[-1].died is None:
                 at_address[-1].died = moment
@@ -418,11 +420,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if block.bytes >= life.bytes and is_there and id(block) not in taken:
                 life.born, life.died, life.resident = block.born, block.died, False
                 taken.add(id(block))
-        unseen = [block for block in blocks if id(block) not in taken]
-        for block in unseen:
+        workspaces = [block for block in blocks if id(block) not in taken]
+        for block in workspaces:
             index = bisect.bisect(self.trail, block.born, key=lambda entry: entry[0])
             _, block.phase, block.place = self.trail[index - 1] if index else (0, "other", NOWHERE)
-        return unseen
+        return workspaces
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

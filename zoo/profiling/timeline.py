@@ -19,7 +19,7 @@ import json
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,17 @@ from zoo.planner.typed_json import read, read_file, read_json, read_row
 from zoo.report.escaping import visible
 from zoo.units import format_bytes
 
+WORKSPACE = "kernel workspace"
 # in the order in which they are stacked: what no plan changes is at the bottom
 CATEGORIES = (
     *("parameters", "buffers", "optimizer state", "inputs", "gradients"),
-    *("saved activations", "recomputed", "temporaries", "unseen"),
+    *("saved activations", "recomputed", "temporaries", WORKSPACE),
 )
 # by phase, colors of `report.plot`
 _SHADES = {"backward": "in-backward", "recompute": "in-recompute", "optimizer": "below"}
 RESIDENT = frozenset(CATEGORIES[:5])
-UNSEEN = "unseen by tensors (kernel workspaces)"
+# names of categories in files of before, and what they are now
+RENAMED = {"unseen": WORKSPACE}
 PICTURES = (".svg", ".png", ".pdf")
 VERSION = 1
 MOST_BLOCKS = 16  # in a table
@@ -98,8 +100,8 @@ class Timeline:
     """Every allocation of a tracked step, and the phases of the step.
 
     Empty until the tracked block ends. With `allocator`, the allocator's own events are in it: what
-    no tensor shows has the category "unseen", and the peak is exact to the byte. `error` is the
-    exception that ended the block, "" for none.
+    no tensor shows has the category "kernel workspace", and the peak is exact to the byte. `error`
+    is the exception that ended the block, "" for none.
     """
 
     title: str = ""
@@ -151,7 +153,7 @@ class Timeline:
         return max(self.total(name for name in CATEGORIES[:-1] if name not in RESIDENT))
 
     @property
-    def unseen(self) -> int | None:
+    def kernel_workspace(self) -> int | None:
         """The peak less that of the tensors; None without the allocator's events."""
         return self.peak - self.tensor_peak if self.allocator else None
 
@@ -306,10 +308,8 @@ class Timeline:
     def _by_category(self) -> Rows:
         at_most = {category: max(curve) for category, curve in self.curves().items()}
         shown = [category for category in CATEGORIES[:-1] if at_most[category]]
-        rows = _category_rows(
-            [*shown, *["unseen"] * self.allocator], [self.by("category"), at_most]
-        )
-        missing: Rows = [] if self.allocator else [(UNSEEN, "not measured", "")]
+        rows = _rows([*shown, *[WORKSPACE] * self.allocator], [self.by("category"), at_most])
+        missing: Rows = [] if self.allocator else [(WORKSPACE, "not measured", "")]
         return [("category", "at the peak", "at most"), *rows, *missing]
 
     def _by_block(self) -> Rows:
@@ -335,7 +335,7 @@ def compare(timelines: Mapping[str, Timeline], holders: int = 10) -> str:
     shown = _largest(functools.reduce(operator.or_, map(Counter, blocks)))
     parts = [
         "\n".join(f"{name}: {timeline.heading}" for name, timeline in timelines.items()),
-        _lines([("category, at the peak", *timelines), *_category_rows(named, categories)]),
+        _lines([("category, at the peak", *timelines), *_rows(named, categories)]),
         _lines([("block, activations at the peak", *timelines), *_rows(shown, blocks)]),
     ]
     for name, timeline in timelines.items() if holders else ():
@@ -345,11 +345,6 @@ def compare(timelines: Mapping[str, Timeline], holders: int = 10) -> str:
 
 def _rows(names: Iterable[str], columns: Sequence[Mapping[str, int]]) -> Rows:
     return [(name, *(format_bytes(column.get(name, 0)) for column in columns)) for name in names]
-
-
-def _category_rows(names: Iterable[str], columns: Sequence[Mapping[str, int]]) -> Rows:
-    rows = _rows(names, columns)
-    return [(UNSEEN if name == "unseen" else name, *sizes) for name, *sizes in rows]
 
 
 def _largest(sizes: Mapping[str, int]) -> list[str]:
@@ -391,6 +386,10 @@ def _timeline(values: Any) -> Timeline:
         wrong = [p for p in (allocation.start, allocation.end or 0) if not 0 <= p <= length]
         if wrong:
             raise ValueError(f"an allocation is at point {wrong[0]} of {length}")
+    allocations = [
+        replace(a, category=RENAMED[a.category]) if a.category in RENAMED else a
+        for a in allocations
+    ]
     return Timeline(
         stored.title, stored.device, length, stored.allocator, stored.error, phases, allocations
     )

@@ -46,7 +46,7 @@ MEANINGS = {
     "saved activations": "results of the forward that it keeps for the backward",
     "recomputed": "activations that the backward has made again, until it has used them",
     "temporaries": "all other tensors: what is made and freed on the way",
-    "unseen": "kernel workspaces: memory that a kernel takes and no tensor shows",
+    "kernel workspace": "memory that a kernel takes inside itself and no tensor shows",
 }
 CATEGORIES = tuple(MEANINGS)
 # by how often a step runs in a training step: its color, and words; 4 stands for all above

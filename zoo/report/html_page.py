@@ -37,7 +37,7 @@ from zoo.report.rows import (
     variants,
 )
 from zoo.report.text_report import models_csv, timings_csv, to_csv
-from zoo.report.two_runs import ABOUT, TITLE, TwoRuns, as_entries
+from zoo.report.two_runs import ABOUT, COLUMNS, TITLE, TwoRuns, as_entries
 from zoo.units import format_bytes
 
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
         environment=_environment(comparisons),
         files=_files(comparisons, table, heading, runs),
         runs=runs,
-        about_runs=(TITLE, ABOUT),
+        about_runs=(TITLE, ABOUT, COLUMNS),
         pictures=_packed(json.dumps(pictures, separators=(",", ":"))),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),

@@ -44,7 +44,7 @@ PICTURES = (".svg", ".png", ".pdf")
 # of the categories of a peak, in their order
 PEAK = (
     *("parameters", "buffers", "inputs", "optimizer-state", "gradients"),
-    *("kept", "recomputed-once", "temporaries", "at-work", "unseen"),
+    *("kept", "recomputed-once", "temporaries", "at-work", "kernel-workspace"),
 )
 # where a name may be written, in points from its mark: preferably to the upper right
 DISTANCES = (9, 20, 36, 60)
