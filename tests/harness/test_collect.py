@@ -52,6 +52,20 @@ def test_a_summary_is_a_part_of_the_timeline_with_its_peaks() -> None:
     assert found["points"][-1] == timeline.length
 
 
+def test_a_point_has_the_place_of_the_latest_allocation() -> None:
+    lives = [
+        Allocation(9, 0, 5, "parameters", step="none", line="before.py:1"),
+        Allocation(1, 2, 6, "temporaries", step="b", module="b.norm", line="net.py:2"),
+        Allocation(1, 1, 4, "saved activations", step="a", module="a.conv", line="net.py:1"),
+        Allocation(1, 3, None, "temporaries", step="a", module="a.conv", line="net.py:1"),
+    ]
+    places = summary(Timeline("Net", "cpu", 6, allocations=lives))["places"]
+    told = [places["names"][number] for number in places["at"]]
+    first, second = ["a", "a.conv", "net.py:1"], ["b", "b.norm", "net.py:2"]
+    assert told == [["", "", ""], first, second, *[first] * 4]
+    assert len(places["names"]) == 3
+
+
 def test_a_short_timeline_is_all_there() -> None:
     assert summary(jagged(30))["points"] == list(range(31))
 
@@ -84,6 +98,14 @@ def test_the_chain_is_that_of_the_plan_and_the_frontier_that_of_the_model(
     chain, frontier = baseline["chain"], baseline["frontier"]
     assert "frontier" not in records["checkpointed"]
     assert len(plan.flatten()) == len(chain["names"]) == len(chain["saved"]) == len(chain["blocks"])
+    numbers = [number for steps in chain["lines"].values() for number in steps]
+    assert len(numbers) == len(set(numbers)) > 30
+    # a step that allocates nothing has no line
+    assert not any(size for step, size in enumerate(chain["saved"]) if step not in numbers)
+    assert all(line.startswith(("zoo/models/", "zoo/layers/")) for line in chain["lines"])
+    places = baseline["timeline"]["places"]["names"]
+    assert {step for step, _, _ in places} <= {"", *chain["names"]}
+    assert {module for _, module, _ in places} >= {"layers.0", "layers.1"}
     peaks, times = zip(*frontier["optimal"], strict=True)
     assert list(peaks) == sorted(peaks)
     assert list(times) == sorted(times, reverse=True)

@@ -17,6 +17,7 @@ MODEL = {
     "largest_ratio": 0.9,
 }
 WHERE = {"device": "A processor", "threads": 2, "torch": "2", "python": "3", "zoo": "1"}
+PLACE = ["layer1.0.convolve", "layer1.0.conv", "zoo/models/resnet.py:47"]
 FORWARD = [[0, "forward"], [4, "backward"]]
 AGAIN = [[0, "forward"], [4, "backward"], [6, "recompute"], [8, "backward"]]
 
@@ -32,6 +33,7 @@ def timeline(activations: list[int], phases: list[list[Any]]) -> dict[str, Any]:
         # as they come from a file: by name
         "bytes": {"parameters": [3 * MIB] * len(sizes), "saved activations": sizes},
         "phases": [*phases, [10, "optimizer"]],
+        "places": {"names": [["", "", ""], PLACE], "at": [0, *[1] * (len(sizes) - 1)]},
         "peak": {
             "point": peak,
             "bytes": sizes[peak] + 3 * MIB,
@@ -95,7 +97,8 @@ def frontier() -> dict[str, Any]:
 def comparison(loss: str = "a", name: str = "resnet50", **cells: Any) -> dict[str, Any]:
     """A model's records; a loss other than "a" is one of the checkpointed model that differs."""
     saved = [(number + 1) * MIB for number in range(len(NAMES))]
-    chain = {"names": NAMES, "blocks": [0, 1, 1, 2, 2, 3, 3, 4], "saved": saved}
+    lines = {"zoo/models/resnet.py:47": [1, 3, 5], "zoo/models/resnet.py:52": [2, 4, 6]}
+    chain = {"names": NAMES, "blocks": [0, 1, 1, 2, 2, 3, 3, 4], "saved": saved, "lines": lines}
     baseline = record("baseline", [1, 4, 6, 8, 10, 9, 7, 6, 4, 3, 2, 1], "a")
     checkpointed = record("checkpointed", [1, 2, 2, 3, 4, 3, 4, 5, 4, 3, 2, 1], loss)
     third = record("optimizer_in_backward", [1, 2, 2, 3, 3, 2, 3, 4, 3, 2, 2, 1], "a")

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.report.recorded import MIB, comparison, older, plain
+from tests.report.recorded import MIB, PLACE, comparison, older, plain
 from zoo.report.charts import CATEGORIES, categories_chart
 from zoo.report.html_page import page
 from zoo.report.interactive import interactive
@@ -183,6 +183,28 @@ def test_pictures_show_the_recorded_numbers(text: str) -> None:
     assert [max(curve) for curve in curves] == [13.0, 8.0, 7.0]
     spots = [c["x"] for c in columns(pictures["model-0-frontier"]) if "tip 0" in c]
     assert spots == [[6.0, 8.0, 13.0], [13.0], [6.0], [9.0], [8.0], [13.0], [8.0]]
+
+
+def test_tips_and_the_table_name_step_module_and_line(text: str) -> None:
+    pictures = json.loads(packed(text, "pictures"))
+    for name in ("memory", "activations", "baseline", "checkpointed"):
+        told = [c for c in columns(pictures[f"model-0-{name}"]) if "tip 0" in c]
+        for column in told:
+            *_, step, module, line = (column[key] for key in sorted(column) if "tip" in key)
+            assert [step[0], module[0], line[0]] == ["—"] * 3
+            assert {*zip(step[1:], module[1:], line[1:], strict=True)} == {tuple(PLACE)}
+    bars = [c for c in columns(pictures["model-0-plan"]) if "tip 3" in c]
+    assert [c["tip 3"] for c in bars] == [
+        ["—", "zoo/models/resnet.py:52", "—"],
+        ["zoo/models/resnet.py:47", "zoo/models/resnet.py:52"] * 2 + ["zoo/models/resnet.py:47"],
+    ]
+    assert text.count('<td class="faint break">zoo/models/resnet.py:47</td>') == 2 * 3
+    older = comparison()
+    del older["baseline"]["chain"]["lines"]
+    for kind in ("baseline", "checkpointed", "optimizer_in_backward"):
+        del older[kind]["timeline"]["places"]
+    told = columns(json.loads(packed(page([older], HEADING), "pictures")))
+    assert not any("tip 4" in c for c in told)
 
 
 def test_a_long_chain_is_told_by_blocks() -> None:

@@ -1,8 +1,8 @@
 """What a report draws of a cell beside its numbers: a step's memory, the chain, the frontier.
 
-    timeline    the step's memory over time, at a few hundred of its points, and the largest tensors
-                at its peak
-    chain       names, blocks and saved bytes of the steps, over which a plan is drawn
+    timeline    the step's memory over time, at a few hundred of its points, what allocated last at
+                each of them, and the largest tensors at its peak
+    chain       names, blocks, saved bytes and source lines of the steps, over which a plan is drawn
     frontier    predicted peak and time of the best plans and of the classic schemes, if asked for
 
 They are read after everything is measured and change none of it. What fails costs the cell nothing:
@@ -10,7 +10,8 @@ it stands under "missing" with the reason.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -35,7 +36,7 @@ def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) ->
     """Returns what a report draws of a model that has trained; `timeline` is that of a step."""
     readers: dict[str, Callable[[], Result]] = {"timeline": lambda: {"timeline": summary(timeline)}}
     if cell.kind == "baseline":
-        readers["chain"] = lambda: _chain(training, cell, batch)
+        readers["chain"] = lambda: _chain(training, cell, batch, timeline)
     drawn: Result = {"missing": {}}
     for name, read in readers.items():
         try:
@@ -59,6 +60,7 @@ def summary(timeline: Timeline, points: int = POINTS) -> Result:
         "points": chosen,
         "bytes": {name: [curve[point] for point in chosen] for name, curve in curves.items()},
         "phases": [[next(marks).point, phase] for phase, marks in phases],
+        "places": _places(timeline, chosen),
         "peak": {
             "point": peak,
             "bytes": timeline.peak,
@@ -72,7 +74,29 @@ def summary(timeline: Timeline, points: int = POINTS) -> Result:
     }
 
 
-def _chain(training: Training, cell: Cell, batch: Batch) -> Result:
+def _places(timeline: Timeline, points: Sequence[int]) -> Result:
+    """Returns step, module and line of the latest allocation at each point, each of them once."""
+    made = sorted((a.start, (a.step, a.module, a.line)) for a in timeline.allocations if a.start)
+    starts = [start for start, _ in made]
+    # where the step begins nothing of it is allocated
+    latest = [bisect_right(starts, point) for point in points]
+    places = [made[number - 1][1] if number else ("", "", "") for number in latest]
+    names = list(dict.fromkeys(places))
+    numbers = {place: number for number, place in enumerate(names)}
+    return {"names": [list(place) for place in names], "at": [numbers[place] for place in places]}
+
+
+def _lines(names: Sequence[str], timeline: Timeline) -> dict[str, list[int]]:
+    """Returns the numbers of the steps whose first allocation is at a line, by lines."""
+    lines = {a.step: a.line for a in reversed(timeline.allocations) if a.phase == "forward"}
+    found: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        if line := lines.get(name):
+            found.setdefault(line, []).append(number)
+    return found
+
+
+def _chain(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
     """Returns the chain of a baseline, and its frontier if that is wanted."""
     optimizer = training.optimizer
     optimizer.zero_grad(set_to_none=True)
@@ -90,6 +114,7 @@ def _chain(training: Training, cell: Cell, batch: Batch) -> Result:
             "names": planner.names,
             "blocks": planner.costs.blocks[steps],
             "saved": planner.costs.newly_saved()[steps],
+            "lines": _lines(planner.names, timeline),
         }
         curve = {"frontier": _frontier(planner.frontier())} if cell.frontier else {}
     return {"chain": chain, **curve}

@@ -73,6 +73,8 @@ HOLDER = _mapping(
     bytes=Bytes, category=str, shape=list[Bytes], dtype=str, place=str, phase=str, line=str
 )
 TIMELINE = _mapping(
+    # what allocated last at each point: numbers of [step, module, line]
+    {"places": _mapping(names=list[tuple[str, str, str]], at=list[Bytes])},
     length=Count,
     points=list[Bytes],
     # the difference between an allocator and the tensors may be negative
@@ -105,7 +107,12 @@ OPTIONAL = {
     ),
     "missing": dict[str, str],
     "timeline": TIMELINE,
-    "chain": _mapping(names=list[str], blocks=list[Bytes], saved=list[Difference]),
+    "chain": _mapping(
+        {"lines": dict[str, list[Bytes]]},
+        names=list[str],
+        blocks=list[Bytes],
+        saved=list[Difference],
+    ),
     "frontier": _mapping(
         optimal=list[Plot], schemes=dict[str, Plot], baseline=Bytes, lower_bound=Bytes
     ),
@@ -206,12 +213,25 @@ def parse(line: bytes | str) -> Record:
     has_activations = record["kind"] in ("baseline", "checkpointed") and "memory" in record
     if has_activations and "activation_peak" not in record["memory"]:
         raise ValueError("memory.activation_peak is missing")
-    together = {name: list(record.get(name, {}).values()) for name in ("step_seconds", "chain")}
+    chain = record.get("chain", {})
+    together = {
+        "step_seconds": list(record.get("step_seconds", {}).values()),
+        "chain": [chain[name] for name in ("names", "blocks", "saved") if name in chain],
+    }
+    # lists of numbers of what another list holds
+    numbers = {"chain.lines": (chain.get("lines", {}).values(), chain.get("names", ()))}
     if "timeline" in record:
-        together["timeline"] = [record["timeline"]["points"], *record["timeline"]["bytes"].values()]
+        timeline = record["timeline"]
+        together["timeline"] = [timeline["points"], *timeline["bytes"].values()]
+        if "places" in timeline:
+            together["timeline"].append(timeline["places"]["at"])
+            numbers["timeline.places"] = [timeline["places"]["at"]], timeline["places"]["names"]
     for name, lists in together.items():
         if len(set(map(len, lists))) > 1:
             raise ValueError(f"{name} holds lists of unequal lengths")
+    for name, (lists, numbered) in numbers.items():
+        if any(number >= len(numbered) for found in lists for number in found):
+            raise ValueError(f"{name} holds the number of nothing")
     if "timeline" in record:
         _rename(record["timeline"])
     return record

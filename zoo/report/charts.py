@@ -27,7 +27,7 @@ import numpy as np
 from zoo.planner.plan import Plan
 from zoo.report.chain_axis import ChainAxis, Label, chain_axis, segments
 from zoo.report.escaping import visible
-from zoo.report.rows import VARIANTS
+from zoo.report.rows import MISSING, VARIANTS
 from zoo.units import BINARY, format_bytes
 
 Timeline = Mapping[str, Any]
@@ -200,13 +200,13 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
         layers.append(Bars(color="in-recompute", name="recomputation", boxes=boxes, behind=True))
     peaks = []
     for name, sizes in shown.items():
-        ends, events = _points(timelines[name])
+        ends, tips = _points(timelines[name])
         heights = [*sizes, sizes[-1]]
         layers.append(
             Steps(
                 color=color_of(name), name=VARIANTS.get(name, name), x=ends,
                 y=_scaled(heights, divisor), low=[0.0] * len(ends), alpha=0.1,
-                tips={VARIANTS.get(name, name): [*map(format_bytes, heights)], "event": events},
+                tips={VARIANTS.get(name, name): [*map(format_bytes, heights)], **tips},
             )
         )  # fmt: skip
         most = max(sizes)
@@ -218,8 +218,8 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
 def categories_chart(timeline: Timeline, highest: int) -> Chart:
     """Shows the categories of one run, stacked, on an axis up to `highest` bytes."""
     x, y, divisor, layers = _step(highest)
-    ends, events = _points(timeline)
-    top, tips = [0] * len(ends), {"event": events}
+    ends, tips = _points(timeline)
+    top = [0] * len(ends)
     for name in (name for name in CATEGORIES if name in timeline["bytes"]):
         sizes = [*timeline["bytes"][name], timeline["bytes"][name][-1]]
         low, top = top, [below + size for below, size in zip(top, sizes, strict=True)]
@@ -255,21 +255,22 @@ def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
         Axis(0, axis.edges[-1], labels=axis.stages, numbers=axis.numbers),
         Axis(-(depth + 0.8) * thickness, 1.05 * height, f"saved by each {column} ({unit})"),
         [
-            *_saved_bars(plan, names, saved, axis, divisor),
+            *_saved_bars(plan, {**chain, "names": names}, axis, divisor),
             *(_segment_bars(plan, axis, level, thickness) for level in range(depth)),
         ],
     )
 
 
 def _saved_bars(
-    plan: Plan, names: Sequence[str], saved: Sequence[int], axis: ChainAxis, divisor: int
+    plan: Plan, chain: Mapping[str, Any], axis: ChainAxis, divisor: int
 ) -> Iterator[Bars]:
     """Yields the bytes that steps save, for each number of runs, stacked in columns."""
+    names, saved, lines = chain["names"], chain["saved"], lines_of(chain)
     runs = [min(count, len(RUNS)) for count in plan.runs()]
     tops = [0] * len(axis.columns)
     for count in sorted(set(runs)):
         color, words = RUNS[count]
-        boxes, steps, sizes = [], [], []
+        boxes, steps, sizes, written = [], [], [], []
         for place, column in enumerate(axis.columns):
             if part := [step for step in column if runs[step] == count]:
                 low, size = tops[place], sum(saved[step] for step in part)
@@ -277,10 +278,13 @@ def _saved_bars(
                 sides = _sides(column, axis.edges, GAP)
                 boxes.append((*sides, *_scaled((low, low + size), divisor)))
                 steps.append(spoken(part, names))
+                written.append(lines[part[0]])
                 sizes.append(format_bytes(size))
         number = runs.count(count)
         name = f"{words}: {number} step{'s' * (number != 1)}"
         tips = {"step": steps, "saves": sizes, "is": [words] * len(boxes)}
+        if any(lines):
+            tips["line"] = [line or MISSING for line in written]
         yield Bars(color=color, name=name, boxes=boxes, tips=tips)
 
 
@@ -363,6 +367,15 @@ def frontier_chart(
     return Chart(x, Axis(low, high, "time; the baseline is ×1", "×%.2f"), layers)
 
 
+def lines_of(chain: Mapping[str, Any]) -> list[str]:
+    """Returns for each step of a chain the "file:line" that it is written at, "" where unknown."""
+    lines = [""] * len(chain["names"])
+    for line, steps in chain.get("lines", {}).items():
+        for step in steps:
+            lines[step] = visible(line)
+    return lines
+
+
 def spoken(part: Sequence[int], names: Sequence[str]) -> str:
     """Names a step, or the first and last of several in a row."""
     return names[part[0]] if len(part) == 1 else f"{names[part[0]]} to {names[part[-1]]}"
@@ -378,10 +391,18 @@ def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
     return Axis(EDGES[0], EDGES[-1], labels=PHASES), y, divisor, [backward]
 
 
-def _points(timeline: Timeline) -> tuple[list[float], list[str]]:
-    """Returns where points lie, and their events; and the end, up to which nothing changes."""
-    events = [*timeline["points"], timeline["length"]]
-    return [*places(timeline, timeline["points"]), EDGES[-1]], [*map(str, events)]
+def _points(timeline: Timeline) -> tuple[list[float], dict[str, list[str]]]:
+    """Returns where points lie, and what their tips say; and the end, with nothing new.
+
+    Step, module and line are those of the latest allocation.
+    """
+    tips = {"event": [*map(str, [*timeline["points"], timeline["length"]])]}
+    if "places" in timeline:
+        names, at = (timeline["places"][key] for key in ("names", "at"))
+        for kind, column in enumerate(("step", "module", "line")):
+            if any(texts := [visible(names[number][kind]) for number in at]):
+                tips[column] = [text or MISSING for text in (*texts, texts[-1])]
+    return [*places(timeline, timeline["points"]), EDGES[-1]], tips
 
 
 def _peak(color: str, place: float, size: int, divisor: int, below: bool = False) -> Marks:

@@ -147,15 +147,17 @@ def _headline(row: Row) -> str | None:
     return measured[-1] if measured else None
 
 
-def _steps(plan: Plan, chain: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
-    """Returns the steps, or blocks of a long chain: numbers, names, saved bytes, runs."""
+def _steps(plan: Plan, chain: Mapping[str, Any]) -> list[tuple[str, str, int, str, str]]:
+    """Returns the steps, or blocks of a long chain: numbers, names, saved bytes, runs, lines."""
     names, saved, runs = chain["names"], chain["saved"], plan.runs()
+    lines = charts.lines_of(chain)
     return [
         (
             "-".join(map(str, dict.fromkeys((part[0], part[-1])))),
             charts.spoken(part, names),
             sum(saved[step] for step in part),
             " or ".join(map(str, sorted({runs[step] for step in part}))),
+            lines[part[0]],
         )
         for part in chain_axis(names, chain["blocks"]).columns
     ]
