@@ -104,6 +104,7 @@ def test_the_chain_is_that_of_the_plan_and_the_frontier_that_of_the_model(
     assert not any(size for step, size in enumerate(chain["saved"]) if step not in numbers)
     assert all(line.startswith(("zoo/models/", "zoo/layers/")) for line in chain["lines"])
     places = baseline["timeline"]["places"]["names"]
+    assert {line[:4] for _, _, line in places} == {"", "zoo/"}
     assert {step for step, _, _ in places} <= {"", *chain["names"]}
     assert {module for _, module, _ in places} >= {"layers.0", "layers.1"}
     peaks, times = zip(*frontier["optimal"], strict=True)

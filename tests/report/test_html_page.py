@@ -187,7 +187,7 @@ def test_pictures_show_the_recorded_numbers(text: str) -> None:
 
 def test_tips_and_the_table_name_step_module_and_line(text: str) -> None:
     pictures = json.loads(packed(text, "pictures"))
-    for name in ("memory", "activations", "baseline", "checkpointed"):
+    for name in ("baseline", "checkpointed", "optimizer_in_backward"):
         told = [c for c in columns(pictures[f"model-0-{name}"]) if "tip 0" in c]
         for column in told:
             *_, step, module, line = (column[key] for key in sorted(column) if "tip" in key)

@@ -153,7 +153,11 @@ def test_a_finger_is_told_what_it_taps(look: Any) -> None:
     page = look("phone")
     page.locator("#model-0-checkpointed").tap()
     page.wait_for_selector(".bk-Tooltip")
-    assert "3.00 MiB" in page.locator(".bk-tooltip-content").inner_text()
+    shown = page.locator(".bk-tooltip-content")
+    assert "3.00 MiB" in shown.inner_text()
+    assert "zoo/models/resnet.py:47" in shown.inner_text()
+    box = shown.bounding_box()
+    assert 0 <= box["x"] < box["x"] + box["width"] <= SIZES["phone"][0]
 
 
 def test_one_model_is_shown_at_a_time_and_drawn_when_it_is(look: Any) -> None:

@@ -34,6 +34,8 @@ from zoo.policy.options import runner_for
 from zoo.verification.state_comparison import bits, read_streams
 
 Named = tuple[str, Tensor | None]
+# see profiling.source_location: no line of a result is that of the process around it
+IS_TRAINING_LOOP = True
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),

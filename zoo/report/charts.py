@@ -206,7 +206,11 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
             Steps(
                 color=color_of(name), name=VARIANTS.get(name, name), x=ends,
                 y=_scaled(heights, divisor), low=[0.0] * len(ends), alpha=0.1,
-                tips={VARIANTS.get(name, name): [*map(format_bytes, heights)], **tips},
+                # of several runs no more: their tips stand side by side
+                tips={
+                    VARIANTS.get(name, name): [*map(format_bytes, heights)],
+                    "event": tips["event"],
+                },
             )
         )  # fmt: skip
         most = max(sizes)
