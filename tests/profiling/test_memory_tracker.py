@@ -3,12 +3,15 @@
 import functools
 import inspect
 import json
+import pickle
+import pickletools
 import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.cuda import _memory_viz
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +23,7 @@ from zoo.errors import ArgumentError
 from zoo.profiling.allocator_events import measure_step, trace
 from zoo.profiling.memory_tracker import Recorder, StorageLifetime
 from zoo.profiling.source_location import block_of
-from zoo.profiling.timeline import Allocation, Mark, Timeline
+from zoo.profiling.timeline import CATEGORIES, Allocation, Mark, Timeline
 
 
 class Training:
@@ -408,6 +411,40 @@ def test_a_timeline_is_data():
         Timeline.from_json(json.dumps({"version": 2, "columns": []}))
     with pytest.raises(ArgumentError, match="no 'size': bytes, start"):
         timeline.by("size")
+
+
+def test_a_snapshot_for_memory_viz_has_every_byte_at_its_time(tmp_path):
+    """Replayed as the page does: what has no alloc was there, what no free has stays."""
+    timeline = Training(chain(True), images()).tracked(allocator=True)
+    timeline.save_memory_viz(tmp_path / "step.pickle")
+    written = (tmp_path / "step.pickle").read_bytes()
+    snapshot = pickle.loads(written)
+    (events,), (segment,) = snapshot["device_traces"], snapshot["segments"]
+    made = {event["addr"] for event in events if event["action"] == "alloc"}
+    freed = {event["addr"]: event["size"] for event in events if event["action"] != "alloc"}
+    address, bytes_now = 0, sum(size for place, size in freed.items() if place not in made)
+    for block in segment["blocks"]:
+        assert block["address"] == address
+        address += block["size"]
+        if block["state"] == "active_allocated" and block["address"] not in made:
+            bytes_now += block["size"]
+    total = [bytes_now]
+    for event in events:
+        if event["action"] != "free_requested":
+            total.append(total[-1] + event["size"] * (1 if event["action"] == "alloc" else -1))
+    assert total == timeline.total()
+    (frame,) = max(events, key=lambda event: event["size"])["frames"]
+    assert frame["filename"].endswith(".py")
+    assert frame["name"].partition(": ")[0] in CATEGORIES
+    # torch's own reader takes it; the page's reads these opcodes only
+    assert f"{len(events)} entries" in _memory_viz.trace(snapshot)
+    assert _memory_viz.segsum(snapshot)
+    known = {
+        "PROTO", "APPEND", "APPENDS", "NONE", "BINGET", "BININT", "BININT1", "BININT2", "LONG1",
+        "EMPTY_DICT", "EMPTY_LIST", "FRAME", "LONG_BINGET", "MARK", "MEMOIZE", "SETITEMS",
+        "SETITEM", "SHORT_BINUNICODE", "BINUNICODE", "STOP",
+    }  # fmt: skip
+    assert {code.name for code, _, _ in pickletools.genops(written)} <= known
 
 
 def test_a_timeline_is_written_and_drawn(tmp_path):
