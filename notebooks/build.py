@@ -1,15 +1,16 @@
 """Makes the notebooks: `python -m notebooks.build` runs each from a fresh kernel and writes it.
 
 A notebook is written once, as a script of cells (jupytext's percent format). A translation holds
-the prose alone, so that both languages run the same code:
+the prose and the texts in the code, so that both languages run the same code:
 
     sources/01_name.py           cells with names        ->  01_name.ipynb
     sources/zh_CN/01_name.md     its Chinese paragraphs  ->  zh_CN/01_name.ipynb
 
 Each paragraph of a translation stands below `<!-- NAME DIGEST -->`: the cell that it translates and
-the digest of the English text as it was then. One that is missing or older is an error, which shows
-the line to write. Jupytext reads the cells and nbclient runs them; pairing files, as Jupytext can,
-would copy the code into each language.
+the digest of the English text as it was then. Below `<!-- phrases -->` each line `ENGLISH => TEXT`
+replaces a string of the code, such as a title or a sentence around numbers. What is missing or
+older is an error, which shows the line to write. Jupytext reads the cells and nbclient runs them;
+pairing files, as Jupytext can, would copy the code into each language.
 """
 
 import argparse
@@ -32,6 +33,12 @@ SOURCES = HERE / "sources"
 ENGLISH, LANGUAGES = "en", ("en", "zh_CN")
 SECONDS_PER_CELL = 300
 FENCES = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PHRASES = "<!-- phrases -->\n"
+# a comment or a docstring, which stay; or another string
+STRING = re.compile(r'#.*|"""[\s\S]*?"""|"((?:[^"\\\n]|\\.)*)"')
+# two words, without what is computed: for a reader
+WORDS = re.compile(r"[^\W\d_]{2,},? [^\W\d_(]")
+COMPUTED = re.compile(r"{[^{}]*}")
 HEADING = re.compile(r"^<!-- ([\w-]+) ([0-9a-f]{8}) -->$", re.MULTILINE)
 
 
@@ -100,9 +107,16 @@ def digest(text: str) -> str:
 
 def paragraphs(translation: str) -> dict[str, tuple[str, str]]:
     """Reads a translation: for each cell's name the digest that it was made from, and its text."""
-    _, *parts = HEADING.split(translation)
+    _, *parts = HEADING.split(translation.partition(PHRASES)[0])
     triples = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
     return {name: (made_from, text.strip()) for name, made_from, text in triples}
+
+
+def phrases(translation: str) -> dict[str, str]:
+    """Reads a translation: the strings of the code, and what replaces them."""
+    lines = translation.partition(PHRASES)[2].splitlines()
+    pairs = (line.partition(" => ") for line in lines if line.strip())
+    return {text: words for text, _, words in pairs}
 
 
 def problems(notebook: NotebookNode, translation: str) -> Iterator[str]:
@@ -117,21 +131,32 @@ def problems(notebook: NotebookNode, translation: str) -> Iterator[str]:
             state = "is missing" if not words else f"was made from {made_from}"
             yield f"{name} {state}: translate it below <!-- {name} {digest(text)} -->"
     yield from (f"{name} is no cell with prose: delete it" for name in found.keys() - prose.keys())
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    strings = dict.fromkeys(match[1] for text in code for match in STRING.finditer(text))
+    known = phrases(translation)
+    for string in strings:
+        if known and string and string not in known and WORDS.search(COMPUTED.sub("", string)):
+            yield f"a string of the code is missing: write below {PHRASES.strip()}: {string} => "
+    yield from (f"no string of the code is {text!r}: delete it" for text in known.keys() - strings)
 
 
 def translated(notebook: NotebookNode, translation: str) -> NotebookNode:
-    """Copies a notebook with the prose of a translation.
+    """Copies a notebook with the prose of a translation, and its texts in the code.
 
     Raises:
         NotebookError: a paragraph is missing, or older than its source.
     """
     if wrong := list(problems(notebook, translation)):
         raise NotebookError("\n".join(["the translation is not that of its source", *wrong]))
-    found = paragraphs(translation)
+    found, known = paragraphs(translation), phrases(translation)
+
+    def replaced(string: re.Match[str]) -> str:
+        return f'"{known[string[1]]}"' if string[1] in known else string[0]
+
     copy: NotebookNode = nbformat.from_dict(notebook)
     for cell in copy.cells:
-        if cell.cell_type == "markdown":
-            cell.source = found[cell.id][1]
+        prose = cell.cell_type == "markdown"
+        cell.source = found[cell.id][1] if prose else STRING.sub(replaced, cell.source)
     return copy
 
 
@@ -156,6 +181,8 @@ def run(notebook: NotebookNode) -> NotebookNode:
         "PYTHONPATH": str(HERE.parent),
         # a bar would be written into the notebook
         "ZOO_PROGRESS": "0",
+        # so would the profiler's warnings of memory that is older than itself
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(

@@ -8,90 +8,90 @@
 # then you measure, then you look.
 
 # %% name="install"
-# on Colab this installs what the notebook needs; anywhere else it does nothing
+# where zoo is missing: installs it from this checkout, from a wheel in this folder or the index
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
-if "google.colab" in sys.modules:
-    wanted = "zoo-checkpoint[notebooks]"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+here = Path.cwd()
+roots = [root for root in (here, *here.parents) if (root / "zoo" / "version.py").exists()]
+wanted = [f"{roots[0]}[notebooks]"] if roots else ["--find-links=.", "zoo-checkpoint[notebooks]"]
+if not all(map(importlib.util.find_spec, ("zoo", "timm", "transformers", "nilearn"))):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
 
-# %% name="versions"
-import platform
-
-import matplotlib.pyplot as plt
+# %% name="setup"
 import torch
 import torch.nn.functional as F
-from IPython.display import Image, Markdown, display
-from torch import nn
 
 import zoo
-from zoo.units import format_bytes
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-print(f"Python {platform.python_version()}, torch {torch.__version__}, zoo {zoo.__version__}")
-print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")
-
-# %% name="drawing"
-BLUE, LIGHT_BLUE, ORANGE, PURPLE, GRAY, DARK = (
-    "#1f6feb", "#8ec5ff", "#e8912d", "#c39bd3", "#b8bec8", "#57606a",
-)  # fmt: skip
-MIB = 1024**2
-plt.rcParams |= {
-    "figure.dpi": 110, "figure.constrained_layout.use": True, "axes.axisbelow": True,
-    "axes.grid": True, "grid.color": "#e6e8eb", "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-    "legend.frameon": False,
-}  # fmt: skip
-
-
-def table(head, *rows):
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    display(Markdown("\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)))
-
-
-# %% [markdown] name="setting"
-# ## The step that we will watch
-#
-# A ResNet-18, a batch of real photographs (crops of the two that ship with scikit-learn), and
-# AdamW. The loss asks from which photograph, and from which quarter of it, a crop was cut.
-
-# %% name="photographs"
 from zoo.harness.config import ModelConfig
 from zoo.harness.data import batches
+from zoo.report import notebook
 
+notebook.start("en")
+device = "cuda" if torch.cuda.is_available() else "cpu"
 crops = ModelConfig(
     name="resnet18", data="photographs", batch_size=32, size=128, arguments={"classes": 8}
 )
 batch = batches(crops, count=1, seed=0)[0].to(device)
-images, labels = batch.inputs, batch.targets
 
-figure, places = plt.subplots(1, 6, figsize=(9, 1.7), dpi=75)
-for place, image, label in zip(places, images, labels, strict=False):
-    shades = image.cpu().permute(1, 2, 0)
-    place.imshow((shades - shades.min()) / (shades.max() - shades.min()))
-    place.set_title(f"class {label}", fontsize=9, fontweight="normal")
-    place.axis("off")
+# %% [markdown] name="first-look"
+# ## First, what you will be able to do
+#
+# One training step of a ResNet-18 on 32 photographs with AdamW, twice: as always, which we call the
+# *baseline*, and with **activation checkpointing**, also called gradient checkpointing. It takes
+# one word, `checkpoint=True`.
 
-# %% name="model"
-torch.manual_seed(0)
+
+# %% name="payoff"
+def tracked(checkpoint):
+    torch.manual_seed(0)
+    model = zoo.resnet18(classes=8, checkpoint=checkpoint).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):  # the first step makes AdamW's state and decides what is recomputed
+        with zoo.track(model, optimizer=optimizer, inputs=batch.inputs) as timeline:
+            F.cross_entropy(model(batch.inputs), batch.targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return timeline
+
+
+baseline, checkpointed = tracked(False), tracked(True)
+notebook.timelines("Memory over a training step of ResNet-18", baseline, checkpointed)
+
+# %% name="payoff-words"
+from zoo.report.notebook import say, table
+from zoo.units import format_bytes
+
+say(
+    f"The peak of the step: {format_bytes(baseline.peak)} for the baseline, "
+    f"**{format_bytes(checkpointed.peak)}** with checkpointing. Beside what is always there: "
+    f"{format_bytes(baseline.activation_peak)}, **{format_bytes(checkpointed.activation_peak)}**."
+)
+
+# %% [markdown] name="setting"
+# By the end of this notebook you will know what the two curves are made of, and why the lower one
+# can be lower. First the baseline.
+#
+# ## The step that we will watch
+#
+# The photographs are crops of the two that ship with scikit-learn. The loss asks from which of
+# them, and from which quarter of it, a crop was cut.
+
+# %% name="photographs"
+crops = batch.inputs[:6].cpu().movedim(1, 3)
+crops = (crops - crops.amin()) / (crops.amax() - crops.amin())
+notebook.pictures([{f"class {n}": crop for n, crop in zip(batch.targets, crops, strict=False)}])
+
+# %% name="weights"
 model = zoo.resnet18(classes=8).to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def training_step():
-    loss = F.cross_entropy(model(images), labels)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-training_step()  # the first step makes AdamW's state; the ones after it are all alike
-
 weights = sum(parameter.nbytes for parameter in model.parameters())
 count = sum(parameter.numel() for parameter in model.parameters())
-print(f"{count:,} weights of 4 bytes each: {format_bytes(weights)}")
-print(f"the batch: {format_bytes(images.nbytes)}")
+say(
+    f"{count:,} weights of 4 bytes each are **{format_bytes(weights)}**; "
+    f"the batch is {format_bytes(batch.inputs.nbytes)}."
+)
 
 # %% [markdown] name="predict"
 # ## Your guess, before you look
@@ -99,20 +99,17 @@ print(f"the batch: {format_bytes(images.nbytes)}")
 # The weights are there. Each of them gets a gradient of the same size. AdamW keeps two more numbers
 # for each. That makes four.
 #
-# So how large is the whole step at its peak, counted in copies of the weights? Four? A little more?
-# Much more? Write your guess into the next cell, and only then run the one after it.
+# So how much of the peak is *not* weights, gradients or AdamW's numbers? Nothing? A tenth? Most of
+# it? Write your guess into the next cell, and only then run the one after it.
 
 # %% name="guess"
-guess = 4.5  # times the bytes of the weights: change it
+guess = 0.2  # of the peak: change it
 
 # %% name="measure"
-with zoo.track(model, optimizer=optimizer, inputs=(images, labels)) as timeline:
-    training_step()
-
-table(
-    ["", "peak of the step", "in copies of the weights"],
-    ["your guess", format_bytes(int(guess * weights)), f"{guess:.1f}"],
-    ["measured", format_bytes(timeline.peak), f"{timeline.peak / weights:.1f}"],
+say(
+    f"You said {guess:.0%}. Four times the weights are {format_bytes(4 * weights)}, the peak is "
+    f"{format_bytes(baseline.peak)}: the activations alone are "
+    f"**{baseline.by('category')['saved activations'] / baseline.peak:.0%}** of it."
 )
 
 # %% [markdown] name="over-time"
@@ -122,30 +119,28 @@ table(
 # first operation of the forward to the last of the optimizer. Gray is what is there all the time.
 
 # %% name="timeline"
-timeline.plot("step.png")
-display(Image("step.png", width=900))
+notebook.categories("The baseline, by category", baseline)
 
 # %% [markdown] name="read-the-picture"
 # Read it from left to right.
 #
 # 1. **Forward.** The blue staircase climbs. Each layer leaves something behind, and nobody takes it
 #    away.
-# 2. **The turn.** The forward is over, the loss is known, and the staircase is as high as it gets.
+# 2. **The turn.** The forward is over and the loss is known. The staircase is as high as it gets;
+#    the first gradients come on top of it.
 # 3. **Backward.** From the last layer to the first, each layer takes what it left and turns it into
 #    gradients. Blue goes down, purple comes up.
 # 4. **Optimizer.** No blue is left. AdamW only works on gray and purple. Then the gradients go,
 #    too.
 #
-# The blue part is called *activations*: results of the forward that the backward will need. It is
-# what the peak is made of.
+# The blue part is called *activations*: results of the forward that the backward will need. They
+# are the largest part of the peak.
 
 # %% name="anatomy"
-at_peak = timeline.by("category")
-rows = sorted(at_peak.items(), key=lambda row: -row[1])
+at_peak = sorted(baseline.by("category").items(), key=lambda row: -row[1])
 table(
     ["at the peak", "bytes", "share"],
-    *([name, f"{size:,}", f"{size / timeline.peak:.1%}"] for name, size in rows if size > 1000),
-    ["**all**", f"**{timeline.peak:,}**", ""],
+    *([notebook.translated(name), f"{n:,}", f"{n / baseline.peak:.1%}"] for name, n in at_peak),
 )
 
 # %% [markdown] name="blocks-question"
@@ -154,21 +149,16 @@ table(
 # Guess again: are the layers with the most weights also those with the most activations?
 
 # %% name="blocks"
-held, kept = timeline.blocks(resident=True), {}
-for allocation in timeline.allocations:
-    if allocation.category == "saved activations":
-        kept[allocation.block] = kept.get(allocation.block, 0) + allocation.bytes
-names = [name for name in kept if "." in name or name in ("conv1", "normalize", "maxpool")]
-
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-left.barh(names, [held.get(name, 0) / MIB for name in names], color=GRAY)
-left.set_title("weights, gradients, AdamW (MiB)")
-left.invert_yaxis()
-right.barh(names, [kept[name] / MIB for name in names], color=BLUE)
-right.set_title("activations kept in the forward (MiB)")
-for part in (left, right):
-    part.grid(visible=False, axis="y")
-    part.tick_params(axis="y", length=0)
+MIB = 2**20
+resident = baseline.blocks(resident=True)
+held, saved = {}, {}
+for allocation in baseline.allocations:
+    name = allocation.block
+    if allocation.category == "saved activations" and name in resident:
+        saved[name] = saved.get(name, 0) + allocation.bytes / MIB
+        held[name] = resident[name] / MIB
+panels = {"weights, gradients, AdamW (MiB)": held, "activations saved in the forward (MiB)": saved}
+notebook.bars("", panels)
 
 # %% [markdown] name="blocks-answer"
 # It is the other way round. The first layers see large images and have few channels: few weights,
@@ -188,40 +178,32 @@ for part in (left, right):
 
 
 # %% name="saved-tensors"
-def keeps(operation, inputs):
-    """What the operation puts aside for its backward: the parts that are as long as the input."""
+def saved_by(operation, inputs):
+    """Lists what an operation saves for its backward, of what is as long as its input."""
     found = {}
 
     def note(tensor):
         found[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = operation(inputs)
-    whose = {inputs.untyped_storage().data_ptr(): "input"}
-    whose |= {output.untyped_storage().data_ptr(): "output"}
-    large = {
-        whose.get(key, f"another, {tensor.dtype}"): tensor
-        for key, tensor in found.items()
-        if tensor.numel() >= inputs.numel()
-    }
-    return sum(tensor.nbytes for tensor in large.values()), ", ".join(large) or "nothing"
+    named = {t.untyped_storage().data_ptr(): n for n, t in (("x", inputs), ("y", output))}
+    large = {key: t for key, t in found.items() if t.numel() >= inputs.numel()}
+    return {named.get(key, f"{t.dtype}"): t.nbytes / inputs.nbytes for key, t in large.items()}
 
 
+# %% name="operations"
 features = torch.randn(8, 64, 32, 32, device=device, requires_grad=True)
 operations = {
-    "convolution": nn.Conv2d(64, 64, 3, padding=1, bias=False).to(device),
-    "batch norm": nn.BatchNorm2d(64).to(device),
-    "ReLU": F.relu,
-    "GELU": F.gelu,
-    "addition": lambda inputs: inputs + 1.0,
-    "dropout": nn.Dropout(0.1),
-    "max pooling": nn.MaxPool2d(3, 1, padding=1),
+    "convolution": torch.nn.Conv2d(64, 64, 3, padding=1, bias=False).to(device),
+    "batch norm": torch.nn.BatchNorm2d(64).to(device),
+    **{"ReLU": F.relu, "GELU": F.gelu, "x + 1": lambda inputs: inputs + 1.0},
+    **{"dropout": torch.nn.Dropout(0.1), "max pooling": torch.nn.MaxPool2d(3, 1, padding=1)},
 }
-found = {name: keeps(operation, features) for name, operation in operations.items()}
+found = {name: saved_by(operation, features) for name, operation in operations.items()}
 table(
-    ["operation", "keeps, times the bytes of its input", "that is"],
-    *([name, f"{size / features.nbytes:.2f}", what] for name, (size, what) in found.items()),
+    ["y = operation(x)", "saves, times the bytes of x", "that is"],
+    *([name, f"{sum(t.values()):.2f}", ", ".join(t) or "nothing"] for name, t in found.items()),
 )
 
 # %% [markdown] name="why-kept-answer"
@@ -238,12 +220,11 @@ table(
 # The same forward, but nobody will ask for gradients. Guess the number of activations first.
 
 # %% name="evaluation"
-with zoo.track(model, optimizer=optimizer, inputs=(images, labels)) as plain, torch.no_grad():
-    model(images)
-
+with zoo.track(model, inputs=batch.inputs) as evaluation, torch.no_grad():
+    model(batch.inputs)
 table(
     ["", "training step", "forward under `no_grad`"],
-    ["activations, at most", *(format_bytes(t.activation_peak) for t in (timeline, plain))],
+    ["activations, at most", *(format_bytes(t.activation_peak) for t in (baseline, evaluation))],
 )
 
 # %% [markdown] name="without-gradients-answer"
@@ -259,76 +240,92 @@ table(
 # have a shape and no memory. Nothing is computed.
 
 # %% name="batch"
-sizes = [8, 16, 32, 64, 128]
-anatomies = [
-    zoo.anatomy(zoo.resnet18(classes=8), torch.empty(size, 3, 128, 128, device="meta")).baseline
-    for size in sizes
-]
-activations = [a.activation_peak / MIB for a in anatomies]
-peaks = [a.peak / MIB for a in anatomies]
+SIZES = [8, 16, 32, 64, 128]
+shapes = [torch.empty(size, 3, 128, 128, device="meta") for size in SIZES]
+anatomies = [zoo.anatomy(zoo.resnet18(classes=8), shape).baseline for shape in shapes]
 
-figure, axes = plt.subplots(figsize=(9, 3.4))
-axes.plot(sizes, peaks, "o-", color=DARK, label="peak of the step")
-axes.plot(sizes, activations, "o-", color=BLUE, label="activations")
-axes.axhline(4 * weights / MIB, color=GRAY, ls="--")
-axes.text(sizes[-1], 4 * weights / MIB + 20, "weights, gradients, AdamW", ha="right", color=DARK)
-axes.set_title("A training step of ResNet-18 at 128 × 128 (MiB)")
-axes.set_xlabel("images in a batch")
-axes.set_xticks(sizes)
-axes.set_xlim(0)
-axes.set_ylim(0)
-axes.legend(loc="upper left")
-print(f"from {sizes[-2]} to {sizes[-1]} images the peak grows ×{peaks[-1] / peaks[-2]:.2f}")
+# %% name="batch-growth"
+grown = {
+    "peak of the step": [anatomy.peak / MIB for anatomy in anatomies],
+    "activations": [anatomy.activation_peak / MIB for anatomy in anatomies],
+}
+four = {"weights, gradients, AdamW": 4 * weights / MIB}
+notebook.curves(
+    "A training step of ResNet-18 at 128 × 128 (MiB)",
+    "images in a batch",
+    SIZES,
+    grown,
+    levels=four,
+)
+
+# %% name="batch-words"
+ratios = [sizes[-1] / sizes[-2] for sizes in grown.values()]
+say(
+    f"From {SIZES[-2]} to {SIZES[-1]} images the peak grows ×{ratios[0]:.2f}, the activations "
+    f"×{ratios[1]:.2f}. The weights do not care."
+)
 
 # %% [markdown] name="batch-answer"
-# Activations double. The weights do not care. So the larger the batch or the image, the more the
-# activations decide, and buying memory for weights is not what helps.
+# So the larger the batch or the image, the more the activations decide, and buying memory for
+# weights is not what helps.
 
 # %% [markdown] name="way-out"
 # ## A way out
 #
 # Activations are special. Unlike weights they can be *made again*: the input of the network is
-# still there, and so are the weights. We may throw an activation away in the forward and compute it
-# a second time when the backward asks for it. That is called **checkpointing**, and one word does
-# it here.
+# still there, and so are the weights. We may throw an activation away in the forward and
+# **recompute** it when the backward asks for it.
+#
+# Here is a network of six layers, drawn moment by moment, from left to right. ▸ runs a layer in the
+# forward, ◂ in the backward. Blue is an input that waits for the backward. On the right, the inputs
+# of layers 1 and 2 do not wait: they are recomputed, in orange, shortly before they are needed.
 
-# %% name="checkpointed"
-zoo.checkpoint(model, True)
-training_step()  # the first one decides the plan
-with zoo.track(model, optimizer=optimizer, inputs=(images, labels)) as saving:
-    training_step()
-zoo.uncheckpoint(model)
-
-figure, axes = plt.subplots(figsize=(9, 3.2))
-for name, one, color in (("plain", timeline, BLUE), ("checkpointed", saving, ORANGE)):
-    total = [size / MIB for size in one.total()]
-    share = [point / (len(total) - 1) for point in range(len(total))]
-    axes.plot(share, total, color=color, lw=1.4, label=name)
-axes.set_title("The same step twice (MiB)")
-axes.set_xlabel("from its first operation to its last", color=DARK)
-axes.set_xticks([])
-axes.set_ylim(0)
-axes.legend(loc="upper right")
-table(
-    ["", "plain", "checkpointed"],
-    ["peak", format_bytes(timeline.peak), format_bytes(saving.peak)],
-    ["activations", format_bytes(timeline.activation_peak), format_bytes(saving.activation_peak)],
+# %% name="drawn"
+notebook.stepwise(
+    {
+        "baseline": zoo.Plan.keep_all(6),
+        "layers 0 to 2 recomputed": zoo.Plan(((0, 1, 2), 3, 4, 5)),
+    }
 )
 
 # %% [markdown] name="way-out-answer"
-# The staircase is gone. The forward now stays low. In the backward there are humps instead: one
-# stretch of layers after the other is run again, used and forgotten. The pointed one at the end
-# belongs to the first layers, which are the largest, and it decides the peak. What all this costs
-# in time, and how to pay less, is the next notebook.
+# Fewer are held at once, and some layers run twice: memory for time. Back to the two curves of the
+# ResNet, at the top. When the forward ends, what waits in each? And what makes the peak of the
+# lower one?
+
+# %% name="waiting"
+waiting = []
+for timeline in (baseline, checkpointed):
+    turn = next(mark.point for mark in timeline.phases if mark.phase == "backward")
+    waiting.append(format_bytes(timeline.by("category", turn)["saved activations"]))
+largest = ", ".join(f"`{part.block}`" for part in checkpointed.holders(4))
+where = notebook.translated(checkpointed.phase_at(checkpointed.peak_point))
+say(
+    f"At the end of the forward {waiting[0]} of activations wait in the baseline, "
+    f"**{waiting[1]}** with checkpointing: the curve still climbs, but less. Its peak of "
+    f"{format_bytes(checkpointed.peak)} is in the {where}; the largest tensors then are "
+    f"those of {largest}."
+)
+
+# %% [markdown] name="waiting-answer"
+# The shaded stripes of the first picture are the recomputations: one stretch of layers after the
+# other is recomputed, used and forgotten. The last one makes the pointed hump. It belongs to the
+# first layers, whose activations are the largest, and no choice of what to recompute gets around
+# it: to go back through a layer, its own input and its gradient must be there. So checkpointing
+# also takes no more than it must: what fits below that hump anyway is kept.
+#
+# What this costs in time, and how to pay less, is the next notebook.
 
 # %% name="on-a-gpu"
 if device == "cuda":
     torch.cuda.reset_peak_memory_stats()
-    training_step()
-    allocated = torch.cuda.max_memory_allocated()
-    print(f"the allocator of the GPU says {format_bytes(allocated)}")
+    tracked(False)
+    say(f"The GPU's own allocator says {format_bytes(torch.cuda.max_memory_allocated())}.")
 else:
-    print("skipped: comparing with the allocator of a GPU needs a GPU")
+    say(
+        "Skipped, as there is no GPU here. It would show the peak that the GPU's own allocator "
+        "counts for the baseline, to be compared with the sum of the tensors above."
+    )
 
 # %% [markdown] name="remember"
 # ## What to remember
@@ -339,7 +336,7 @@ else:
 # > - They grow with batch and image size. Weights do not.
 # > - Early layers of a convolutional network hold most activations, late ones most weights.
 # > - Without gradients nothing has to wait.
-# > - An activation can be computed again. A weight cannot.
+# > - An activation can be recomputed. A weight cannot.
 
 # %% [markdown] name="exercises"
 # ## Exercises
@@ -356,7 +353,7 @@ else:
 # shape = torch.empty(32, 3, 128, 128, device="meta")
 # sgd = zoo.anatomy(zoo.resnet18(classes=8), shape, optimizer=torch.optim.SGD).baseline
 # print(format_bytes(sgd.peak), sgd.by("category").get("optimizer state", 0))
-# assert timeline.peak / 2 < sgd.peak < timeline.peak
+# assert baseline.peak / 2 < sgd.peak < baseline.peak
 # ```
 #
 # </details>
@@ -371,7 +368,7 @@ else:
 #
 # ```python
 # wide = zoo.anatomy(zoo.resnet18(classes=8), torch.empty(32, 3, 256, 256, device="meta")).baseline
-# ratio = wide.activation_peak / anatomies[sizes.index(32)].activation_peak
+# ratio = wide.activation_peak / anatomies[2].activation_peak
 # print(f"×{ratio:.2f}")
 # assert 3.5 < ratio < 4.5
 # ```
@@ -391,7 +388,7 @@ else:
 # frozen.fc.requires_grad_(True)
 # head = zoo.anatomy(frozen, torch.empty(32, 3, 128, 128, device="meta")).baseline
 # print(format_bytes(head.activation_peak))
-# assert head.by("category").get("saved activations", 0) < timeline.activation_peak / 20
+# assert head.by("category").get("saved activations", 0) < baseline.activation_peak / 20
 # ```
 #
 # </details>

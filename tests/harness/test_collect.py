@@ -8,7 +8,6 @@ import pytest
 
 from tests.harness.test_worker import CELLS
 from zoo.harness import collect
-from zoo.harness.collect import summary
 from zoo.harness.worker import work
 from zoo.planner.plan import Plan, thinned
 from zoo.policy.budget import STREAM
@@ -39,7 +38,7 @@ def jagged(length: int) -> Timeline:
 
 def test_a_summary_is_a_part_of_the_timeline_with_its_peaks() -> None:
     timeline = jagged(3000)
-    found = summary(timeline, points=100)
+    found = timeline.summary(points=100)
     curves = timeline.curves()
     assert len(found["points"]) <= 105
     for name, sizes in found["bytes"].items():
@@ -67,7 +66,7 @@ def test_a_point_has_the_place_of_the_latest_allocation() -> None:
 
 
 def test_a_short_timeline_is_all_there() -> None:
-    assert summary(jagged(30))["points"] == list(range(31))
+    assert jagged(30).summary()["points"] == list(range(31))
 
 
 def test_a_thinned_curve_keeps_its_ends_and_only_plans() -> None:
@@ -134,7 +133,7 @@ def test_what_cannot_be_drawn_is_said_and_costs_no_number(
     def broken(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("no such\nthing")
 
-    monkeypatch.setattr(collect, "summary", broken)
+    monkeypatch.setattr(Timeline, "summary", broken)
     monkeypatch.setattr(collect, "planner_for", broken)
     record = work(CELLS["baseline"])
     assert record["missing"] == dict.fromkeys(("timeline", "chain"), "RuntimeError: no such thing")

@@ -9,10 +9,7 @@ They are read after everything is measured and change none of it. What fails cos
 it stands under "missing" with the reason.
 """
 
-import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zoo.api.plan import planner_for
@@ -21,20 +18,18 @@ from zoo.harness.data import Batch
 from zoo.harness.training import Training
 from zoo.planner.plan import thinned
 from zoo.policy.report import Frontier
-from zoo.profiling.timeline import CATEGORIES, RESIDENT, Timeline
+from zoo.profiling.timeline import Timeline
 
 Result = dict[str, Any]
 
-# a curve drawn over a page's width shows no more
-POINTS = 240
 PLANS = 64
-HOLDERS = 10
-HOLDER_FIELDS = ("bytes", "category", "shape", "dtype", "place", "phase", "line")
 
 
 def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
     """Returns what a report draws of a model that has trained; `timeline` is that of a step."""
-    readers: dict[str, Callable[[], Result]] = {"timeline": lambda: {"timeline": summary(timeline)}}
+    readers: dict[str, Callable[[], Result]] = {
+        "timeline": lambda: {"timeline": timeline.summary()}
+    }
     if cell.kind == "baseline":
         readers["chain"] = lambda: _chain(training, cell, batch, timeline)
     drawn: Result = {"missing": {}}
@@ -44,46 +39,6 @@ def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) ->
         except Exception as error:
             drawn["missing"][name] = " ".join(f"{type(error).__name__}: {error}".split())
     return drawn
-
-
-def summary(timeline: Timeline, points: int = POINTS) -> Result:
-    """Returns a timeline of about so many of its points, the peaks among them."""
-    curves = {name: curve for name, curve in timeline.curves().items() if any(curve)}
-    total = timeline.total()
-    activations = timeline.total(name for name in CATEGORIES if name not in RESIDENT)
-    peak = timeline.peak_point
-    chosen = sorted({peak, activations.index(max(activations)), *_extremes(total, points)})
-    phases = groupby(timeline.phases, key=lambda mark: mark.phase)
-    return {
-        "length": timeline.length,
-        "allocator": timeline.allocator,
-        "points": chosen,
-        "bytes": {name: [curve[point] for point in chosen] for name, curve in curves.items()},
-        "phases": [[next(marks).point, phase] for phase, marks in phases],
-        "places": _places(timeline, chosen),
-        "peak": {
-            "point": peak,
-            "bytes": timeline.peak,
-            "phase": timeline.phase_at(peak),
-            "categories": {name: curve[peak] for name, curve in curves.items()},
-        },
-        "holders": [
-            {name: getattr(allocation, name) for name in HOLDER_FIELDS}
-            for allocation in timeline.holders(HOLDERS)
-        ],
-    }
-
-
-def _places(timeline: Timeline, points: Sequence[int]) -> Result:
-    """Returns step, module and line of the latest allocation at each point, each of them once."""
-    made = sorted((a.start, (a.step, a.module, a.line)) for a in timeline.allocations if a.start)
-    starts = [start for start, _ in made]
-    # where the step begins nothing of it is allocated
-    latest = [bisect_right(starts, point) for point in points]
-    places = [made[number - 1][1] if number else ("", "", "") for number in latest]
-    names = list(dict.fromkeys(places))
-    numbers = {place: number for number, place in enumerate(names)}
-    return {"names": [list(place) for place in names], "at": [numbers[place] for place in places]}
 
 
 def _lines(names: Sequence[str], timeline: Timeline) -> dict[str, list[int]]:
@@ -128,13 +83,3 @@ def _frontier(curve: Frontier) -> Result:
         "baseline": curve.baseline.peak,
         "lower_bound": curve.lower_bound,
     }
-
-
-def _extremes(total: list[int], points: int) -> Iterator[int]:
-    """Yields the points of most and of fewest bytes of each stretch, so that both are drawn."""
-    stretch = max(math.ceil(2 * len(total) / points), 1)
-    for start in range(0, len(total), stretch):
-        part = range(start, min(start + stretch, len(total)))
-        yield max(part, key=total.__getitem__)
-        yield min(part, key=total.__getitem__)
-    yield len(total) - 1

@@ -11,15 +11,17 @@ next point.
     phase        forward     backward               from 0, from 2
 """
 
+import bisect
 import csv
 import functools
 import io
 import itertools
 import json
+import math
 import operator
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,11 @@ class Mark:
 
     point: int
     phase: str
+
+
+# a curve drawn over a page's width shows no more
+POINTS = 240
+HOLDER_FIELDS = ("bytes", "category", "shape", "dtype", "place", "phase", "line")
 
 
 @dataclass
@@ -233,6 +240,33 @@ class Timeline:
             self._shade(axes, COLORS)
             self._stack(axes, COLORS, *scale(self.peak))
             figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == ".svg" else {})
+
+    def summary(self, points: int = POINTS) -> dict[str, Any]:
+        """Returns what a report draws, at about so many of the points, the peaks among them."""
+        curves = {name: curve for name, curve in self.curves().items() if any(curve)}
+        total = self.total()
+        activations = self.total(name for name in CATEGORIES if name not in RESIDENT)
+        peak = self.peak_point
+        chosen = sorted({peak, activations.index(max(activations)), *_extremes(total, points)})
+        phases = itertools.groupby(self.phases, key=lambda mark: mark.phase)
+        return {
+            "length": self.length,
+            "allocator": self.allocator,
+            "points": chosen,
+            "bytes": {name: [curve[point] for point in chosen] for name, curve in curves.items()},
+            "phases": [[next(marks).point, phase] for phase, marks in phases],
+            "places": _places(self.allocations, chosen),
+            "peak": {
+                "point": peak,
+                "bytes": self.peak,
+                "phase": self.phase_at(peak),
+                "categories": {name: curve[peak] for name, curve in curves.items()},
+            },
+            "holders": [
+                {name: getattr(allocation, name) for name in HOLDER_FIELDS}
+                for allocation in self.holders()
+            ],
+        }
 
     def to_json(self) -> str:
         """Writes the timeline as JSON: allocations are rows under the names of their columns."""
@@ -436,3 +470,25 @@ def _lines(rows: Rows) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)
+
+
+def _places(allocations: Sequence[Allocation], points: Sequence[int]) -> dict[str, Any]:
+    """Returns step, module and line of the latest allocation at each point, each of them once."""
+    made = sorted((a.start, (a.step, a.module, a.line)) for a in allocations if a.start)
+    starts = [start for start, _ in made]
+    # where the step begins nothing of it is allocated
+    latest = [bisect.bisect_right(starts, point) for point in points]
+    places = [made[number - 1][1] if number else ("", "", "") for number in latest]
+    names = list(dict.fromkeys(places))
+    numbers = {place: number for number, place in enumerate(names)}
+    return {"names": [list(place) for place in names], "at": [numbers[place] for place in places]}
+
+
+def _extremes(total: list[int], points: int) -> Iterator[int]:
+    """Yields the points of most and of fewest bytes of each stretch, so that both are drawn."""
+    stretch = max(math.ceil(2 * len(total) / points), 1)
+    for start in range(0, len(total), stretch):
+        part = range(start, min(start + stretch, len(total)))
+        yield max(part, key=total.__getitem__)
+        yield min(part, key=total.__getitem__)
+    yield len(total) - 1

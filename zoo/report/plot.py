@@ -87,8 +87,7 @@ def draw_frontier(target: str | Path | Axes, frontier: Mapping[str, Any], title:
     """
     chart = charts.frontier_chart(frontier)
     if isinstance(target, Axes):
-        _draw(target, chart)
-        _name_marks(target, chart)
+        draw_chart(target, chart)
         return
     least, time = frontier["optimal"][0]
     subtitle = (
@@ -96,11 +95,7 @@ def draw_frontier(target: str | Path | Axes, frontier: Mapping[str, Any], title:
         f"down to {format_bytes(least)} in ×{time:.2f} of the time"
     )
     with _picture([target], (8.5, 5.2), title, subtitle) as figure:
-        axes = figure.subplots()
-        _draw(axes, chart)
-        # where there is room for names is known when the layout is
-        figure.draw_without_rendering()
-        _name_marks(axes, chart)
+        draw_chart(figure.subplots(), chart)
 
 
 def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
@@ -141,6 +136,14 @@ def _picture(
             figure.savefig(file, dpi=160, metadata=undated)
 
 
+def draw_chart(axes: Axes, chart: charts.Chart) -> None:
+    """Draws a chart into axes, the texts of its marks where there is room for them."""
+    _draw(axes, chart)
+    # where there is room is known when the layout is
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]
+    _name_marks(axes, chart)
+
+
 def _draw(axes: Axes, chart: charts.Chart) -> None:
     for order, layer in enumerate(chart.layers):
         style: Any = {"color": COLORS[layer.color], "zorder": 2 + order / 100, "label": layer.name}
@@ -150,7 +153,13 @@ def _draw(axes: Axes, chart: charts.Chart) -> None:
             axes.bar(left, top - bottom, right - left, bottom, align="edge", **style)
         elif isinstance(layer, charts.Steps):
             dashes = "--" if layer.dashed else "-"
-            axes.step(layer.x, layer.y, where="post", lw=layer.width, ls=dashes, **style)
+            if layer.alpha:
+                area = style | ({"label": ""} if layer.width else {})
+                axes.fill_between(
+                    layer.x, layer.low, layer.y, step="post", alpha=layer.alpha, lw=0, **area
+                )
+            if layer.width:
+                axes.step(layer.x, layer.y, where="post", lw=layer.width, ls=dashes, **style)
         elif isinstance(layer, charts.Marks):
             x, y = zip(*layer.spots, strict=True)
             # once for all of the group
@@ -168,7 +177,7 @@ def _draw(axes: Axes, chart: charts.Chart) -> None:
     # what is drawn below zero are no sizes
     axes.set_yticks([y for y in axes.get_yticks() if max(chart.y.start, 0) <= y <= chart.y.stop])
     axes.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
-    _bare(axes, "y" if chart.x.labels else "both")
+    bare(axes, "y" if chart.x.labels else "both")
     if chart.x.labels:
         _label(axes, chart.x)
 
@@ -264,7 +273,7 @@ def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -
         frameon=False, ncols=5, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.32),
         handlelength=1, handleheight=1, borderaxespad=0, borderpad=0.2,
     )  # fmt: skip
-    _bare(axes, "x")
+    bare(axes, "x")
 
 
 def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
@@ -285,7 +294,7 @@ def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
     axes.margins(x=0.16)
     axes.set_xlabel(f"peak of the whole training step ({unit})")
     axes.invert_yaxis()
-    _bare(axes, "x")
+    bare(axes, "x")
 
 
 def _offsets(count: int) -> tuple[list[float], float]:
@@ -319,7 +328,7 @@ def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
     axes.axvline(1, color=COLORS["baseline"], lw=1.5, zorder=0)
     axes.margins(x=0.25)
     axes.set_xlabel("step time, baseline = 1\n(median; quartiles from 5 pairs)")
-    _bare(axes, "x")
+    bare(axes, "x")
 
 
 def _annotate(axes: Axes, text: str, spot: Any, points: Any, **style: Any) -> Annotation:
@@ -327,7 +336,7 @@ def _annotate(axes: Axes, text: str, spot: Any, points: Any, **style: Any) -> An
     return axes.annotate(text, spot, points, textcoords="offset points", **style)
 
 
-def _bare(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
+def bare(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
     """Removes frame and ticks, and draws a grid."""
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

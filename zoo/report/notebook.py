@@ -1,0 +1,271 @@
+"""What the notebooks show: tables, sentences and figures, in the palette and words of the reports.
+
+Figures are SVG whose text stays text: matplotlib brings no font for Chinese, a browser has one.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+from IPython.display import SVG, Markdown, display
+from matplotlib import font_manager, rc_context
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from zoo.planner.plan import Item, Plan, indices
+from zoo.report import charts
+from zoo.report.escaping import markdown_table
+from zoo.report.plot import COLORS, STYLE, bare, draw_chart
+
+WIDTH = 8.6  # inches
+# in the order of what is compared: the baseline, ours, others
+PALETTE = [COLORS[role] for role in ("baseline", "checkpointed", "scheme", "at-work")]
+CHINESE = ("Noto Sans CJK SC", "Source Han Sans SC", "PingFang SC", "Microsoft YaHei",
+           "WenQuanYi Micro Hei")  # fmt: skip
+# what charts of this package write; the longer before what is in it
+WORDS = {
+    "en": {},
+    "zh_CN": {
+        "predicted peak of a training step": "训练步的预测峰值",
+        "time; the baseline is ×1": "时间（基线为 ×1）",
+        "least time for each budget": "各预算下的最短时间",
+        "saved by each step": "每个节点保存的大小",
+        "saved by each block": "每个块保存的大小",
+        "recomputed more often": "重计算多次",
+        "recomputed twice": "重计算两次",
+        "saved activations": "保存的激活值",
+        "optimizer state": "优化器状态",
+        "classic schemes": "经典方案",
+        "below any plan": "任何方案都达不到",
+        "least memory": "最省显存",
+        "recomputation": "重计算中",
+        "recomputed": "重计算",
+        "checkpointed": "梯度检查点",
+        "temporaries": "临时张量",
+        "parameters": "参数",
+        "gradients": "梯度",
+        "allocated": "已分配",
+        "best plan": "最优方案",
+        "optimizer": "优化器",
+        "baseline": "基线",
+        "backward": "反向",
+        "forward": "前向",
+        "buffers": "缓冲区",
+        "unseen": "kernel 工作区",
+        "memory": "显存",
+        "inputs": "输入",
+        "steps": "个节点",
+        "step": "个节点",
+        "kept": "保留",
+        "peak": "峰值",
+        "time": "时间",
+    },
+}
+_language = "en"
+
+Numbers = Sequence[float]
+
+
+def start(language: str, *packages: str) -> None:
+    """Sets the language of the charts, and shows the versions of what is used."""
+    global _language  # noqa: PLW0603 a notebook has one language
+    _language = language
+    print(", ".join(f"{name} {version(name)}" for name in ("torch", "zoo-checkpoint", *packages)))
+
+
+def say(text: str) -> None:
+    """Shows a sentence, in Markdown."""
+    display(Markdown(text))
+
+
+def table(head: Sequence[str], *rows: Sequence[Any]) -> None:
+    """Shows a table, numbers to the right."""
+    say(markdown_table(head, [[str(cell) for cell in row] for row in rows]))
+
+
+def categories(title: str, timeline: Any) -> None:
+    """Draws what a tracked step has allocated, by category."""
+    with figure(title, 3.6) as (axes,):
+        draw_chart(axes, charts.categories_chart(timeline.summary(), timeline.peak))
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+
+
+def timelines(title: str, baseline: Any, checkpointed: Any) -> None:
+    """Draws the bytes of the same step with and without recomputation."""
+    both = {"baseline": baseline.summary(), "checkpointed": checkpointed.summary()}
+    with figure(title, 3.4) as (axes,):
+        draw_chart(axes, charts.memory_chart(both))
+
+
+def chart(title: str, drawn: Any) -> None:
+    """Draws a report or a frontier, which draws itself."""
+    with figure(title, 3.8) as (axes,):
+        drawn.plot(axes)
+
+
+def curves(
+    title: str,
+    x_title: str,
+    x: Numbers,
+    named: Mapping[str, Numbers],
+    *,
+    levels: Mapping[str, float] | None = None,
+    log: str = "",
+) -> None:
+    """Draws curves by name, and horizontal levels; `log` names the logarithmic axes."""
+    with figure(title, 3.4) as (axes,):
+        for color, (name, y) in zip(PALETTE, named.items(), strict=False):
+            # a long one below another that may be equal
+            marks = {"ms": 4} if len(x) < 20 else {"ms": 0, "lw": 5 if color is PALETTE[0] else 1.5}
+            axes.plot(x[: len(y)], y, "o-", color=color, label=name, **marks)
+        for name, level in (levels or {}).items():
+            axes.axhline(level, color=COLORS["ink"], lw=1, ls="--")
+            axes.annotate(name, (x[-1], level), (0, 3), textcoords="offset points", ha="right")
+        axes.set(xlabel=x_title, **{f"{axis}scale": "log" for axis in log})
+        axes.set_ylim(None if "y" in log else 0)
+        axes.yaxis.set_major_formatter("{x:g}")
+        if len(x) < 10:
+            axes.set_xticks(x, [f"{place:g}" for place in x])
+        axes.minorticks_off()
+        bare(axes, "both")
+        axes.legend(frameon=False)
+
+
+def bars(title: str, panels: Mapping[str, Mapping[str, float]], form: str = "{:.1f}") -> None:
+    """Draws panels of horizontal bars of the same names, with their numbers."""
+    names = list(dict.fromkeys(name for sizes in panels.values() for name in sizes))
+    with figure(title, 0.7 + 0.26 * len(names), len(panels)) as row:
+        colors = PALETTE if len(panels) > 1 else PALETTE[1:]
+        for axes, color, (heading, sizes) in zip(row, colors, panels.items(), strict=False):
+            values = [sizes.get(name, 0) for name in names]
+            axes.bar_label(
+                axes.barh(names, values, 0.72, color=color), [*map(form.format, values)], padding=3
+            )
+            axes.set_title(heading, loc="left", fontsize=10)
+            axes.set_yticks(range(len(names)), names if axes is row[0] else [""] * len(names))
+            axes.margins(x=0.16)
+            axes.invert_yaxis()
+            bare(axes, "x")
+
+
+def pictures(
+    rows: Sequence[Mapping[str, Any]], *, shades: Sequence[str] = (), height: float = 1.8
+) -> None:
+    """Draws rows of images by title: (H, W, 3), or (H, W) of numbers or, if ints, of classes."""
+    with figure("", height * len(rows), max(map(len, rows)), len(rows), dpi=80) as grid:
+        places = iter(grid)
+        for title, image in (item for row in rows for item in row.items()):
+            look: dict[str, Any] = {"cmap": "gray"}
+            if not image.dtype.is_floating_point:
+                look = {"cmap": ListedColormap(list(shades)), "vmin": 0, "vmax": len(shades) - 1}
+            axes = next(places)
+            axes.axis("off")
+            axes.imshow(
+                image,
+                interpolation="nearest",
+                origin="lower" if image.ndim == 2 else "upper",
+                **look,
+            )
+            axes.set_title(title, fontsize=9)
+
+
+def moments(plan: Plan) -> list[tuple[int, str, dict[int, str]]]:
+    """Lists what a step runs, in order: the node, the phase, and whose inputs are held, and why.
+
+    Nodes are taken as alike, each with one input that its backward needs.
+    """
+    held: dict[int, str] = {}
+    found: list[tuple[int, str, dict[int, str]]] = []
+
+    def run(items: Sequence[Item], phase: str, color: str) -> None:
+        for item in items:
+            first, *others = indices(item)
+            held.setdefault(first, color)
+            for node in (first, *others):
+                found.append((node, phase, dict(held)))
+
+    def back(items: Sequence[Item]) -> None:
+        for item in reversed(items):
+            if isinstance(item, int):
+                found.append((item, "backward", dict(held)))
+                del held[item]
+            else:
+                run(item, "recompute", "recomputed")
+                back(item)
+
+    run(plan, "forward", "kept")
+    back(plan)
+    return found
+
+
+def stepwise(titles: Mapping[str, Plan]) -> None:
+    """Draws plans moment by moment: which node runs, and whose inputs are held meanwhile."""
+    nodes = max(len(plan.flatten()) for plan in titles.values())
+    lengths = [len(moments(plan)) for plan in titles.values()]
+    marks = {"forward": ">", "recompute": ">", "backward": "<"}
+    with figure("", 0.9 + 0.19 * nodes, len(titles), ratios=lengths) as row:
+        for axes, (title, plan) in zip(row, titles.items(), strict=True):
+            shown = moments(plan)
+            for x, (_, _, held) in enumerate(shown):
+                colors = [COLORS[color] for color in held.values()]
+                axes.bar([x] * len(held), 0.9, 0.9, [node - 0.45 for node in held], color=colors)
+            for phase, shape in marks.items():
+                spots = [(x, node) for x, (node, now, _) in enumerate(shown) if now == phase]
+                if spots:
+                    axes.plot(*zip(*spots, strict=True), shape, color=COLORS["ink"], ms=4)
+            axes.set_title(title, loc="left", fontsize=10)
+            axes.set(yticks=range(nodes), xticks=[], ylim=(nodes - 0.5, -0.5))
+            bare(axes, "y")
+
+
+@contextmanager
+def figure(
+    title: str, height: float, columns: int = 1, rows: int = 1, *,
+    ratios: Numbers | None = None, dpi: int = 100,
+) -> Iterator[list[Axes]]:  # fmt: skip
+    """Yields the axes of a figure so many inches high, row by row; then shows it."""
+    fonts = [name for name in CHINESE if name in font_manager.get_font_names()]
+    settings: Any = {
+        "svg.fonttype": "none",
+        "font.family": ["DejaVu Sans", *fonts],
+        "figure.dpi": dpi,
+    }
+    with rc_context({**STYLE, **settings}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        made = Figure(figsize=(WIDTH, height + 0.3 * bool(title)), layout="constrained")
+        if title:
+            made.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        grid = made.subplots(rows, columns, squeeze=False, width_ratios=ratios)
+        yield list(grid.flat)
+        for artist in made.findobj(lambda artist: isinstance(artist, Text | Axis)):
+            _translate(artist)
+        file = io.StringIO()
+        made.savefig(file, format="svg", dpi=dpi, metadata={"Date": None})
+    # a hundredth of a point is less than is seen
+    display(SVG(re.sub(r"(\.\d\d)\d+", r"\1", file.getvalue())))
+
+
+def _translate(artist: Any) -> None:
+    if isinstance(artist, Text):
+        artist.set_text(translated(artist.get_text()))
+        return
+    for minor in (False, True):
+        labels = [label.get_text() for label in artist.get_ticklabels(minor=minor)]
+        new = [*map(translated, labels)]
+        if new != labels:
+            # labels of ticks are written anew with each drawing
+            artist.set_ticks(artist.get_ticklocs(minor=minor), new, minor=minor)
+
+
+def translated(text: str) -> str:
+    """Replaces the words of charts by those of the notebook's language."""
+    words = WORDS[_language]
+    known = rf"\b(?:{'|'.join(words)})"
+    return re.sub(known, lambda found: words[found[0]], text) if words else text
