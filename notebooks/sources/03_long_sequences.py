@@ -5,88 +5,74 @@
 # remember what it computed a hundred steps ago. So how long may a text be?
 #
 # We train an LSTM on a real text, find out what really fills the memory (it is not the LSTM), and
-# then train it again with a fraction of the memory. At the end two loss curves must lie on top of
-# each other. Not nearly: to the last bit.
+# train it again with a fraction of the memory. Two loss curves must lie on top of each other. Not
+# nearly: to the last bit.
 
 # %% name="install"
-# on Colab this installs what the notebook needs; anywhere else it does nothing
+# where zoo is missing: installs it from this checkout, from a wheel in this folder or the index
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
-if "google.colab" in sys.modules:
-    wanted = "zoo-checkpoint[notebooks]"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+here = Path.cwd()
+roots = [root for root in (here, *here.parents) if (root / "zoo" / "version.py").exists()]
+wanted = [f"{roots[0]}[notebooks]"] if roots else ["--find-links=.", "zoo-checkpoint[notebooks]"]
+if not all(map(importlib.util.find_spec, ("zoo", "timm", "transformers", "nilearn"))):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
 
-# %% name="versions"
-import platform
+# %% name="setup"
 import re
 from collections import Counter
+from pydoc_data.topics import topics
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from IPython.display import Image, Markdown, display
 from torch import nn
 
 import zoo
-from zoo.units import format_bytes
+from zoo.report import notebook
 
+notebook.start("en")
 device = "cuda" if torch.cuda.is_available() else "cpu"
-print(f"Python {platform.python_version()}, torch {torch.__version__}, zoo {zoo.__version__}")
-print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")
-
-# %% name="drawing"
-BLUE, LIGHT_BLUE, ORANGE, GRAY, DARK = "#1f6feb", "#8ec5ff", "#e8912d", "#b8bec8", "#57606a"
-MIB = 1024**2
-plt.rcParams |= {
-    "figure.dpi": 110, "figure.constrained_layout.use": True, "axes.axisbelow": True,
-    "axes.grid": True, "grid.color": "#e6e8eb", "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-    "legend.frameon": False,
-}  # fmt: skip
-
-
-def table(head, *rows):
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    display(Markdown("\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)))
-
 
 # %% [markdown] name="text"
-# ## The text
+# ## First, what you will be able to do
 #
 # Python ships with a book: its own language reference, which `help()` shows. No download. We cut it
-# into words and signs and number them by how often they come.
+# into words and signs and number them by how often they come. Here is a training step on 16 rows of
+# 128 words, as it is (the *baseline*) and with `checkpoint=True`.
 
-# %% name="words"
-from pydoc_data.topics import topics
-
+# %% name="payoff"
 words = re.findall(r"\w+|[^\w\s]", "\n".join(topics.values()).lower())
 vocabulary = [word for word, _ in Counter(words).most_common()]
 number = {word: rank for rank, word in enumerate(vocabulary)}
 text = torch.tensor([number[word] for word in words], device=device)
-
-print(f"{len(words):,} words, {len(vocabulary):,} different ones")
-start = words.index("convenient") - 4
-print("...", " ".join(words[start : start + 36]), "...")
-
-# %% name="columns"
-T, N = 32, 16  # words in a row, rows side by side
-
+N = 16  # rows side by side
 columns = text[: len(text) // N * N].view(N, -1).t()
+SIZES = {"vocabulary": len(vocabulary), "embedding": 128, "hidden": 128}
+chunked = zoo.lstm(**SIZES, chunk_steps=8, chunk_tokens=128).to(device)
+parts = zoo.anatomy(chunked, (columns[:128], None, columns[1:129]), checkpoint=True)
+notebook.timelines("A training step of an LSTM on 128 words", parts.baseline, parts.planned)
 
+# %% name="payoff-words"
+from zoo.report.notebook import say, table
+from zoo.units import format_bytes
 
-def batch(step):
-    """Words (T, N) and those that follow them (T, N), going on where the last batch ended."""
-    begin = step * T % (len(columns) - T - 1)
-    return columns[begin : begin + T], columns[begin + 1 : begin + T + 1]
-
+sizes = [format_bytes(part.activation_peak) for part in (parts.baseline, parts.planned)]
+start = words.index("convenient") - 4
+say(
+    f"{len(words):,} words, {len(vocabulary):,} different ones: "
+    f"… *{' '.join(words[start : start + 14])}* … \n\n"
+    f"Activations, at most: {sizes[0]} for the baseline, **{sizes[1]}** with `checkpoint=True`."
+)
 
 # %% [markdown] name="predict"
 # ## Your guess, before you look
 #
-# The usual model: an embedding, two layers of LSTM over the whole text, a linear layer that scores
-# every word of the vocabulary, and the cross entropy. The LSTM runs for as many steps as the text
-# is long and keeps something at each of them.
+# Back to the beginning: the usual model. An embedding, two layers of LSTM over the whole text, a
+# linear layer that gives each word of the vocabulary a number (its *logit*), and the cross entropy.
+# The LSTM runs for as many steps as the text is long and keeps something at each of them.
 #
 # Of all activations at the peak, which share belongs to the LSTM? Write it down.
 
@@ -104,132 +90,115 @@ class Usual(nn.Module):
 
     def forward(self, tokens, targets):
         outputs, _ = self.lstm(self.embedding(tokens))
-        scores = self.decoder(outputs)
-        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+        logits = self.decoder(outputs)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+# %% name="usual-step"
+T = 32  # words in a row
+tokens, targets = columns[:T], columns[1 : T + 1]
 torch.manual_seed(0)
 usual = Usual(len(vocabulary)).to(device)
-tokens, targets = batch(0)
-usual(tokens, targets).backward()
-usual.zero_grad()
-with zoo.track(usual, inputs=(tokens, targets)) as timeline:
-    usual(tokens, targets).backward()
-timeline.plot("usual.png")
-display(Image("usual.png", width=900))
+for _ in range(2):
+    usual.zero_grad()
+    with zoo.track(usual, inputs=(tokens, targets)) as timeline:
+        usual(tokens, targets).backward()
+notebook.categories("The usual model, by category", timeline)
 
 # %% name="who"
-activations = {}
-for allocation in timeline.holders(count=1000):
-    is_score = len(vocabulary) in allocation.shape
-    whose = "the vocabulary's scores" if is_score else "LSTM and embedding"
-    activations[whose] = activations.get(whose, 0) + allocation.bytes
-whole = sum(activations.values())
-lstm_share = activations["LSTM and embedding"] / whole
-
-figure, axes = plt.subplots(figsize=(9, 1.5))
-left = 0
-for (name, size), color in zip(activations.items(), (BLUE, ORANGE), strict=True):
-    axes.barh(0, size / MIB, left=left, color=color, label=f"{name}: {format_bytes(size)}")
-    left += size / MIB
-axes.set_title("Activations at the peak (MiB)")
-axes.set_yticks([])
-axes.grid(visible=False, axis="y")
-axes.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
-print(f"the LSTM's share: you said {guess:.0%}, it is {lstm_share:.0%}")
+wide = [a for a in timeline.holders(1000) if len(vocabulary) in a.shape]
+whole = sum(a.bytes for a in timeline.holders(1000))
+rows = [[f"{tuple(a.shape)}", format_bytes(a.bytes), notebook.translated(a.phase)] for a in wide]
+table(["activations at the peak, as wide as the vocabulary", "bytes", "made in"], *rows)
+say(
+    f"The LSTM's share: you said {guess:.0%}, it is at most "
+    f"**{1 - sum(a.bytes for a in wide) / whole:.0%}**. The rest is the head's."
+)
 
 # %% [markdown] name="who-answer"
 # The head takes most of it. For each word of the text it makes as many numbers as there are words
-# in the vocabulary, and it makes them three times: the scores, the logarithms of their softmax, and
-# their gradient. You see it in the picture as the tower between forward and backward.
+# in the vocabulary, and at the peak, which is the tower in the picture, there are several such
+# tensors at once. The one made in the forward is the logarithm of the softmax; the logits
+# themselves are gone by then, as nobody needs them any more. Those made in the backward are two
+# gradients: of that logarithm, and of the logits.
 #
 # And this vocabulary is small. Those of today's models have many times as many words.
 
 # %% [markdown] name="head"
 # ## First the head
 #
-# Nobody needs all scores at once. The loss is a sum over words. Take a few words, score them, add
-# their losses, go on.
+# Nobody needs all logits at once. The loss is a sum over words. Take a few words, compute their
+# logits, add their losses, go on.
 #
 # `zoo.lstm` does this. Its `head=` says how:
 #
 # - `"plain"`: chunk by chunk, with the usual cross entropy;
-# - `"inplace"` (default): each chunk's gradient is written over its scores;
+# - `"inplace"` (default): each chunk's gradient is written over its logits;
 # - `"fused"`: gradients are computed in the forward, so no chunk has to wait. Equal up to rounding.
 #
 # The first two give the same bits. Chunks that wait for the backward still pile up, unless they are
-# run again. So the plan matters, too.
+# recomputed. So the plan matters, too.
 
 # %% name="heads"
 meta = torch.empty(T, N, dtype=torch.long, device="meta")
 
 
 def language_model(**settings):
-    sizes = {
-        "vocabulary": len(vocabulary),
-        "embedding": 128,
-        "hidden": 128,
-        "chunk_steps": 8,
-        "chunk_tokens": 128,
-    }
-    return zoo.lstm(**(sizes | settings)).to(device)
+    return zoo.lstm(**(SIZES | {"chunk_steps": 8, "chunk_tokens": 128} | settings)).to(device)
 
 
-rows = []
+heads = {}
 for head in ("plain", "inplace", "fused"):
-    parts = zoo.anatomy(language_model(head=head), (meta, None, meta), checkpoint=True)
-    sizes = parts.baseline.activation_peak, parts.planned.activation_peak
-    rows.append([f'`zoo.lstm`, `head="{head}"`', *map(format_bytes, sizes)])
-table(
-    ["activations, at most", "store all", "checkpoint=True"],
-    ["the usual model", format_bytes(timeline.activation_peak), ""],
-    *rows,
-)
+    found = zoo.anatomy(language_model(head=head), (meta, None, meta), checkpoint=True)
+    heads[head] = found.baseline.activation_peak, found.planned.activation_peak
+
+# %% name="heads-table"
+rows = [["the usual model", format_bytes(timeline.activation_peak), ""]]
+rows += [[f"`zoo.lstm`, `head={head!r}`", *map(format_bytes, two)] for head, two in heads.items()]
+table(["activations, at most", "baseline", "`checkpoint=True`"], *rows)
+least = [min(heads, key=lambda head: heads[head][way]) for way in (0, 1)]
+say(f"Without a plan `{least[0]}` needs least, with one `{least[1]}`.")
 
 # %% [markdown] name="heads-answer"
-# Chunks alone save a little: each one's scores still wait for the backward. A plan makes them go:
-# it runs a chunk again when its turn comes. Without a plan `"fused"` needs least, with one
-# `"inplace"`.
+# Chunks alone save a little: each one's logits still wait for the backward. A plan makes them go:
+# it recomputes a chunk when its turn comes.
 
 # %% [markdown] name="time"
 # ## Then time
 #
 # With the head out of the way, the LSTM is what is left. Its memory grows with the length of the
 # text. Cut time into chunks. Each chunk hands its hidden and cell state on to the next. Keep only
-# these; run a chunk again when the backward reaches it:
+# these; recompute a chunk when the backward reaches it.
 #
-# ```
-# time      ├── chunk 1 ──┤── chunk 2 ──┤── chunk 3 ──┤── chunk 4 ──┤
-# forward   →      (h, c) →      (h, c) →      (h, c) →           loss
-# keeps            (h, c)        (h, c)        (h, c)
-# backward                                            ← chunk 4 again
-#                                       ← chunk 3 again
-# ```
-#
-# In `zoo.lstm` each chunk of time, layer by layer, is a step of the chain. So the same planner that
-# did the ResNet does it. Guess: when the text is eight times as long, how much more memory is it
-# with the plan?
+# Here are twelve steps of time, moment by moment: on the right in four chunks of three. Blue waits
+# for the backward: on the right only what goes into a chunk does. Orange is recomputed, a chunk at
+# a time, the last one first.
+
+# %% name="drawn"
+chunks = zoo.Plan(((0, 1, 2), (3, 4, 5), (6, 7, 8), 9, 10, 11))
+notebook.stepwise({"baseline": zoo.Plan.keep_all(12), "four chunks": chunks})
+
+# %% [markdown] name="time-question"
+# In `zoo.lstm` each chunk of time, layer by layer, is a node of the chain that the planner works
+# on. So the same planner that did the ResNet does it. Guess: when the text is eight times as long,
+# how much more memory is it with the plan?
 
 # %% name="lengths"
-lengths = [32, 64, 128, 256]
-curves = {"store all": [], "checkpoint=True": []}
-model = language_model()
-for length in lengths:
+LENGTHS = [16, 32, 64, 128]
+grown = {"baseline": [], "checkpoint=True": []}
+for length in LENGTHS:
     long = torch.empty(length, N, dtype=torch.long, device="meta")
-    parts = zoo.anatomy(model, (long, None, long), checkpoint=True)
-    curves["store all"].append(parts.baseline.activation_peak / MIB)
-    curves["checkpoint=True"].append(parts.planned.activation_peak / MIB)
+    found = zoo.anatomy(language_model(), (long, None, long), checkpoint=True)
+    for sizes, part in zip(grown.values(), (found.baseline, found.planned), strict=True):
+        sizes.append(part.activation_peak / 2**20)
+notebook.curves("Activations, at most (MiB)", "words in a row", LENGTHS, grown)
 
-figure, axes = plt.subplots(figsize=(9, 3.4))
-for (name, sizes), color in zip(curves.items(), (BLUE, ORANGE), strict=True):
-    axes.plot(lengths, sizes, "o-", color=color, label=name)
-axes.set_title("Activations at most (MiB)")
-axes.set_xlabel("words in a row")
-axes.set_xticks(lengths)
-axes.set_ylim(0)
-axes.legend(loc="upper left")
-for name, sizes in curves.items():
-    print(f"{lengths[-1] // lengths[0]} times the text, {name}: ×{sizes[-1] / sizes[0]:.1f}")
+# %% name="lengths-words"
+ratios = [sizes[-1] / sizes[0] for sizes in grown.values()]
+say(
+    f"A text {LENGTHS[-1] // LENGTHS[0]} times as long takes ×{ratios[0]:.1f} of the activations "
+    f"as the baseline, ×{ratios[1]:.1f} with the plan."
+)
 
 # %% [markdown] name="not-truncation"
 # ## This is not truncation
@@ -242,7 +211,7 @@ for name, sizes in curves.items():
 # once, the same text in two truncated halves, and the whole text checkpointed.
 
 
-# %% name="truncation"
+# %% name="recurrent-gradient"
 def recurrent_gradient(model, pieces):
     model.zero_grad()
     state = None
@@ -253,71 +222,69 @@ def recurrent_gradient(model, pieces):
     return model.layers[0].weight_hh_l0.grad.clone()
 
 
+# %% name="truncation"
 torch.manual_seed(0)
 model = language_model(drop_rate=0.0)
 halves = list(zip(tokens.chunk(2), targets.chunk(2), strict=True))
 full = recurrent_gradient(model, [(tokens, targets)])
-truncated = recurrent_gradient(model, halves)
+gradients = {"two truncated halves": recurrent_gradient(model, halves)}
 zoo.checkpoint(model, True)
-checkpointed = recurrent_gradient(model, [(tokens, targets)])
+gradients["checkpointed"] = recurrent_gradient(model, [(tokens, targets)])
 table(
     ["gradient of the recurrent weights", "is off by", "numbers that differ"],
-    *(
-        [name, f"{(found - full).norm() / full.norm():.1%}", f"{int((found != full).sum()):,}"]
-        for name, found in {"two truncated halves": truncated, "checkpointed": checkpointed}.items()
-    ),
-)
+    *([name, f"{(found - full).norm() / full.norm():.1%}", f"{int((found != full).sum()):,}"]
+      for name, found in gradients.items()),
+)  # fmt: skip
 
 # %% [markdown] name="train"
 # ## Train both
 #
-# Now for real: two models with the same first weights, the same text, the same dropout. One keeps
-# everything, one is checkpointed. To see them learn in seconds, we let them read the same few pages
+# Now for real: two models with the same first weights, the same text, the same dropout. One is the
+# baseline, one is checkpointed. To see them learn in seconds, we let them read the same few pages
 # again and again. We note each loss as it is, all of its bits.
 
-# %% name="training"
+# %% name="training-step"
 STEPS, PAGES = 60, 6
 
 
+def batch(step):
+    """Words (T, N) and those that follow them (T, N); the first page comes after the last."""
+    begin = step % PAGES * T
+    return columns[begin : begin + T], columns[begin + 1 : begin + T + 1]
+
+
+def step_once(model, optimizer, state, step):
+    loss, state = model(batch(step)[0], state if step % PAGES else None, batch(step)[1])
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach(), model.detach(state)
+
+
+# %% name="training"
 def train(checkpoint):
     torch.manual_seed(0)
     model = zoo.checkpoint(language_model(), checkpoint)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses, state = [], None
     for step in range(STEPS):
-        words_in, words_after = batch(step % PAGES)
-        state = state if step % PAGES else None  # the first page begins anew
-        loss, state = model(words_in, state, words_after)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        state = model.detach(state)
-        losses.append(loss.detach())
+        loss, state = step_once(model, optimizer, state, step)
+        losses.append(loss)
     return model, torch.stack(losses).cpu()
 
 
-baseline, baseline_losses = train(False)
-lean, lean_losses = train(True)
+(baseline, losses), (lean, lean_losses) = train(False), train(True)
 
 # %% name="curves"
-figure, axes = plt.subplots(figsize=(9, 3.8))
-axes.plot(baseline_losses.exp(), color=LIGHT_BLUE, lw=7, solid_capstyle="round", label="store all")
-axes.plot(lean_losses.exp(), color=DARK, lw=1.5, ls=(0, (4, 3)), label="checkpoint=True")
-axes.set_title("Perplexity while training")
-axes.set_xlabel("step")
-axes.set_yscale("log")
-ticks = [20, 50, 100, 200, 500, 1000, 2000, 4000]
-axes.set_yticks(ticks, ticks)
-axes.minorticks_off()
-axes.legend()
-
-different = int((baseline_losses != lean_losses).sum())
+perplexity = {"baseline": losses.exp(), "checkpoint=True": lean_losses.exp()}
+notebook.curves("Perplexity while training", "training step", range(STEPS), perplexity, log="y")
 weights = zip(baseline.parameters(), lean.parameters(), strict=True)
-print(f"{different} of {STEPS} losses differ")
-print(f"all weights equal: {all(torch.equal(a, b) for a, b in weights)}")
-first, last = baseline_losses[0].exp(), baseline_losses[-5:].mean().exp()
-print(f"perplexity {first:.0f} -> {last:.0f}, with a vocabulary of {len(vocabulary)}")
+say(
+    f"{int((losses != lean_losses).sum())} of {STEPS} losses differ; "
+    f"{sum(not torch.equal(a, b) for a, b in weights)} of the weight tensors differ. "
+    f"The perplexity falls from {losses[0].exp():.0f} to {losses[-5:].mean().exp():.0f}."
+)
 
 # %% [markdown] name="train-answer"
 # Two curves, one line. Dropout included: when a chunk is recomputed, its mask is the very one of
@@ -328,22 +295,25 @@ print(f"perplexity {first:.0f} -> {last:.0f}, with a vocabulary of {len(vocabula
 
 # %% name="on-a-gpu"
 if device == "cuda":
-    long = text[: 4096 * N].view(N, 4096).t()
-    for name, checkpoint in {"store all": False, "checkpoint=True": True}.items():
+    for checkpoint in (False, True):
         model = zoo.checkpoint(language_model(), checkpoint)
         torch.cuda.reset_peak_memory_stats()
-        model(long[:-1], None, long[1:])[0].backward()
-        print(f"{name}: {format_bytes(torch.cuda.max_memory_allocated())} on the GPU")
+        model(columns[:4096], None, columns[1:4097])[0].backward()
+        peak = format_bytes(torch.cuda.max_memory_allocated())
+        say(f"`checkpoint={checkpoint}`: {peak} on the GPU")
 else:
-    print("skipped: rows of thousands of words need a GPU to be quick")
+    say(
+        "Skipped, as there is no GPU here. It would show the peak on the GPU for rows of 4,096 "
+        "words, with and without a plan; a CPU takes too long for them."
+    )
 
 # %% [markdown] name="remember"
 # ## What to remember
 #
-# > - In a language model look at the head first: words times vocabulary, three times.
-# > - Score a chunk of words at a time, and never keep all scores.
+# > - In a language model look at the head first: words times vocabulary, several times over.
+# > - Compute the logits of a chunk of words at a time, and never keep all of them.
 # > - An LSTM's memory grows with the length of the text. Cut time into chunks; keep the states
-# >   between them; run the chunks again.
+# >   between them; recompute the chunks.
 # > - Truncation forgets and changes the gradient. Checkpointing does neither.
 # > - Exact means equal bits: losses, weights, dropout and all.
 
@@ -355,7 +325,7 @@ else:
 #
 # <details><summary>Answer</summary>
 #
-# The usual model's scores grow with it, all of them. `zoo.lstm` holds one chunk's scores, and its
+# The usual model's logits grow with it, all of them. `zoo.lstm` holds one chunk's logits, and its
 # size you choose yourself with `chunk_tokens`.
 #
 # ```python
