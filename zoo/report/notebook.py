@@ -127,7 +127,9 @@ def curves(
             axes.plot(x[: len(y)], y, "o-", color=color, label=name, **marks)
         for name, level in (levels or {}).items():
             axes.axhline(level, color=COLORS["ink"], lw=1, ls="--")
-            axes.annotate(name, (x[-1], level), (0, 3), textcoords="offset points", ha="right")
+            behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+            spot: Any = {"textcoords": "offset points", "ha": "right", "bbox": behind}
+            axes.annotate(name, (x[-1], level), (0, 4), **spot)
         axes.set(xlabel=x_title, **{f"{axis}scale": "log" for axis in log})
         axes.set_ylim(None if "y" in log else 0)
         axes.yaxis.set_major_formatter("{x:g}")
