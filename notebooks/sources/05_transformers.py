@@ -11,38 +11,50 @@
 # You need notebook 1 (what activations are) and notebook 2 (what checkpointing does).
 
 # %% name="install"
-# on Colab this installs what the notebook needs; anywhere else it does nothing
+# where zoo is missing: installs it from this checkout, from a wheel in this folder or the index
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
-if "google.colab" in sys.modules:
-    wanted = "zoo-checkpoint[notebooks]"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+here = Path.cwd()
+roots = [root for root in (here, *here.parents) if (root / "zoo" / "version.py").exists()]
+wanted = [f"{roots[0]}[notebooks]"] if roots else ["--find-links=.", "zoo-checkpoint[notebooks]"]
+if not all(map(importlib.util.find_spec, ("zoo", "timm", "transformers", "nilearn"))):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
 
-# %% name="versions"
-import os
-import platform
-import pydoc_data.topics
-import time
+# %% name="setup"
+from pydoc_data.topics import topics
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the profiler warns of memory older than itself
-
-import matplotlib.pyplot as plt
 import torch
-from IPython.display import Markdown
 from torch import nn
 from torch.nn import functional as F
 
 import zoo
-from zoo.profiling.block_peak import spending
+from zoo.report import notebook
+from zoo.report.notebook import say, table
+from zoo.units import format_bytes
 
+notebook.start("en")
 device = "cuda" if torch.cuda.is_available() else "cpu"
-print(f"Python {platform.python_version()}, torch {torch.__version__}, zoo {zoo.__version__}")
-print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")
 
-plt.rcParams |= {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False}
-BLUE, ORANGE, GREEN, GRAY = "#1f6fb4", "#d9731a", "#2c8a57", "#8a8a8a"
-MIB = 2**20
+# %% [markdown] name="first-look"
+# ## First, what you will be able to do
+#
+# A small GPT-2 reads real text, Python's own help pages, byte by byte: 16 sequences of 64 bytes.
+# One training step, as it is (the *baseline*) and with `checkpoint=True`.
+
+# %% name="payoff"
+text = "\n".join(topics.values()).encode("ascii", "ignore")
+data = torch.tensor(list(text), device=device)
+starts = torch.arange(16, device=device) * (len(data) // 17)
+windows = data[starts[:, None] + torch.arange(65, device=device)]
+inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+torch.manual_seed(0)
+sizes = {"depth": 4, "width": 128, "heads": 4, "vocabulary": 256, "positions": 64}
+gpt = zoo.gpt2_small(**sizes, drop_rate=0.0).to(device)
+step = zoo.anatomy(gpt, (inputs, targets), checkpoint=True)
+notebook.timelines("A training step of a small GPT-2", step.baseline, step.planned)
 
 # %% [markdown] name="two-ways"
 # ## Attention, written in two ways
@@ -57,23 +69,18 @@ MIB = 2**20
 HEADS, WIDTH = 4, 128
 
 
-class Explicit(nn.Module):
+class Explicit(nn.Linear):
     """softmax(q kᵀ / √d) v, spelled out: (N, T, C) -> (N, T, C)."""
 
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
     def forward(self, tokens):
-        count, length, width = tokens.shape
-        q, k, v = self.qkv(tokens).view(count, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        return self.attend(q, k, v).transpose(1, 2).reshape(count, length, width)
+        q, k, v = super().forward(tokens).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.attend(q, k, v).transpose(1, 2).flatten(2)
 
     def attend(self, q, k, v):
-        weights = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1)
-        return weights @ v
+        return (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1) @ v
 
 
+# %% name="kernel"
 class Kernel(Explicit):
     """The same by torch's attention kernel."""
 
@@ -81,20 +88,23 @@ class Kernel(Explicit):
         return F.scaled_dot_product_attention(q, k, v)
 
 
-def activation_peak(model, *inputs, amp=False):
-    """Runs forward and backward twice; returns the most bytes of activations in the second."""
+class Recomputed(Explicit):
+    """Spelled out, and recomputed in the backward."""
 
-    def step():
+    def forward(self, tokens):
+        return zoo.recompute(super().forward, tokens)
+
+
+# %% name="tracked"
+def tracked(model, *inputs, amp=False):
+    """Tracks the second forward and backward: the first decides the plan."""
+    for _ in range(2):
         model.zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16, enabled=amp):
-            loss = model(*inputs).float().square().mean()
-        loss.backward()
-
-    step()
-    model.zero_grad(set_to_none=True)
-    with zoo.track(model, inputs=inputs, allocator=device == "cpu") as timeline:
-        step()
-    return timeline.activation_peak
+        with zoo.track(model, inputs=inputs) as timeline:
+            with torch.autocast(device, torch.bfloat16, enabled=amp):
+                loss = model(*inputs).float().square().mean()
+            loss.backward()
+    return timeline
 
 
 # %% [markdown] name="predict"
@@ -104,7 +114,7 @@ def activation_peak(model, *inputs, amp=False):
 #
 # 1. By what factor do the activations grow when attention is spelled out?
 # 2. And with the kernel?
-# 3. A third candidate spells attention out, but runs each layer again in the backward
+# 3. A third candidate spells attention out, but recomputes each layer in the backward
 #    (`zoo.recompute`). Will it be as good as the kernel?
 
 # %% name="guess"
@@ -112,64 +122,42 @@ guess_spelled_out = 2  # times as many bytes for twice the tokens: change it
 guess_kernel = 2  # and with the kernel: change it
 
 # %% name="lengths"
-
-
-class Again(nn.Module):
-    """Runs a layer again in the backward instead of keeping what it saved."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, tokens):
-        return zoo.recompute(self.layer, tokens)
-
-
-LAYERS, LENGTHS = 6, (64, 128, 256, 512, 1024)
-torch.manual_seed(0)
-candidates = {
-    "spelled out": nn.Sequential(*(Explicit() for _ in range(LAYERS))),
-    "spelled out, run again": nn.Sequential(*(Again(Explicit()) for _ in range(LAYERS))),
-    "kernel": nn.Sequential(*(Kernel() for _ in range(LAYERS))),
-}
-bytes_by_length = {
-    name: [activation_peak(m.to(device), torch.rand(1, t, WIDTH, device=device)) for t in LENGTHS]
-    for name, m in candidates.items()
-}
-print("tokens".ljust(24), *(f"{length:>10}" for length in LENGTHS))
-for name, sizes in bytes_by_length.items():
-    print(name.ljust(24), *(f"{size / MIB:6.1f} MiB" for size in sizes))
-
-# %% name="plot-lengths"
-figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-for (name, sizes), color in zip(bytes_by_length.items(), (BLUE, ORANGE, GREEN), strict=True):
-    axes.loglog(LENGTHS, [size / MIB for size in sizes], "o-", color=color, base=2)
-    axes.annotate(name, (LENGTHS[-1], sizes[-1] / MIB), (8, 0), textcoords="offset points",
-                  va="center", color=color)  # fmt: skip
-axes.set(xlabel="tokens", ylabel="activations at the peak, MiB", xlim=(56, 2900), xticks=LENGTHS)
-axes.set_xticks(LENGTHS, LENGTHS)
-axes.yaxis.set_major_formatter("{x:g}")
-plt.show()
+LENGTHS, MIB = (64, 128, 256, 512, 1024), 2**20
+kinds = {"spelled out": Explicit, "kernel": Kernel, "spelled out, recomputed": Recomputed}
+candidates, grown = {}, {}
+for name, kind in kinds.items():
+    torch.manual_seed(0)
+    layers = (kind(WIDTH, 3 * WIDTH) for _ in range(6))
+    candidates[name] = nn.Sequential(*layers).to(device)
+    texts = [torch.rand(1, length, WIDTH, device=device) for length in LENGTHS]
+    grown[name] = [tracked(candidates[name], t).activation_peak / MIB for t in texts]
+notebook.curves("Activations of six layers, at most (MiB)", "tokens", LENGTHS, grown, log="xy")
 
 # %% name="growth"
-growth = {name: sizes[-1] / sizes[-2] for name, sizes in bytes_by_length.items()}
-ratio = {
-    name: bytes_by_length["spelled out"][-1] / sizes[-1] for name, sizes in bytes_by_length.items()
-}
-Markdown(
-    f"You said × {guess_spelled_out} and × {guess_kernel}.\n\n"
-    f"From {LENGTHS[-2]} to {LENGTHS[-1]} tokens: × {growth['spelled out']:.1f} spelled out, "
-    f"× {growth['kernel']:.1f} with the kernel. Running each layer again saves a factor of "
-    f"{ratio['spelled out, run again']:.1f}, since only one layer's matrix is there at a time, but "
-    f"that one still grows by × {growth['spelled out, run again']:.1f}. The kernel saves "
-    f"{ratio['kernel']:.0f}. **First take the kernel, then checkpoint the rest.**"
+last = {name: sizes[-1] for name, sizes in grown.items()}
+growth = {name: sizes[-1] / sizes[-2] for name, sizes in grown.items()}
+rows = [[name, f"{last[name]:.1f} MiB", f"×{growth[name]:.1f}"] for name in grown]
+table([f"{LENGTHS[-1]} tokens", "activations", f"times those of {LENGTHS[-2]}"], *rows)
+say(
+    f"You said ×{guess_spelled_out} and ×{guess_kernel}. Recomputing saves a factor of "
+    f"{last['spelled out'] / last['spelled out, recomputed']:.1f}, the kernel one of "
+    f"**{last['spelled out'] / last['kernel']:.1f}**."
 )
 
 # %% [markdown] name="rounding"
-# The kernel adds numbers in another order, so it agrees with the formula up to rounding. Running
-# again is different: the same operations in the same order. It must agree in every bit.
+# Recomputing saves since only one layer's matrix is there at a time, but that one still grows with
+# the square of the length. **First take the kernel, then checkpoint the rest.**
+#
+# The kernel adds numbers in another order, so it agrees with the formula up to rounding.
+# Recomputing is different: the same operations in the same order. It must agree in every bit.
 
-# %% name="exactness"
+
+# %% name="gradients"
+def gradients(model, *inputs):
+    """Returns the gradients of all weights."""
+    model.zero_grad(set_to_none=True)
+    model(*inputs).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def distance(found, wanted):
@@ -178,30 +166,23 @@ def distance(found, wanted):
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
-def gradients(model, tokens):
-    """Returns the gradients of all weights."""
-    model.zero_grad(set_to_none=True)
-    model(tokens).square().mean().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-weights = candidates["spelled out"].state_dict()
-candidates["kernel"].load_state_dict(weights)
-candidates["spelled out, run again"].load_state_dict(
-    {key.replace(".", ".layer.", 1): value for key, value in weights.items()}
-)
+# %% name="exactness"
 tokens = torch.rand(1, 256, WIDTH, device=device)
 wanted = gradients(candidates["spelled out"], tokens)
-for name in ("kernel", "spelled out, run again"):
-    found = gradients(candidates[name], tokens)
-    same = all(map(torch.equal, found, wanted))
-    print(f"{name:24} same bits: {same!s:6} relative difference: {distance(found, wanted):.0e}")
+found = {name: gradients(model, tokens) for name, model in candidates.items()}
+table(
+    ["gradients", "same bits as spelled out", "relative difference"],
+    *(
+        [name, all(map(torch.equal, these, wanted)), f"{distance(these, wanted):.0e}"]
+        for name, these in found.items()
+    ),
+)
 
 # %% [markdown] name="left"
 # ## What is left
 #
-# Take a vision transformer, with the kernel. Here is one of its blocks, cut into the five steps
-# that `zoo` runs it in. `project` is a norm and the matrix that makes queries, keys and values;
+# Take a vision transformer, with the kernel. Here is one of its blocks, cut into the five nodes
+# that `zoo` makes of it. `project` is a norm and the matrix that makes queries, keys and values;
 # `attend` is the kernel; `merge` a matrix and an addition; `widen` a norm and a matrix to four
 # times the width; `narrow` the activation, a matrix and an addition.
 #
@@ -210,22 +191,14 @@ for name in ("kernel", "spelled out, run again"):
 # %% name="block"
 vit = zoo.vit_tiny_patch16()
 report = zoo.plan(vit, torch.empty(8, 3, 224, 224, device="meta"), memory_budget=1.0, device="a100")
-PARTS = ("project", "attend", "merge", "widen", "narrow")
-middle = report.blocks[len(report.blocks) // 2]
-saved = {
-    name.rsplit(".", 1)[-1]: size
-    for name, size, block in zip(report.names, report.saved, report.blocks, strict=True)
-    if block == middle
-}
-figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
-bars = axes.barh(list(saved), [size / MIB for size in saved.values()], color=BLUE)
-axes.bar_label(bars, [f"{size / sum(saved.values()):.0%}" for size in saved.values()], padding=4)
-axes.invert_yaxis()
-axes.set(xlabel="MiB that the step saves for the backward, batch of 8")
-plt.show()
-most = max(saved, key=saved.get)
-Markdown(f"**`{most}`** keeps the most: {saved[most] / sum(saved.values()):.0%} of a block. "
-         f"The famous `attend` keeps {saved['attend'] / sum(saved.values()):.0%}.")  # fmt: skip
+middle, saved = report.blocks[len(report.blocks) // 2], {}
+for name, size, block in zip(report.names, report.saved, report.blocks, strict=True):
+    if block == middle:
+        saved[name.rsplit(".", 1)[-1]] = size / MIB
+notebook.bars("", {"saved for the backward by each node of a block, batch of 8 (MiB)": saved})
+shares = {name: size / sum(saved.values()) for name, size in saved.items()}
+most = max(shares, key=shares.get)
+say(f"**`{most}`** saves most: {shares[most]:.0%}. The famous `attend`: {shares['attend']:.0%}.")
 
 # %% [markdown] name="amp"
 # ## Half precision
@@ -240,116 +213,123 @@ Markdown(f"**`{most}`** keeps the most: {saved[most] / sum(saved.values()):.0%} 
 torch.manual_seed(0)
 vit = zoo.vit_tiny_patch16(depth=6, width=96, image_size=160, classes=10).to(device)
 images = torch.rand(12, 3, 160, 160, device=device)
-OPTIONS = {False: "keep everything", "cheap": "keep the products", True: "as little as possible"}
+OPTIONS = {"baseline": False, "cheap": "cheap", "checkpoint=True": True}
+halves = {"float32": False, "bfloat16": True}
+steps, exact = {}, {}
+for precision, amp in halves.items():
+    for name, option in OPTIONS.items():
+        steps[precision, name] = tracked(zoo.checkpoint(vit, option), images, amp=amp)
+        exact[precision, name] = [parameter.grad.clone() for parameter in vit.parameters()]
+
+# %% name="precisions-drawn"
+peaks = {key: step.activation_peak / MIB for key, step in steps.items()}
+panels = {
+    f"{precision}: activations, at most (MiB)": {name: peaks[precision, name] for name in OPTIONS}
+    for precision in halves
+}
+notebook.bars("", panels)
+same = [
+    all(map(torch.equal, exact[precision, name], exact[precision, "baseline"]))
+    for precision, name in exact
+]
+say(f"Gradients with the bits of the baseline of the same precision: {sum(same)} of {len(same)}.")
 
 
-def same_gradients(amp, checkpoint):
-    """Compares all gradients with those of keeping everything, bit for bit."""
-    found = []
-    for option in (False, checkpoint):
-        zoo.checkpoint(vit, option).zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16, enabled=amp):
-            vit(images).float().square().mean().backward()
-        found.append([parameter.grad.clone() for parameter in vit.parameters()])
-    return all(map(torch.equal, *found))
+# %% name="kinds"
+def by_type(timeline):
+    """Returns the shares of number formats in the activations at the peak."""
+    parts = {}
+    for part in timeline.holders(10**6):
+        parts[part.dtype] = parts.get(part.dtype, 0) + part.bytes
+    whole = sum(parts.values())
+    return ", ".join(f"{kind!s}: {size / whole:.0%}" for kind, size in parts.items())
 
 
-peaks = {}
-for amp in (False, True):
-    for option, words in OPTIONS.items():
-        peaks[amp, option] = activation_peak(zoo.checkpoint(vit, option), images, amp=amp)
-        print(f"{'bfloat16' if amp else 'float32 '}  {words:22} {peaks[amp, option] / MIB:6.1f} MiB"
-              f"   same bits as keeping everything: {same_gradients(amp, option)}")  # fmt: skip
+rows = [[*key, f"{peaks[key]:.1f} MiB", by_type(step)] for key, step in steps.items()]
+table(["", "plan", "activations, at most", "of these"], *rows)
 
 # %% name="halves"
-baseline = peaks[False, False]
-Markdown(
-    f"bfloat16 alone: × {peaks[True, False] / baseline:.2f}, and not × {1 / 2}. Norms and what is "
-    "handed from block to block stay in float32, and autocast keeps a second, short copy of each "
-    f"weight until it ends. Checkpointing alone: × {peaks[False, True] / baseline:.2f}. Both: "
-    f"× {peaks[True, True] / baseline:.2f}. A replay calls the short kernels of the forward, so "
-    "that its bits are the same."
+baseline = peaks["float32", "baseline"]
+product = peaks["bfloat16", "baseline"] / baseline * peaks["float32", "checkpoint=True"] / baseline
+say(
+    f"bfloat16 alone: ×{peaks['bfloat16', 'baseline'] / baseline:.2f}, and not ×{1 / 2}. "
+    f"Checkpointing alone: ×{peaks['float32', 'checkpoint=True'] / baseline:.2f}. "
+    f"Both: ×{peaks['bfloat16', 'checkpoint=True'] / baseline:.2f}; the product would be "
+    f"×{product:.2f}."
 )
 
 # %% [markdown] name="accumulation"
+# They do not multiply. Norms and what is handed from block to block stay in float32: that is what
+# a checkpoint keeps, and bfloat16 does not make it smaller. And autocast keeps a second, short copy
+# of each weight until it ends, which nothing recomputes. What is recomputed uses the kernels of the
+# forward, the short ones, too: the bits are the same.
+#
 # ## Gradient accumulation
 #
 # The other way to save: cut the batch into parts, run forward and backward for one part after the
 # other, and let the gradients add up. There is no BatchNorm in a transformer, so the result is
 # that of the whole batch, up to rounding.
 #
-# Here is a small GPT-2 that reads real text, Python's own help pages, byte by byte. The batch has
-# 16 sequences.
+# Here is the GPT-2 of the beginning. The batch has 16 sequences.
 #
-# **Predict:** which takes less, 4 parts of 4 that keep everything, or 1 part of 16 by
-# `checkpoint=True`? Which of them has to do more work?
+# **Predict:** which takes less, the baseline in 4 parts of 4, or 1 part of 16 by `checkpoint=True`?
+# Which of them has to do more work?
 
-# %% name="text"
-text = "\n".join(pydoc_data.topics.topics.values()).encode("ascii", "ignore")
-data = torch.tensor(list(text))
-starts = torch.arange(16) * (len(data) // 17)
-windows = data[starts[:, None] + torch.arange(65)].to(device)
-inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-print("...", text[5000:5300].decode(), "...")
-
-torch.manual_seed(0)
-gpt = zoo.gpt2_small(depth=4, width=128, heads=4, vocabulary=256, positions=64, drop_rate=0.0).to(
-    device
-)
 
 # %% name="parts"
+def run(parts):
+    gpt.zero_grad(set_to_none=True)
+    for some, wanted in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+        (gpt(some, wanted) / parts).backward()
 
 
 def accumulated(parts, checkpoint):
     """Runs a batch in parts; returns (activation bytes, gradients)."""
     zoo.checkpoint(gpt, checkpoint)
-
-    def run():
-        gpt.zero_grad(set_to_none=True)
-        for some, wanted in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
-            (gpt(some, wanted) / parts).backward()
-
-    run()
-    gpt.zero_grad(set_to_none=True)
-    with zoo.track(gpt, inputs=(inputs, targets), allocator=device == "cpu") as timeline:
-        run()
+    run(parts)
+    with zoo.track(gpt, inputs=(inputs, targets)) as timeline:
+        run(parts)
     return timeline.activation_peak, [parameter.grad.clone() for parameter in gpt.parameters()]
 
 
-PIECES = (1, 2, 4, 8)
-table = {(parts, ck): accumulated(parts, ck) for parts in PIECES for ck in (False, True)}
-print("parts   keep everything   checkpoint=True   same bits   differs from one part by at most")
-for parts in PIECES:
-    (kept, expected), (again, found) = table[parts, False], table[parts, True]
-    same = all(map(torch.equal, expected, found))
-    off = distance(expected, table[1, False][1])
-    print(f"{parts:5} {kept / MIB:13.1f} MiB {again / MIB:13.1f} MiB   {same!s:9}   {off:.0e}")
+# %% name="parts-table"
+from torch.utils.flop_counter import FlopCounterMode
 
-# %% name="plot-parts"
-figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
-for shift, (checkpoint, color, name) in enumerate(
-    ((False, BLUE, "keep everything"), (True, ORANGE, "checkpoint=True"))
-):
-    places = [index + 0.4 * shift - 0.2 for index in range(len(PIECES))]
-    sizes = [table[parts, checkpoint][0] / MIB for parts in PIECES]
-    axes.bar_label(axes.bar(places, sizes, 0.36, color=color, label=name), fmt="%.1f", fontsize=9)
-axes.set_xticks(range(len(PIECES)), [f"{parts} × {16 // parts}" for parts in PIECES])
-axes.set(xlabel="parts × sequences in a part", ylabel="activations at the peak, MiB")
-axes.legend(frameon=False)
-plt.show()
-in_parts, at_once = table[4, False][0], table[1, True][0]
-Markdown(
-    f"4 parts that keep everything: {in_parts / MIB:.1f} MiB. One part by `checkpoint=True`: "
-    f"{at_once / MIB:.1f} MiB. Accumulation does no operation twice, but its kernels work on "
-    "smaller pieces, which a GPU likes less. They go together: "
-    f"{table[4, True][0] / MIB:.1f} MiB with both."
+PIECES, rows, found = (1, 2, 4, 8), [], {}
+for parts in PIECES:
+    for option in (False, True):
+        size, these = found[parts, option] = accumulated(parts, option)
+        with FlopCounterMode(display=False) as work:
+            run(parts)
+        off = [distance(these, found[way][1]) for way in ((parts, False), (1, False))]
+        name = f"{parts} × {16 // parts}, `checkpoint={option}`"
+        flops = f"{work.get_total_flops() / 1e9:.2f}"
+        rows.append([name, format_bytes(size), flops, *(f"{way:.0e}" for way in off)])
+
+# %% name="parts-drawn"
+table(["parts × sequences", "activations", "GFLOP", "off the same parts", "off one part"], *rows)
+names = [f"{parts} × {16 // parts}" for parts in PIECES]
+notebook.bars("Parts × sequences in a part", {
+    f"checkpoint={way}: activations, at most (MiB)": {
+        name: found[parts, way][0] / MIB for name, parts in zip(names, PIECES, strict=True)
+    } for way in (False, True)
+})  # fmt: skip
+
+# %% name="parts-words"
+say(
+    f"The baseline in 4 parts: {format_bytes(found[4, False][0])}. One part by `checkpoint=True`: "
+    f"{format_bytes(found[1, True][0])}, for more operations. "
+    f"Both together: **{format_bytes(found[4, True][0])}**."
 )
 
-# %% [markdown] name="compile"
+# %% [markdown] name="accumulation-answer"
+# Accumulation does no operation twice, but its kernels work on smaller pieces, which a GPU likes
+# less. Checkpointing changes no bit; accumulation changes the rounding.
+#
 # ## torch.compile
 #
 # The compiler sees the whole step and has an opinion of its own on what to keep. A plan goes
-# through it: the compiler then runs the plan's segments again. Two things to know:
+# through it: the compiler then recomputes the plan's segments. Two things to know:
 #
 # - Decide the plan before. One training forward does it.
 # - Compiled kernels may round differently with a plan and without. The backend `"aot_eager"`, which
@@ -360,30 +340,19 @@ Markdown(
 # those that the allocator hands out during the step, gradients included.
 
 # %% name="compiled"
+from zoo.profiling.block_peak import spending
+
 torch.manual_seed(0)
 short = zoo.vit_tiny_patch16(depth=3, width=96, image_size=160, classes=10).to(device)
-crops = torch.rand(8, 3, 160, 160, device=device)
-
-
-def gradients_of(function):
-    """Returns the gradients of the short model by one step of a function."""
-    short.zero_grad(set_to_none=True)
-    function(crops).square().mean().backward()
-    return [parameter.grad.clone() for parameter in short.parameters()]
-
-
-wanted = gradients_of(short)
+wanted, rows = gradients(short, images), []
 for option in (False, True):
-    zoo.checkpoint(short, option)
-    short(crops)  # decides the plan
-    start = time.perf_counter()
+    zoo.checkpoint(short, option)(images)  # decides the plan
     compiled = torch.compile(short, backend="aot_eager", fullgraph=True)
-    same = all(map(torch.equal, gradients_of(compiled), wanted))
-    seconds = time.perf_counter() - start
+    same = all(map(torch.equal, gradients(compiled, images), wanted))
     with spending(device) as spent:
-        gradients_of(compiled)
-    print(f"checkpoint={option!s:5} {spent.peak / MIB:6.1f} MiB   same bits as eager: {same}   "
-          f"compiled in {seconds:.0f} s")  # fmt: skip
+        gradients(compiled, images)
+    rows.append([f"`checkpoint={option}`", format_bytes(spent.peak), same])
+table(["compiled", "peak of forward and backward", "same bits as eager"], *rows)
 
 # %% [markdown] name="gpu"
 # ## On a GPU
@@ -393,11 +362,14 @@ for option in (False, True):
 
 # %% name="on-gpu"
 if device == "cuda":
-    for name, model in candidates.items():
-        size = activation_peak(model, torch.rand(1, 4096, WIDTH, device=device), amp=True)
-        print(f"{name:24} {size / MIB:8.1f} MiB")
+    tokens = torch.rand(1, 4096, WIDTH, device=device)
+    peaks = {name: tracked(model, tokens, amp=True) for name, model in candidates.items()}
+    table(["", "activations"], *([n, format_bytes(t.activation_peak)] for n, t in peaks.items()))
 else:
-    print("skipped: this computer has no GPU that torch can use")
+    say(
+        "Skipped, as there is no GPU here. It would show the activations of the three candidates "
+        "for 4,096 tokens in bfloat16 on the GPU."
+    )
 
 # %% [markdown] name="remember"
 # ## What to remember
@@ -405,8 +377,8 @@ else:
 # > - Use `scaled_dot_product_attention`. It turns the square of the length into the length itself,
 # >   in every layer. Checkpointing alone cannot do that.
 # > - After that the **perceptron** holds most of the memory, and not attention.
-# > - bfloat16 saves less than half of the activations. With checkpointing it saves more than either
-# >   does alone.
+# > - bfloat16 saves less than half of the activations, and its savings and those of checkpointing
+# >   do not multiply: what a checkpoint keeps stays in float32.
 # > - Accumulation and checkpointing both make the peak smaller and go together. Accumulation
 # >   changes the rounding; checkpointing changes no bit.
 # > - Under `torch.compile`, decide the plan before you compile.
@@ -429,7 +401,8 @@ else:
 #
 #
 # some = torch.rand(1, 512, WIDTH, device=device)
-# sizes = [activation_peak(kind().to(device), some) for kind in (Kernel, Causal)]
+# pair = [kind(WIDTH, 3 * WIDTH).to(device) for kind in (Kernel, Causal)]
+# sizes = [tracked(model, some).activation_peak for model in pair]
 # print(*(f"{size / MIB:.2f} MiB" for size in sizes))
 # assert abs(sizes[0] - sizes[1]) < 0.02 * sizes[0]
 # ```
@@ -441,7 +414,7 @@ else:
 #
 # <details><summary>Answer</summary>
 #
-# The scores: one number per token and word. They are larger than all blocks together. That is why
+# The logits: one number per token and word. They are larger than all blocks together. That is why
 # the models of `zoo` deal with them some tokens at a time (`chunk_tokens`) and write the gradient
 # over them; notebook 3 looks into this.
 #
@@ -458,8 +431,8 @@ else:
 #
 # </details>
 #
-# **3.** Switch dropout on. Are the gradients with `checkpoint=True` still those of keeping
-# everything?
+# **3.** Switch dropout on. Are the gradients with `checkpoint=True` still those of the
+# baseline?
 #
 # <details><summary>Answer</summary>
 #

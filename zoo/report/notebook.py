@@ -87,7 +87,8 @@ def say(text: str) -> None:
 
 def table(head: Sequence[str], *rows: Sequence[Any]) -> None:
     """Shows a table, numbers to the right."""
-    say(markdown_table(head, [[str(cell) for cell in row] for row in rows]))
+    words = WORDS[_language]
+    say(markdown_table(head, [[words.get(str(cell), str(cell)) for cell in row] for row in rows]))
 
 
 def categories(title: str, timeline: Any) -> None:
@@ -141,8 +142,9 @@ def curves(
 
 
 def bars(title: str, panels: Mapping[str, Mapping[str, float]], form: str = "{:.1f}") -> None:
-    """Draws panels of horizontal bars of the same names, with their numbers."""
+    """Draws panels of horizontal bars of the same names and on the same scale, with numbers."""
     names = list(dict.fromkeys(name for sizes in panels.values() for name in sizes))
+    most = max(max(sizes.values()) for sizes in panels.values())
     with figure(title, 0.7 + 0.26 * len(names), len(panels)) as row:
         colors = PALETTE if len(panels) > 1 else PALETTE[1:]
         for axes, color, (heading, sizes) in zip(row, colors, panels.items(), strict=False):
@@ -152,7 +154,7 @@ def bars(title: str, panels: Mapping[str, Mapping[str, float]], form: str = "{:.
             )
             axes.set_title(heading, loc="left", fontsize=10)
             axes.set_yticks(range(len(names)), names if axes is row[0] else [""] * len(names))
-            axes.margins(x=0.16)
+            axes.set_xlim(0, 1.16 * most)
             axes.invert_yaxis()
             bare(axes, "x")
 

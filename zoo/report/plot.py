@@ -208,7 +208,9 @@ def _label(axes: Axes, axis: charts.Axis) -> None:
 def _name_marks(axes: Axes, chart: charts.Chart) -> None:
     """Writes the marks' texts beside them."""
     marks = [layer for layer in chart.layers if isinstance(layer, charts.Marks) and layer.text]
-    style: Any = {"fontsize": 8, "linespacing": 1.1, "va": "bottom"}
+    # to a text that found no room beside its mark a line leads
+    lead = {"arrowstyle": "-", "color": COLORS["faint"], "lw": 0.6, "shrinkB": 5}
+    style: Any = {"fontsize": 8, "linespacing": 1.1, "va": "bottom", "arrowprops": lead}
     texts = [_annotate(axes, mark.text, mark.spots[0], (0, 0), **style) for mark in marks]
     lines = [
         axes.transData.transform_path(Line(np.transpose(pts_to_poststep(layer.x, layer.y))))
