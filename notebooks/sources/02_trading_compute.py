@@ -8,66 +8,78 @@
 # we ask when *not* to do it, and whether the trained network is still the same.
 
 # %% name="install"
-# on Colab this installs what the notebook needs; anywhere else it does nothing
+# where zoo is missing: installs it from this checkout, from a wheel in this folder or the index
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
-if "google.colab" in sys.modules:
-    wanted = "zoo-checkpoint[notebooks]"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+here = Path.cwd()
+roots = [root for root in (here, *here.parents) if (root / "zoo" / "version.py").exists()]
+wanted = [f"{roots[0]}[notebooks]"] if roots else ["--find-links=.", "zoo-checkpoint[notebooks]"]
+if not all(map(importlib.util.find_spec, ("zoo", "timm", "transformers", "nilearn"))):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
 
-# %% name="versions"
-import platform
-
-import timm
+# %% name="setup"
 import torch
-from IPython.display import Image, Markdown, display
 from torch import nn
-from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 import zoo
 from zoo.models.densenet import DenseNet
+from zoo.report import notebook
+from zoo.report.notebook import say, table
 from zoo.units import format_bytes
 
+notebook.start("en", "timm")
 device = "cuda" if torch.cuda.is_available() else "cpu"
-print(f"Python {platform.python_version()}, torch {torch.__version__}, zoo {zoo.__version__}")
-print(f"timm {timm.__version__}")
-print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")
 
+# %% [markdown] name="first-look"
+# ## First, what you will be able to do
+#
+# For a small DenseNet, the *frontier*: the least time for each amount of memory. To the left is
+# less memory, to the bottom less time. The baseline keeps all and recomputes nothing. The orange
+# marks are the schemes that people use; at the end of this notebook you can tell which of them to
+# leave.
 
-# %% name="table"
-def table(head, *rows):
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    display(Markdown("\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)))
-
+# %% name="payoff"
+torch.manual_seed(0)
+densenet = DenseNet(12, (8, 8, 8), classes=10, small_images=True).to(device)
+images = torch.rand(8, 3, 32, 32, device=device)
+densenet_frontier = zoo.frontier(densenet, images, optimizer=torch.optim.SGD)
+notebook.chart("A training step of a DenseNet", densenet_frontier)
 
 # %% [markdown] name="plans"
 # ## A plan, drawn
 #
-# Think of a network as a chain of steps. A *plan* says which steps keep their results and which run
-# again. A bracket is a *segment*: only what goes into it is kept. When the backward gets there, the
-# segment runs a second time.
+# Think of a network as a chain of *nodes*: a convolution, a norm, and so on. A *plan* says which
+# nodes keep what they save for the backward, and which are recomputed. A bracket is a *segment*:
+# only what goes into it is kept. When the backward gets there, the segment is recomputed.
 #
-# Here are nine steps and three plans. The first keeps everything: that is plain training. The
-# second is the famous one of Chen and others (2016): of *n* steps make segments of √n, and keep the
-# last one, since the backward begins there. The third has a segment within a segment, so some steps
+# Here are nine nodes and three plans. The first keeps everything: that is the baseline. The
+# second is the famous one of Chen and others (2016): of *n* nodes make segments of √n, and keep the
+# last one, since the backward begins there. The third has a segment within a segment, so some nodes
 # run three times.
+#
+# Each is drawn moment by moment, from left to right. ▸ runs a node in the forward or again, ◂ in
+# the backward. Blue is an input that is kept for the backward, orange one that is recomputed.
 
 # %% name="draw"
-keep_all = zoo.Plan.keep_all(9)
-square_root = zoo.Plan(((0, 1, 2), (3, 4, 5), 6, 7, 8))
 nested = zoo.Plan((((0, 1, 2), 3, 4), 5, 6, 7, 8))
-drawn = [plan.draw().splitlines() for plan in (keep_all, square_root, nested)]
-print(f"{'store all':22}{'square root':22}nested\n")
-for lines in zip(*drawn, strict=True):
-    print("".join(f"{line:22}" for line in lines).rstrip())
+square_root = zoo.Plan(((0, 1, 2), (3, 4, 5), 6, 7, 8))
+plans = {"baseline": zoo.Plan.keep_all(9), "square root": square_root, "nested": nested}
+notebook.stepwise(plans)
+rows = []
+for name, plan in plans.items():
+    drawn = notebook.moments(plan)
+    rows.append([name, f"`{plan.text()}`", max(len(held) for *_, held in drawn), sum(plan.runs())])
+table(["plan", "as text", "inputs held at most", "nodes run forward"], *rows)
 
 # %% [markdown] name="why-root"
-# Why √n? With *k* segments you keep *k* inputs, and while one segment runs again you keep its *n /
-# k* results on top. The sum *k + n / k* is least at *k* = √n. Memory falls from *n* to 2 √n, and
-# the price is at most one more forward.
+# Why √n? With *k* segments you keep *k* inputs, and while one segment is recomputed you
+# keep its *n / k* results on top. The sum *k + n / k* is least at *k* = √n. Memory falls from *n*
+# to 2 √n, and the price is at most one more forward.
 #
-# A nice rule. But look at what it assumes: *all steps are equally large and equally slow*. You have
+# A nice rule. But look at what it assumes: *all nodes are equally large and equally slow*. You have
 # seen in the first notebook that the first layers of a ResNet are far larger than the last.
 
 # %% [markdown] name="predict"
@@ -75,99 +87,92 @@ for lines in zip(*drawn, strict=True):
 #
 # The ResNet-110 for small images, with plain SGD. We try these schemes:
 #
-# - **sqrt**: segments of equally many steps, as above;
+# - **sqrt**: segments of equally many nodes, as above;
 # - **blocks**: each residual block is a segment, as timm does it;
-# - **cheap**: keep convolutions, run batch norms and ReLUs again;
+# - **cheap**: keep convolutions, recompute batch norms and ReLUs;
 # - **the best plan**: whatever takes least time at a given memory.
 #
-# A forward is about a third of a training step. So running everything once more makes a step about
-# a third longer. How much memory is left with `blocks`, do you think? And how long does the *best*
+# A forward is about a third of a training step. So recomputing everything makes a step about a
+# third longer. How much memory is left with `blocks`, do you think? And how long does the *best*
 # plan take, **at the memory of `blocks`**?
 
 # %% name="guess"
-guess_memory = 0.5  # peak of blocks, store all being 1: change it
-guess_time = 1.3  # time of the best plan there, store all being 1: change it
+guess_memory = 0.5  # peak of blocks, baseline being 1: change it
+guess_time = 1.3  # time of the best plan there, baseline being 1: change it
 
 # %% name="resnet"
 torch.manual_seed(0)
 resnet = zoo.resnet110().to(device)
 images = torch.rand(16, 3, 32, 32, device=device)
 resnet_frontier = zoo.frontier(resnet, images, optimizer=torch.optim.SGD)
+notebook.chart("A training step of ResNet-110", resnet_frontier)
 
 # %% [markdown] name="frontier-method"
-# `zoo.frontier` has counted the bytes of each step without running it, has timed each kind of
+# `zoo.frontier` has counted the bytes of each node without running it, has timed each kind of
 # kernel, and has then worked out the best plan for every budget. No training happened yet. Each
 # point of the blue line is a plan; nothing lies below the line.
 
-# %% name="resnet-frontier"
-resnet_frontier.plot("resnet.png")
-display(Image("resnet.png", width=820))
 
-
-# %% name="resnet-table"
+# %% name="compare"
 def least_time(frontier, budget):
     """The time of the best plan that keeps to a budget."""
     return min(point.time_ratio for point in frontier.optimal if point.peak <= budget)
 
 
+# %% name="compare-schemes"
 def compare(frontier):
-    head = ["scheme", "peak of a step", "of store all", "its time", "time of the best plan there"]
-    shown = sorted(frontier.schemes, key=lambda point: -point.peak)
-    rows = [
-        [point.name, format_bytes(point.peak), f"{point.peak / frontier.baseline.peak:.2f}",
-         f"×{point.time_ratio:.2f}", f"×{least_time(frontier, point.peak):.2f}"]
-        for point in shown
-    ]  # fmt: skip
-    table(
-        head, ["store all", format_bytes(frontier.baseline.peak), "1.00", "×1.00", "×1.00"], *rows
-    )
+    whole, rows = frontier.baseline.peak, []
+    for point in sorted(frontier.schemes, key=lambda point: -point.peak):
+        best = least_time(frontier, point.peak)
+        rows.append([point.name, format_bytes(point.peak), f"{point.peak / whole:.2f}"])
+        rows[-1] += [f"×{time:.2f}" for time in (point.time_ratio, best)]
+    head = ["scheme", "peak", "of the baseline", "time", "best plan there"]
+    table(head, *rows)
 
 
+# %% name="resnet-table"
 compare(resnet_frontier)
+whole = resnet_frontier.baseline.peak
 blocks = next(point for point in resnet_frontier.schemes if point.name == "blocks")
-print(f"peak of blocks: you said {guess_memory:.2f} of store all, "
-      f"it is {blocks.peak / resnet_frontier.baseline.peak:.2f}")  # fmt: skip
-print(f"best time there: you said ×{guess_time:.2f}, "
-      f"it is ×{least_time(resnet_frontier, blocks.peak):.2f}")  # fmt: skip
+best_time = least_time(resnet_frontier, blocks.peak)
+say(
+    f"Peak of blocks: you said {guess_memory:.2f} of the baseline, "
+    f"it is **{blocks.peak / whole:.2f}**. "
+    f"Best time there: you said ×{guess_time:.2f}, it is **×{best_time:.2f}**."
+)
+
+# %% name="steepness"
+rows = []
+for share in (0.7, 0.5, 0.3):
+    rows.append([f"{share:.0%}", f"×{least_time(resnet_frontier, share * whole):.2f}"])
+table(["of the baseline's peak", "least time"], *rows)
 
 # %% [markdown] name="resnet-answer"
 # Three things to see.
 #
 # - Every scheme lies above the blue line. At the same memory there is a plan that is faster.
-# - The line is steep on the left and gentle on the right. The first half of the memory costs
-#   little: what is large and quick to compute goes first. Only the last megabytes are expensive.
-# - √n is a poor deal. It counts steps, and steps are not alike.
+# - The line is steep on the left and gentle on the right: what is large and quick to compute goes
+#   first. The last megabytes are the expensive ones.
+# - √n is a poor deal. It counts nodes, and nodes are not alike.
 #
-# ## Why are some steps almost free?
+# ## Why are some nodes almost free?
 #
 # A convolution is slow. The batch norm behind it is quick, and its result is just as large. So keep
-# the slow one's result and run the quick one again. Let us count: who holds the bytes, who does the
+# the slow one's result and recompute the quick one. Let us count: who holds the bytes, who does the
 # work?
 
 # %% name="cheap-and-dear"
 from torch.utils.flop_counter import FlopCounterMode
 
-parts = {
-    "convolution": nn.Conv2d(256, 256, 3, padding=1, bias=False).to(device),
-    "batch norm": nn.BatchNorm2d(256).to(device),
-    "ReLU": nn.ReLU(),
-}
 features = torch.rand(8, 256, 24, 24, device=device)
-
-
-def multiplications(part):
+parts = {"convolution": nn.Conv2d(256, 256, 3, padding=1, bias=False).to(device)}
+parts |= {"batch norm": nn.BatchNorm2d(256).to(device), "ReLU": nn.ReLU()}
+rows = []
+for name, part in parts.items():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        part(features)
-    return counter.get_total_flops()
-
-
-table(
-    ["step", "bytes of its result", "multiplications and additions in products"],
-    *(
-        [name, format_bytes(part(features).nbytes), f"{multiplications(part):,}"]
-        for name, part in parts.items()
-    ),
-)
+        rows.append([name, format_bytes(part(features).nbytes)])
+    rows[-1].append(f"{counter.get_total_flops():,}")
+table(["node", "bytes of its result", "multiplications and additions in products"], *rows)
 
 # %% [markdown] name="densenet-question"
 # ## DenseNet, the hungry one
@@ -175,36 +180,30 @@ table(
 # In a DenseNet each layer reads the results of *all* layers before it, joined into one tensor and
 # normalized. Joined anew each time: a block of *n* layers keeps about *n²* pieces, though only *n*
 # different ones were made. Guess: will the best plans leave more of its memory or less than of the
-# ResNet's?
+# ResNet's? (Its frontier is the first picture.)
 
 # %% name="densenet"
-torch.manual_seed(0)
-densenet = DenseNet(12, (8, 8, 8), classes=10, small_images=True).to(device)
-images = torch.rand(8, 3, 32, 32, device=device)
-densenet_frontier = zoo.frontier(densenet, images, optimizer=torch.optim.SGD)
-densenet_frontier.plot("densenet.png")
-display(Image("densenet.png", width=820))
 compare(densenet_frontier)
+left = [
+    min(point.peak for point in frontier.optimal if point.time_ratio <= 1.3)
+    / frontier.baseline.peak
+    for frontier in (resnet_frontier, densenet_frontier)
+]
+say(f"In ×1.30 of the time a plan leaves {left[0]:.0%} of the ResNet, **{left[1]:.0%}** here.")
 
 # %% [markdown] name="densenet-answer"
-# Less. Even `blocks` goes far here: joined and normalized copies are quick to make again, and they
+# Even `blocks` goes far here: joined and normalized copies are quick to make again, and they
 # are nearly all of it. This is what "memory-efficient DenseNet" means in other libraries, where it
 # is a second version of the model, written by hand. Here it falls out of the numbers, and the best
 # plans go further.
 #
 # ## Do the predictions hold?
 #
-# So far all of this was paper. Take the best plan at the memory of `blocks`, train with it, and
+# So far all of this was predicted. Take the best plan at the memory of `blocks`, train with it, and
 # measure.
 
+
 # %% name="measured"
-budget = next(point.peak for point in densenet_frontier.schemes if point.name == "blocks")
-best = min(
-    (point for point in densenet_frontier.optimal if point.peak <= budget),
-    key=lambda point: point.time_ratio,
-)
-
-
 def measured_peak(model, plan):
     zoo.checkpoint(model, plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -216,16 +215,16 @@ def measured_peak(model, plan):
     return timeline.tensor_peak
 
 
-table(
-    ["peak of a step, DenseNet", "predicted", "measured"],
-    *(
-        [name, format_bytes(point.peak), format_bytes(measured_peak(densenet, point.plan))]
-        for name, point in {
-            "store all": densenet_frontier.baseline,
-            "best at the memory of blocks": best,
-        }.items()
-    ),
-)
+# %% name="measured-table"
+images = torch.rand(8, 3, 32, 32, device=device)
+budget = next(point.peak for point in densenet_frontier.schemes if point.name == "blocks")
+fitting = [point for point in densenet_frontier.optimal if point.peak <= budget]
+best = min(fitting, key=lambda point: point.time_ratio)
+chosen = {"baseline": densenet_frontier.baseline, "best at the memory of blocks": best}
+rows = []
+for name, point in chosen.items():
+    rows.append([name, *map(format_bytes, (point.peak, measured_peak(densenet, point.plan)))])
+table(["peak of a step, DenseNet", "predicted", "measured"], *rows)
 
 # %% [markdown] name="measured-answer"
 # The prediction may be a little above: it also counts what the kernels take for themselves, which
@@ -237,37 +236,32 @@ table(
 # **When weights are the memory.** Few images, many weights: there is little to save.
 #
 # **At the end of the network.** What the last layers keep is used at once, when the backward
-# begins. To throw it away and make it again at the peak frees nothing.
+# begins. To recompute it at the peak frees nothing.
 #
 # Guess first: for how many images is it worth it, one, eight or sixty-four? And if only half of the
-# network is run again, should it be the first half or the second?
+# network is recomputed, should it be the first half or the second?
 
 # %% name="when-not-numbers"
-small = zoo.resnet18(classes=8)
-rows = []
+small, rows = zoo.resnet18(classes=8), []
 for count in (1, 8, 64):
-    parts = zoo.anatomy(small, torch.empty(count, 3, 96, 96, device="meta"), checkpoint=True)
-    saved = 1 - parts.planned.peak / parts.baseline.peak
-    rows.append([f"{count}", *map(format_bytes, (parts.baseline.peak, parts.planned.peak)),
-                 f"{saved:.0%}"])  # fmt: skip
-table(["images, ResNet-18 with AdamW", "store all", "least memory", "saved"], *rows)
+    batch = torch.empty(count, 3, 96, 96, device="meta")
+    parts = zoo.anatomy(small, batch, checkpoint=True)
+    peaks = parts.baseline.peak, parts.planned.peak
+    rows.append([f"{count}", *map(format_bytes, peaks), f"{1 - peaks[1] / peaks[0]:.0%}"])
+table(["images, ResNet-18 with AdamW", "baseline", "least memory", "saved"], *rows)
 
-batch = torch.empty(64, 3, 96, 96, device="meta")
-steps = range(len(parts.plan.flatten()))
-segments = [tuple(steps[first : first + 4]) for first in range(0, len(steps), 4)]
+# %% name="halves"
+nodes = range(len(parts.plan.flatten()))
+segments = [tuple(nodes[first : first + 4]) for first in range(0, len(nodes), 4)]
 middle = len(segments) // 2
 halves = {
-    "first half again": zoo.Plan((*segments[:middle], *steps[4 * middle :])),
-    "second half again": zoo.Plan((*steps[: 4 * middle], *segments[middle:])),
+    "first half recomputed": zoo.Plan((*segments[:middle], *nodes[4 * middle :])),
+    "second half recomputed": zoo.Plan((*nodes[: 4 * middle], *segments[middle:])),
 }
-table(
-    ["plan", "activations, at most"],
-    ["store all", format_bytes(parts.baseline.activation_peak)],
-    *(
-        [name, format_bytes(zoo.anatomy(small, batch, checkpoint=plan).planned.activation_peak)]
-        for name, plan in halves.items()
-    ),
-)
+found = {name: zoo.anatomy(small, batch, checkpoint=half) for name, half in halves.items()}
+rows = [["baseline", format_bytes(parts.baseline.activation_peak)]]
+rows += [[name, format_bytes(part.planned.activation_peak)] for name, part in found.items()]
+table(["plan", "activations, at most"], *rows)
 
 # %% [markdown] name="when-not-answer"
 # So also ask what you want the memory for. If a larger batch is all you want, adding up the
@@ -285,8 +279,10 @@ table(
 # timm's switch `set_grad_checkpointing` shows it. We train three copies of the same ResNet-18 for
 # one step each. How many batches will each have counted?
 
-
 # %% name="batch-norm-counts"
+import timm
+
+
 def trained(prepare):
     torch.manual_seed(0)
     model = timm.create_model("resnet18", num_classes=8).to(device)
@@ -296,18 +292,16 @@ def trained(prepare):
     return model
 
 
-plain = trained(lambda model: None)
+# %% name="batch-norm-table"
+baseline, ours = trained(lambda model: None), trained(zoo.checkpoint)
 switched = trained(lambda model: model.set_grad_checkpointing())
-ours = trained(zoo.checkpoint)
-
-inner = "layer2.0.bn1"
 rows = []
-for name, model in {"plain": plain, "timm's switch": switched, "zoo.checkpoint": ours}.items():
-    norm = model.get_submodule(inner)
-    same = [torch.equal(a, b) for a, b in zip(plain.buffers(), model.buffers(), strict=True)]
-    rows.append([name, int(norm.num_batches_tracked), f"{norm.running_mean[0]:.6f}",
-                 f"{sum(same)} of {len(same)}"])  # fmt: skip
-table(["", "batches counted", "its running mean [0]", "buffers like plain's"], *rows)
+for name, model in {"baseline": baseline, "timm": switched, "zoo.checkpoint": ours}.items():
+    norm = model.get_submodule("layer2.0.bn1")
+    same = [torch.equal(a, b) for a, b in zip(baseline.buffers(), model.buffers(), strict=True)]
+    rows.append([name, int(norm.num_batches_tracked), f"{norm.running_mean[0]:.6f}"])
+    rows[-1].append(f"{sum(same)} / {len(same)}")
+table(["", "batches counted", "its running mean [0]", "buffers like the baseline's"], *rows)
 
 # %% [markdown] name="batch-norm-answer"
 # With the switch, each batch norm inside of the blocks has counted the batch twice. This is not
@@ -321,11 +315,12 @@ table(["", "batches counted", "its running mean [0]", "buffers like plain's"], *
 # ## Dropout
 #
 # The same tutorials say: do not use dropout with checkpointing. The worry is right, the advice is
-# not. A second run with *new* random numbers gives gradients of another network. A second run with
+# not. To recompute with *new* random numbers gives gradients of another network. To recompute with
 # the *old* ones is exact. Look at both.
 
-
 # %% name="dropout"
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+
 layers = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 1)).to(device)
 
 
@@ -336,6 +331,7 @@ def gradient(run):
     return layers[0].weight.grad.clone()
 
 
+# %% name="dropout-table"
 def new_numbers(inputs):
     return checkpoint_of_torch(layers, inputs, use_reentrant=False, preserve_rng_state=False)
 
@@ -344,10 +340,9 @@ def old_numbers(inputs):
     return zoo.recompute(layers, inputs)
 
 
-expected = gradient(layers)
-for name, run in {"new random numbers": new_numbers, "zoo.recompute": old_numbers}.items():
-    wrong = int((gradient(run) != expected).sum())
-    print(f"{name}: {wrong} of {expected.numel()} gradients differ")
+ways = {"new random numbers": new_numbers, "`zoo.recompute`": old_numbers}
+rows = [[name, int((gradient(run) != gradient(layers)).sum())] for name, run in ways.items()]
+table(["", f"gradients that differ, of {layers[0].weight.numel()}"], *rows)
 
 # %% [markdown] name="verify"
 # And for a whole network, with batch norm and dropout in every layer? `zoo.verify` trains two
@@ -360,23 +355,26 @@ print(report)
 
 # %% name="on-a-gpu"
 if device == "cuda":
-    for name, checkpoint in {"store all": False, "least memory": True}.items():
+    for checkpoint in (False, True):
         zoo.checkpoint(resnet, checkpoint)
         torch.cuda.reset_peak_memory_stats()
         resnet(torch.rand(1024, 3, 32, 32, device=device)).logsumexp(1).mean().backward()
         resnet.zero_grad()
-        print(f"{name}: {format_bytes(torch.cuda.max_memory_allocated())} on the GPU")
+        say(f"`checkpoint={checkpoint}`: {format_bytes(torch.cuda.max_memory_allocated())}")
 else:
-    print("skipped: a batch of a thousand images needs a GPU")
+    say(
+        "Skipped, as there is no GPU here. It would show the peak of ResNet-110 on the GPU for a "
+        "batch of 1,024 images, as the baseline and with the least memory."
+    )
 
 # %% [markdown] name="remember"
 # ## What to remember
 #
-# > - A plan says what is kept and what is run again. Rules like √n or "every block" are plans, but
+# > - A plan says what is kept and what is recomputed. Rules like √n or "every block" are plans, but
 # >   not the best ones.
 # > - Throw away what is large and quick to make: batch norms, activations, joined copies. Keep what
 # >   is slow: convolutions.
-# > - The first half of the memory is cheap, the last megabytes are expensive.
+# > - The first megabytes are cheap to save, the last ones are expensive.
 # > - Where weights are the memory, and at the end of the network, there is nothing to gain.
 # > - Recomputation must leave no trace: not in batch norm's statistics, not in the random numbers.
 # >   Check it.
@@ -401,15 +399,14 @@ else:
 #
 # </details>
 #
-# **2.** Chen's rule gives 2 √n. Nest it: make segments within segments. For nine equal steps, how
-# many steps run three times in the nested plan above? Write a plan in which some step runs four
-# times.
+# **2.** Chen's rule gives 2 √n. Nest it: make segments within segments. For nine equal nodes, how
+# many run three times in the nested plan above? Write a plan in which some node runs four times.
 #
 # <details><summary>Answer</summary>
 #
-# A step runs once more for each bracket around it. Only a bracket at the very end of another one
-# costs nothing more: when the outer one runs again, nobody behind the inner one waits for it, and
-# it can wait for the backward.
+# A node runs once more for each bracket around it. Only a bracket at the very end of another one
+# costs nothing more: when the outer one is recomputed, nobody behind the inner one waits for
+# it, and it can wait for the backward.
 #
 # ```python
 # print(nested.runs())
@@ -430,7 +427,7 @@ else:
 # Those of the first batch norm. It stands before the blocks, and only the blocks are checkpointed.
 #
 # ```python
-# pairs = zip(plain.named_buffers(), switched.named_buffers(), strict=True)
+# pairs = zip(baseline.named_buffers(), switched.named_buffers(), strict=True)
 # alike = [name for (name, a), (_, b) in pairs if torch.equal(a, b)]
 # print(alike)
 # assert alike and all(name.startswith("bn1.") for name in alike)
