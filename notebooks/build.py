@@ -135,7 +135,7 @@ def problems(notebook: NotebookNode, translation: str) -> Iterator[str]:
     strings = dict.fromkeys(match[1] for text in code for match in STRING.finditer(text))
     known = phrases(translation)
     for string in strings:
-        if known and string and string not in known and WORDS.search(COMPUTED.sub("", string)):
+        if string and string not in known and WORDS.search(COMPUTED.sub("", string)):
             yield f"a string of the code is missing: write below {PHRASES.strip()}: {string} => "
     yield from (f"no string of the code is {text!r}: delete it" for text in known.keys() - strings)
 

@@ -9,42 +9,49 @@
 # to do about it. Come here when you meet one.
 
 # %% name="install"
-# on Colab this installs what the notebook needs; anywhere else it does nothing
+# where zoo is missing: installs it from this checkout, from a wheel in this folder or the index
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
-if "google.colab" in sys.modules:
-    wanted = "zoo-checkpoint[notebooks]"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+here = Path.cwd()
+roots = [root for root in (here, *here.parents) if (root / "zoo" / "version.py").exists()]
+wanted = [f"{roots[0]}[notebooks]"] if roots else ["--find-links=.", "zoo-checkpoint[notebooks]"]
+if not all(map(importlib.util.find_spec, ("zoo", "timm", "transformers", "nilearn"))):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
 
-# %% name="versions"
-import os
-import platform
-import random
-import textwrap
-import warnings
-
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the profiler warns of memory older than itself
-
-import matplotlib.pyplot as plt
+# %% name="setup"
 import timm
 import torch
-import transformers
-from IPython.display import Markdown
-from torch import distributed, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
 import zoo
+from zoo.report import notebook
+from zoo.report.notebook import say, table
+from zoo.units import format_bytes
 
+notebook.start("en", "timm", "transformers")
 device = "cuda" if torch.cuda.is_available() else "cpu"
-print(f"Python {platform.python_version()}, torch {torch.__version__}, zoo {zoo.__version__}")
-print(f"timm {timm.__version__}, transformers {transformers.__version__}")
-print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")
 
-plt.rcParams |= {"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False}
-BLUE, ORANGE, GRAY = "#1f6fb4", "#d9731a", "#8a8a8a"
-MIB = 2**20
+# %% [markdown] name="first-look"
+# ## First, what you will be able to do
+#
+# A ResNet-18 of timm, as it is (the *baseline*) and after one line: `zoo.checkpoint(model)`. It is
+# the same object, with the same code, parameters and names.
+
+# %% name="payoff"
+pixels = torch.rand(16, 3, 128, 128, device=device)
+theirs, steps = timm.create_model("resnet18", num_classes=10).to(device), []
+for checkpoint in (False, True):
+    zoo.checkpoint(theirs, checkpoint)
+    for _ in range(2):  # the first step decides the plan
+        theirs.zero_grad()
+        with zoo.track(theirs, inputs=pixels) as timeline:
+            theirs(pixels).logsumexp(1).mean().backward()
+    steps.append(timeline)
+notebook.timelines("Forward and backward of timm's ResNet-18", *steps)
 
 # %% [markdown] name="yours"
 # ## Your own model
@@ -52,12 +59,9 @@ MIB = 2**20
 # Here is one as people write them: convolutions with BatchNorm first, attention afterwards, a
 # keyword argument, and a dictionary as its result. It does not inherit from anything of `zoo`.
 
-# %% name="model"
 
-
+# %% name="block"
 class Block(nn.Module):
-    """Two convolutions with norms beside a shortcut."""
-
     def __init__(self, channels):
         super().__init__()
         self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -70,9 +74,8 @@ class Block(nn.Module):
         return F.relu(x + self.norm2(self.second(out)))
 
 
-class Yours(nn.Module):
-    """Looks at images with convolutions, then lets the places attend to one another."""
-
+# %% name="layers"
+class Layers(nn.Module):
     def __init__(self, width=32, classes=10):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
@@ -82,6 +85,9 @@ class Yours(nn.Module):
         )
         self.head = nn.Linear(width, classes)
 
+
+# %% name="model"
+class Yours(Layers):
     def forward(self, images, *, labels=None):
         x = self.stem(images)
         for block in self.blocks:
@@ -89,15 +95,37 @@ class Yours(nn.Module):
         tokens = F.avg_pool2d(x, 4).flatten(2).transpose(1, 2)
         for layer in self.attention:
             tokens = layer(tokens)
-        scores = self.head(tokens.mean(1))
-        loss = F.cross_entropy(scores, labels) if labels is not None else None
-        return {"loss": loss, "scores": scores}
+        logits = self.head(tokens.mean(1))
+        loss = F.cross_entropy(logits, labels) if labels is not None else None
+        return {"loss": loss, "logits": logits}
 
 
+# %% name="tracked"
+def tracked(model, loss_of, inputs):
+    """Tracks the second training step: the first makes AdamW's state and decides the plan."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+    step()
+    with zoo.track(model, optimizer=optimizer, inputs=inputs, allocator=device == "cpu") as found:
+        step()
+    return found
+
+
+# %% name="build"
 def yours():
     """Builds the same model each time, with the same weights."""
     torch.manual_seed(0)
     return Yours().to(device)
+
+
+def measured(model):
+    torch.manual_seed(1)  # the same dropout masks each time
+    return tracked(model, lambda model: model(images, labels=labels)["loss"], (images, labels))
 
 
 images = torch.rand(8, 3, 64, 64, device=device)
@@ -115,64 +143,21 @@ guess_share = 0.5  # of the peak are activations: change it
 guess_left = 0.5  # of the peak is left after the one line: change it
 
 # %% name="measure"
-
-
-def train_step(model, optimizer):
-    """Takes one step of training and returns the loss."""
-    optimizer.zero_grad()
-    loss = model(images, labels=labels)["loss"]
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
-def measured(model):
-    """Trains for two steps and returns the timeline of the second."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    torch.manual_seed(1)  # the same dropout masks each time
-    train_step(model, optimizer)
-    with zoo.track(
-        model, optimizer=optimizer, inputs=(images, labels), allocator=device == "cpu"
-    ) as timeline:
-        train_step(model, optimizer)
-    return timeline
-
-
 before = measured(yours())
-model = zoo.checkpoint(yours())  # the one line; the same object comes back
-after = measured(model)
-for name, timeline in (("as it is", before), ("zoo.checkpoint(model)", after)):
-    print(f"{name:22} peak {timeline.peak / MIB:6.1f} MiB, "
-          f"activations {timeline.activation_peak / MIB:6.1f} MiB")  # fmt: skip
-Markdown(
+after = measured(zoo.checkpoint(yours()))  # the one line; the same object comes back
+notebook.timelines("A training step of your own model", before, after)
+say(
     f"You said {guess_share:.0%} and {guess_left:.0%}. Activations are "
     f"**{before.activation_peak / before.peak:.0%}** of the peak, and one line leaves "
-    f"**{after.peak / before.peak:.0%}** of it."
+    f"**{after.peak / before.peak:.0%}** of it: {format_bytes(after.peak)} of "
+    f"{format_bytes(before.peak)}."
 )
-
-# %% name="over-time"
-
-
-def until_the_optimizer(timeline):
-    """Bytes over forward and backward; the optimizer makes many small numbers behind them."""
-    end = next(mark.point for mark in timeline.phases if mark.phase == "optimizer")
-    return [size / MIB for size in timeline.total()[:end]]
-
-
-figure, axes = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
-for timeline, color, name in ((before, GRAY, "as it is"), (after, ORANGE, "zoo.checkpoint(model)")):
-    sizes = until_the_optimizer(timeline)
-    axes.fill_between(range(len(sizes)), sizes, color=color, alpha=0.25, linewidth=0)
-    axes.plot(sizes, color=color, linewidth=1.2, label=name)
-axes.set(xlabel="allocations and frees, one after the other", ylabel="MiB", ylim=0, xlim=0)
-axes.legend(frameon=False, loc="upper right")
-plt.show()
 
 # %% [markdown] name="how"
 # How did it know where to cut? It watched the kernels of the first training forward and wrote them
-# down as a row of *steps*. From the next forward on it lets go of what the plan does not keep. Your
+# down as a row of *nodes*. From the next forward on it lets go of what the plan does not keep. Your
 # code runs as you wrote it, once; in the backward the kernels are replayed, not your code.
-# `zoo.chain_of` shows the steps.
+# `zoo.chain_of` shows the nodes.
 
 # %% name="chain"
 found = zoo.chain_of(yours(), {"images": images, "labels": labels})
@@ -181,17 +166,16 @@ print(*str(found).splitlines()[:14], "...", sep="\n")
 # %% [markdown] name="trust"
 # ## Do not trust, verify
 #
-# Does it train as before? `zoo.verify` trains two copies on the same batches, one plainly and one
+# Does it train as before? `zoo.verify` trains two copies on the same batches, a baseline and one
 # checkpointed, and compares all that training leaves: every weight, gradient, running statistic and
 # random number must be the same. Not close: the same.
 #
-# Before that it trains the plain model against itself, since what is not deterministic would
+# Before that it trains the baseline against itself, since what is not deterministic would
 # otherwise be blamed on checkpointing. Where something differs it names the tensor and the step.
 # `zoo.verify(...).check()` raises in that case: put it into your tests.
 
 # %% name="verify"
-batch = {"images": images, "labels": labels}
-print(textwrap.fill(str(zoo.verify(yours(), batch, steps=2)), 96))
+print(zoo.verify(yours(), {"images": images, "labels": labels}, steps=2))
 
 # %% [markdown] name="budget"
 # ## A budget
@@ -204,19 +188,23 @@ print(textwrap.fill(str(zoo.verify(yours(), batch, steps=2)), 96))
 
 # %% name="budgets"
 room = before.peak - after.peak
-budgets = [before.peak - int(share * room) for share in (0, 0.5, 0.9)]
-kept = []
-for budget in budgets:
-    timeline = measured(zoo.checkpoint(yours(), memory_budget=budget))
-    kept.append(timeline.peak)
-    print(f"budget {budget / MIB:6.1f} MiB   measured {timeline.peak / MIB:6.1f} MiB   "
-          f"{'kept' if timeline.peak <= budget else 'not kept'}")  # fmt: skip
+rows = []
+for share in (0, 0.5, 0.9):
+    budget = before.peak - int(share * room)
+    peak = measured(zoo.checkpoint(yours(), memory_budget=budget)).peak
+    rows.append([*map(format_bytes, (budget, peak)), f"{peak / budget:.1%}"])
+table(["budget", "peak, measured", "of the budget"], *rows)
 
 # %% name="too-small"
 try:
     zoo.checkpoint(yours(), memory_budget="4MiB", inputs={"images": images, "labels": labels})
 except zoo.BudgetError as error:
-    print(textwrap.fill(f"{type(error).__name__}: {error}", 96))
+    print(f"{type(error).__name__}: {error}")
+
+# %% [markdown] name="too-small-answer"
+# A plan is made from what tensors take and from what the kernels were seen to take when they were
+# tried. What a kernel takes at the moment of the step can differ by a little: where the last
+# column says more than 100 %, the allocator gave out that much more. Leave a few per cent of room.
 
 # %% [markdown] name="report"
 # ## The report
@@ -231,35 +219,48 @@ report = zoo.plan(
     memory_budget="2GiB",
     device="a100",
 )
-Markdown(report.table())
-
-# %% name="plan-picture"
-figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
-report.plot(axes)
-plt.show()
+notebook.chart("What ResNet-50 saves, and what is recomputed", report)
+say(
+    f"Predicted peak {format_bytes(report.predicted_peak)}, of "
+    f"{format_bytes(report.baseline_peak)} for the baseline; "
+    f"time ×{report.predicted_time_ratio:.2f}."
+)
 
 # %% [markdown] name="largest"
 # ## The largest batch
 #
 # Or the question the other way round: how large a batch fits? Trying until it crashes needs the
-# GPU, and an afternoon. `zoo.largest` looks at sizes on paper.
+# GPU, and an afternoon. `zoo.largest` estimates the sizes instead.
 #
-# **Predict:** by what factor does the largest batch of a ResNet-18 grow in 8 GiB when it may run
-# things again? More or less than the activations shrink?
+# **Predict:** by what factor does the largest batch of a ResNet-18 grow in 8 GiB when it may
+# recompute? More or less than the activations shrink?
 
 # %% name="batches"
-batches = {}
-for option in (False, "auto"):
-    found = zoo.largest(
-        zoo.resnet18(), torch.empty(1, 3, 224, 224, device="meta"), memory_budget="8GiB",
-        checkpoint=option, device="a100", multiple_of=16, verify=False,
-    )  # fmt: skip
-    batches[option] = found
-    print(textwrap.fill(f"checkpoint={option!r}: {found}", 96))
-plain, auto = batches[False], batches["auto"]
-Markdown(
-    f"The batch grows from {plain.size} to **{auto.size}**, × {auto.size / plain.size:.1f}, at "
-    f"× {auto.predicted_time_ratio:.2f} of the time per image."
+image = torch.empty(1, 3, 224, 224, device="meta")
+plain, auto = (
+    zoo.largest(
+        zoo.resnet18(), image, memory_budget="8GiB", checkpoint=option, device="a100",
+        multiple_of=16, verify=False,
+    )
+    for option in (False, "auto")
+)  # fmt: skip
+print(plain, auto, sep="\n")
+
+# %% name="shrink"
+alike = torch.empty(plain.size, 3, 224, 224, device="meta")
+parts = zoo.anatomy(zoo.resnet18(), alike, checkpoint=True)
+shrink = parts.baseline.activation_peak / parts.planned.activation_peak
+
+# %% name="batches-words"
+grown = auto.size / plain.size
+word = (
+    "more than" if grown > 1.03 * shrink else "less than" if grown < shrink / 1.03 else "as much as"
+)
+say(
+    f"The batch grows from {plain.size} to **{auto.size}**, ×{grown:.2f}, at "
+    f"×{auto.predicted_time_ratio:.2f} of the time. At {plain.size} images, `checkpoint=True` "
+    f"makes the activations ×{shrink:.2f} smaller. So the batch grows "
+    f"{word} the activations shrink."
 )
 
 # %% [markdown] name="libraries"
@@ -268,42 +269,37 @@ Markdown(
 # Nothing changes: build the model as its library says, hand it to `zoo.checkpoint`. The models here
 # are small and have random weights, so that nothing is downloaded.
 #
-# One rule: switch the library's *own* checkpointing off. Two at once would run things three times,
-# so `zoo` refuses.
+# One rule: switch the library's *own* checkpointing off. Two at once would recompute twice, so
+# `zoo` refuses.
 
 # %% name="theirs"
-torch.manual_seed(0)
-config = transformers.BertConfig(
-    vocab_size=500, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
-    intermediate_size=256,
-)  # fmt: skip
+import transformers
+
+sizes = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=256))
+convnext = timm.create_model("convnext_atto", num_classes=10)
 tokens = torch.randint(500, (8, 64), device=device)
-pixels = torch.rand(4, 3, 96, 96, device=device)
-theirs = {
-    "timm resnet18": (timm.create_model("resnet18", num_classes=10), {"x": pixels}),
-    "timm convnext_atto": (timm.create_model("convnext_atto", num_classes=10), {"x": pixels}),
-    "transformers BERT": (
-        transformers.BertForMaskedLM(config).train(),
-        {"input_ids": tokens, "labels": tokens},
-    ),
+foreign = {
+    "timm convnext_atto": (convnext.to(device), {"x": pixels[:4, :, :96, :96].contiguous()}),
+    "transformers BERT": (bert.to(device).train(), {"input_ids": tokens, "labels": tokens}),
 }
 
 
-def peak_of(model, inputs):
-    """Runs forward and backward twice; returns the activation bytes of the second."""
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        with zoo.track(model, inputs=inputs, allocator=device == "cpu") as timeline:
-            outputs = model(**inputs)
-            loss = outputs.loss if "labels" in inputs else outputs.logsumexp(1).mean()
-            loss.backward()
-    return timeline.activation_peak
+# %% name="theirs-table"
+def foreign_step(model, inputs):
+    def loss_of(model):
+        outputs = model(**inputs)
+        return outputs.loss if "labels" in inputs else outputs.logsumexp(1).mean()
+
+    return format_bytes(tracked(model, loss_of, list(inputs.values())).activation_peak)
 
 
-for name, (model, inputs) in theirs.items():
-    exact = zoo.verify(model.to(device), inputs, steps=2).exact
-    kept, again = peak_of(model, inputs), peak_of(zoo.checkpoint(model), inputs)
-    print(f"{name:20} {kept / MIB:6.1f} -> {again / MIB:5.1f} MiB   exact: {exact}")
+rows = []
+for name, (model, inputs) in foreign.items():
+    exact = zoo.verify(model, inputs, steps=2).exact
+    before_and_after = foreign_step(model, inputs), foreign_step(zoo.checkpoint(model), inputs)
+    rows.append([name, *before_and_after, exact])
+table(["activations, at most", "baseline", "`zoo.checkpoint`", "exact"], *rows)
 
 # %% name="own-switch"
 model = timm.create_model("resnet18", num_classes=10)
@@ -311,26 +307,27 @@ model.set_grad_checkpointing()
 try:
     zoo.checkpoint(model)
 except zoo.ArgumentError as error:
-    print(textwrap.fill(f"{type(error).__name__}: {error}", 96))
+    print(f"{type(error).__name__}: {error}")
 
 # %% [markdown] name="unfollowable"
 # Some code goes another way from batch to batch: it reads a number out of a tensor and decides by
 # it. A plan holds as long as the kernels are those that it was made for. From the first other one
 # each block is a segment, and the next forward that goes the new way has a plan of its own.
 
+
 # %% name="fallback"
-
-
 class Decides(Yours):
     """Leaves blocks out where the picture is dark."""
 
     def forward(self, images, *, labels=None):
         if images.mean().item() < 0.1:
-            return {"loss": None, "scores": self.head(self.stem(images).mean((2, 3)))}
+            return {"loss": None, "logits": self.head(self.stem(images).mean((2, 3)))}
         return super().forward(images, labels=labels)
 
 
-print(zoo.chain_of(Decides().to(device), images))
+for brightness in (1.0, 0.01):
+    nodes = str(zoo.chain_of(Decides().to(device), images * brightness)).splitlines()[0]
+    print(f"brightness {brightness}: {nodes}")
 
 # %% [markdown] name="many"
 # ## More than one GPU
@@ -341,7 +338,8 @@ print(zoo.chain_of(Decides().to(device), images))
 # - **SyncBatchNorm:** convert first, then checkpoint. What other GPUs sent is kept, so that nobody
 #   is asked twice.
 # - **FSDP2** (`fully_shard`): inside of a segment and around it. FSDP1 inside of a segment is
-#   refused.
+#   exact, too, but what it gathered in the forward is kept until the backward: prefer FSDP2, whose
+#   weights are freed and gathered again.
 # - A budget is for *one* device: parameters count as they lie there. When they will be spread over
 #   many, plan for one of them before: `zoo.plan_rank(model, inputs, world_size=64, ...)`.
 # - `checkpoint="auto"` decides once for all processes of a group, so that all have the same plan.
@@ -355,43 +353,47 @@ print(zoo.chain_of(Decides().to(device), images))
 #
 # ### "Recomputed values for the following tensors have different metadata"
 #
-# The second run was not the first: here a layer drops tokens, and asks Python's `random` how many.
-# torch saves its own random state and not Python's, so that the second run drops another number.
+# The recomputation was not the forward: here a layer drops tokens, and asks Python's `random` how
+# many. torch saves its own random state and not Python's, so that the recomputation drops another
+# number.
+
+# %% name="trouble-setup"
+import random
+import textwrap
+import warnings
+
+from torch import distributed
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+
+
+def first_line(error):
+    """Prints the beginning of an error."""
+    print(textwrap.shorten(f"{type(error).__name__}: {error}", 150))
+
 
 # %% name="metadata"
-
-
-def first_lines(error, count=3):
-    """Prints the beginning of an error."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    for line in [f"{type(error).__name__}: {lines[0]}", *lines[1:count]]:
-        print(textwrap.shorten(line, 150))
-
-
-class DropsTokens(nn.Module):
+class DropsTokens(nn.Linear):
     """Keeps so many tokens as a die says."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-
     def forward(self, tokens):
-        return self.layers(tokens[:, : random.randint(2, 64)])
+        return super().forward(tokens[:, : random.randint(2, 64)]).relu()
 
 
-layer, some = DropsTokens(), torch.rand(2, 64, 8, requires_grad=True)
+layer, some = DropsTokens(8, 8), torch.rand(2, 64, 8, requires_grad=True)
 random.seed(0)
 try:
-    plain_checkpoint(layer, some, use_reentrant=False).sum().backward()
+    checkpoint_of_torch(layer, some, use_reentrant=False).sum().backward()
 except torch.utils.checkpoint.CheckpointError as error:
-    first_lines(error)
+    first_line(error)
 
-random.seed(0)
-layer(some).sum().backward()
-wanted, some.grad = some.grad, None
-random.seed(0)
-zoo.recompute(layer, some).sum().backward()
-print("\nzoo.recompute gives the plain gradient, bit for bit:", torch.equal(some.grad, wanted))
+# %% name="metadata-zoo"
+found = []
+for how in (lambda layer, x: layer(x), zoo.recompute):
+    random.seed(0)
+    some.grad = None
+    how(layer, some).sum().backward()
+    found.append(some.grad)
+say(f"`zoo.recompute` gives the gradient of the baseline, bit for bit: {torch.equal(*found)}.")
 
 # %% [markdown] name="metadata-why"
 # **What to do without `zoo`:** draw outside of the checkpointed function and pass the number in.
@@ -405,40 +407,33 @@ print("\nzoo.recompute gives the plain gradient, bit for bit:", torch.equal(some
 # `DistributedDataParallel` that looks for unused parameters sees the inner weights twice. One
 # process is enough to show it.
 
-# %% name="ready"
 
-
+# %% name="tower"
 class Tower(nn.Module):
     """Two layers, the second checkpointed by a function of your choice, and one that rests."""
 
-    def __init__(self, checkpointed):
+    def __init__(self, how):
         super().__init__()
-        self.below, self.above = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.unused = nn.Linear(8, 8)
-        self.checkpointed = checkpointed
+        self.below, self.above, self.unused = (nn.Linear(8, 8) for _ in range(3))
+        self.how = how
 
     def forward(self, x):
-        return self.checkpointed(self.above, self.below(x))
+        return self.how(self.above, self.below(x))
 
 
 def reentrant(function, x):
-    """The old kind of checkpoint."""
-    return plain_checkpoint(function, x, use_reentrant=True)
+    return checkpoint_of_torch(function, x, use_reentrant=True)
 
 
-if sys.platform == "linux":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+# %% name="ready"
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-for name, how in (("reentrant", reentrant), ("zoo.recompute", zoo.recompute)):
+for how in (reentrant, zoo.recompute):
     parallel = nn.parallel.DistributedDataParallel(Tower(how), find_unused_parameters=True)
     try:
         parallel(torch.rand(2, 8)).sum().backward()
-        print(
-            f"{name}: no error, {sum(p.grad is not None for p in parallel.parameters())} gradients"
-        )
+        print(f"{how.__name__}: {sum(p.grad is not None for p in parallel.parameters())} gradients")
     except RuntimeError as error:
-        print(f"{name}:")
-        first_lines(error, 1)
+        first_line(error)
 distributed.destroy_process_group()
 
 # %% [markdown] name="ready-why"
@@ -454,11 +449,11 @@ distributed.destroy_process_group()
 first = nn.Linear(8, 8)
 with warnings.catch_warnings(record=True) as heard:
     warnings.simplefilter("always")
-    out = plain_checkpoint(first, torch.rand(2, 8), use_reentrant=True)
+    out = reentrant(first, torch.rand(2, 8))
 print(*(f"{w.category.__name__}: {w.message}" for w in heard), sep="\n")
-print("reentrant: a gradient will come back:", out.requires_grad)
 zoo.recompute(first, torch.rand(2, 8)).sum().backward()
-print("zoo.recompute: the gradient is there:", first.weight.grad is not None)
+rows = [["reentrant", out.requires_grad], ["`zoo.recompute`", first.weight.grad is not None]]
+table(["is there a gradient?", ""], *rows)
 
 # %% [markdown] name="none-why"
 # **What to do without `zoo`:** `use_reentrant=False`. The advice to call `requires_grad_()` on the
@@ -469,22 +464,19 @@ print("zoo.recompute: the gradient is there:", first.weight.grad is not None)
 # The reentrant kind is an `autograd.Function`, which returns tensors or tuples of them. Models of
 # Hugging Face return dictionaries. Older versions of torch stop with this text. And newer ones?
 
+
 # %% name="dict"
-
-
 def as_dict(x):
     """Returns a dictionary, as many models do."""
-    return {"scores": first(x)}
+    return {"logits": first(x)}
 
 
-x = torch.rand(2, 8, requires_grad=True)
-try:
-    found = plain_checkpoint(as_dict, x, use_reentrant=True)
-    print("reentrant: no error; a gradient will come back:", found["scores"].requires_grad)
-except TypeError as error:
-    first_lines(error)
-found = zoo.recompute(as_dict, x)
-print("zoo.recompute: a gradient will come back:", found["scores"].requires_grad)
+for how in (reentrant, zoo.recompute):
+    try:
+        found = how(as_dict, torch.rand(2, 8, requires_grad=True))
+        print(f"{how.__name__}: requires_grad={found['logits'].requires_grad}")
+    except TypeError as error:
+        first_line(error)
 
 # %% [markdown] name="dict-why"
 # Where there is no error any more, there is no gradient either: what looked like a repair has made
@@ -498,15 +490,16 @@ print("zoo.recompute: a gradient will come back:", found["scores"].requires_grad
 # training looks fine and evaluation is off.
 
 # %% name="silent"
-images_of_8 = torch.rand(4, 8)
-for name, how in (
-    ("plain training", lambda f, x: f(x)),
-    ("torch.utils.checkpoint", lambda f, x: plain_checkpoint(f, x, use_reentrant=False)),
-    ("zoo.recompute", zoo.recompute),
-):
-    norm = nn.BatchNorm1d(8)
-    how(nn.Sequential(norm, nn.Linear(8, 8)), images_of_8).sum().backward()
-    print(f"{name:24} batches counted: {norm.num_batches_tracked.item()}")
+ways = {
+    "baseline": lambda f, x: f(x),
+    "torch.utils.checkpoint": lambda f, x: checkpoint_of_torch(f, x, use_reentrant=False),
+    "zoo.recompute": zoo.recompute,
+}
+counts = {name: nn.BatchNorm1d(8) for name in ways}
+for name, norm in counts.items():
+    ways[name](nn.Sequential(norm, nn.Linear(8, 8)), torch.rand(4, 8)).sum().backward()
+rows = [[name, norm.num_batches_tracked.item()] for name, norm in counts.items()]
+table(["", "batches counted"], *rows)
 
 # %% [markdown] name="gpu"
 # ## On a GPU
@@ -515,10 +508,13 @@ for name, how in (
 
 # %% name="on-gpu"
 if device == "cuda":
-    timeline = measured(zoo.checkpoint(yours(), memory_budget="device"))
-    print(f"measured {timeline.peak / MIB:.1f} MiB")
+    peak = measured(zoo.checkpoint(yours(), memory_budget="device")).peak
+    say(f"The peak within what is free on the GPU: {format_bytes(peak)}.")
 else:
-    print("skipped: this computer has no GPU that torch can use")
+    say(
+        "Skipped, as there is no GPU here. It would show the peak of the step when the budget is "
+        "all that is free on the GPU."
+    )
 
 # %% [markdown] name="remember"
 # ## What to remember
@@ -526,7 +522,7 @@ else:
 # > - One line for any module: `zoo.checkpoint(model)`. It replaces `forward` and nothing else.
 # > - A budget is for the **whole step**: `zoo.checkpoint(model, memory_budget="2GiB")`. One that no
 # >   plan keeps is an error that names the least possible.
-# > - Ask on paper first: `zoo.plan`, `zoo.largest`, `zoo.anatomy` take meta tensors.
+# > - Ask before you train: `zoo.plan`, `zoo.largest`, `zoo.anatomy` take meta tensors.
 # > - Write the test: `zoo.verify(model, inputs).check()`.
 # > - Without `zoo`: `use_reentrant=False`, always. And look at your BatchNorms.
 
@@ -534,7 +530,7 @@ else:
 # ## Exercises
 #
 # **1.** A layer counts its calls: `self.calls += 1` in its forward. What does the counter say after
-# one training step with `plain_checkpoint`, and with `zoo.recompute`?
+# one training step with `checkpoint_of_torch`, and with `zoo.recompute`?
 #
 # <details><summary>Answer</summary>
 #
@@ -551,7 +547,7 @@ else:
 #
 #
 # calls = []
-# for how in (lambda f, x: plain_checkpoint(f, x, use_reentrant=False), zoo.recompute):
+# for how in (lambda f, x: checkpoint_of_torch(f, x, use_reentrant=False), zoo.recompute):
 #     layer = Counts(8, 8)
 #     how(layer, torch.rand(2, 8)).square().sum().backward()
 #     calls.append(layer.calls)
@@ -566,20 +562,20 @@ else:
 #
 # <details><summary>Answer</summary>
 #
-# Between keeping everything and the least. On a shared GPU others are hurt when you take too much:
+# Between the baseline and the least. On a shared GPU others are hurt when you take too much:
 # ask by `memory_budget`. On your own the memory is there anyway, and time is what you pay: ask by
 # `max_overhead`, and spend what it frees on a larger batch.
 #
 # ```python
 # bounded = measured(zoo.checkpoint(yours(), max_overhead=0.1))
-# print(f"{bounded.peak / MIB:.1f} MiB of {before.peak / MIB:.1f} MiB")
+# print(f"{format_bytes(bounded.peak)} of {format_bytes(before.peak)}")
 # assert bounded.peak < before.peak
 # ```
 #
 # </details>
 #
 # **3.** `DropsTokens` asks Python's `random`. Let it ask `torch.randint` instead. What happens with
-# `plain_checkpoint` now, and why?
+# `checkpoint_of_torch` now, and why?
 #
 # <details><summary>Answer</summary>
 #
@@ -590,10 +586,10 @@ else:
 # ```python
 # class AsksTorch(DropsTokens):
 #     def forward(self, tokens):
-#         return self.layers(tokens[:, : torch.randint(2, 64, ()).item()])
+#         return nn.Linear.forward(self, tokens[:, : torch.randint(2, 64, ()).item()]).relu()
 #
 #
-# plain_checkpoint(AsksTorch(), some, use_reentrant=False).sum().backward()
+# checkpoint_of_torch(AsksTorch(8, 8), some, use_reentrant=False).sum().backward()
 # ```
 #
 # </details>

@@ -52,6 +52,18 @@ def test_a_paragraph_of_no_cell_is_refused(tmp_path: Path) -> None:
         translated(read(script(tmp_path)), translation(gone="00000000"))
 
 
+def test_strings_of_the_code_are_those_of_the_translation(tmp_path: Path) -> None:
+    code = 'say(f"Two of {len("x")} are here")  # "no text of it"'.replace('"x"', "'x'")
+    path = script(tmp_path, SCRIPT.replace("1 + 1", code))
+    known = "Two of {len('x')} are here => {len('x')} 个里有两个"
+    twin = translated(read(path), f"{translation()}\n<!-- phrases -->\n{known}\n")
+    assert twin.cells[1].source == 'say(f"{len(\'x\')} 个里有两个")  # "no text of it"'
+    with pytest.raises(NotebookError, match=r"write below .*phrases.*: Two of .* are here => "):
+        translated(read(path), f"{translation()}\n<!-- phrases -->\n")
+    with pytest.raises(NotebookError, match="no string of the code is 'gone': delete it"):
+        translated(read(path), f"{translation()}\n<!-- phrases -->\n{known}\ngone => 没有\n")
+
+
 def test_code_in_prose_is_copied_not_translated(tmp_path: Path) -> None:
     text = "Print it:\n\n```python\nprint(2)\n```"
     prose = "\n".join(f"# {line}" for line in text.splitlines())
