@@ -58,7 +58,7 @@ def test_a_point_has_the_place_of_the_latest_allocation() -> None:
         Allocation(1, 1, 4, "saved activations", step="a", module="a.conv", line="net.py:1"),
         Allocation(1, 3, None, "temporaries", step="a", module="a.conv", line="net.py:1"),
     ]
-    places = summary(Timeline("Net", "cpu", 6, allocations=lives))["places"]
+    places = Timeline("Net", "cpu", 6, allocations=lives).summary()["places"]
     told = [places["names"][number] for number in places["at"]]
     first, second = ["a", "a.conv", "net.py:1"], ["b", "b.norm", "net.py:2"]
     assert told == [["", "", ""], first, second, *[first] * 4]

@@ -58,7 +58,7 @@ WORDS = {
         "backward": "反向",
         "forward": "前向",
         "buffers": "缓冲区",
-        "unseen": "kernel 工作区",
+        "kernel workspace": "kernel 工作区",
         "memory": "显存",
         "inputs": "输入",
         "steps": "个节点",
