@@ -55,7 +55,7 @@ def hangs(cell):
 
 
 def test_a_result_comes_from_a_process_of_its_own():
-    first, second = outcome(returns, "a cell", 60), outcome(returns, "a cell", 60)
+    first, second = outcome(returns, "a cell", 300), outcome(returns, "a cell", 300)
     assert first["got"] == "a cell"
     assert len({first["process"], second["process"], os.getpid()}) == 3
 
@@ -70,18 +70,18 @@ def test_a_result_comes_from_a_process_of_its_own():
     ],
 )
 def test_the_reason_says_what_ended_it(function, reason):
-    result = outcome(function, "a cell", 60)
+    result = outcome(function, "a cell", 300)
     assert (result["status"], result["reason"]) == ("failed", reason)
 
 
 def test_what_does_not_fit_is_told_from_what_fails():
-    result = outcome(raises, "a cell", 60)
+    result = outcome(raises, "a cell", 300)
     assert result["status"] == "does not fit"
     assert "there is (MemoryError: no room for 3 GiB); a smaller batch_size" in result["reason"]
 
 
 def test_what_it_said_is_kept_and_stays_off_the_screen(capfd):
-    result = outcome(prints_and_raises, "a cell", 60)
+    result = outcome(prints_and_raises, "a cell", 300)
     assert result["reason"] == "ValueError: several lines"
     assert "on standard output" in result["printed"]
     assert "Traceback" in result["printed"]
@@ -108,7 +108,7 @@ def test_a_process_ends_with_the_one_that_waits_for_it(tmp_path):
     import sys; sys.path[:] = {sys.path!r}
     from zoo.harness.processes import outcome
     from test_processes import tells_its_number_and_hangs
-    outcome(tells_its_number_and_hangs, {str(said)!r}, 60)"""
+    outcome(tells_its_number_and_hangs, {str(said)!r}, 300)"""
     waiting = subprocess.Popen([sys.executable, "-c", code])
     while not (said.is_file() and said.read_text()):
         time.sleep(0.05)
@@ -136,18 +136,18 @@ def takes(asked):
 @linux
 def test_a_limit_bounds_what_is_taken_beyond_the_start():
     expected = {"blocks": 90, "after": 200 * MIB}
-    assert outcome(takes, Asked(90 * MIB, 100 * MIB), 60) == expected
-    result = outcome(takes, Asked(101 * MIB, 100 * MIB), 60)
+    assert outcome(takes, Asked(90 * MIB, 100 * MIB), 300) == expected
+    result = outcome(takes, Asked(101 * MIB, 100 * MIB), 300)
     assert result["status"] == "does not fit"
     assert result["reason"] == "needs more than its memory_limit of 100 MiB"
 
 
 @linux
 def test_a_cell_that_does_not_fit_says_so_and_where_it_ran():
-    peak = run_cell(CELLS["baseline"], 60)["memory"]["peak"]
-    record = run_cell(replace(CELLS["baseline"], memory_limit=peak), 60)
+    peak = run_cell(CELLS["baseline"], 300)["memory"]["peak"]
+    record = run_cell(replace(CELLS["baseline"], memory_limit=peak), 300)
     assert (record["status"], record["environment"]["threads"]) == ("does not fit", 1)
-    assert run_cell(replace(CELLS["baseline"], memory_limit=4 * peak), 60)["status"] == "done"
+    assert run_cell(replace(CELLS["baseline"], memory_limit=4 * peak), 300)["status"] == "done"
 
 
 def raised(error, cause=None):
