@@ -260,8 +260,9 @@ def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[K
             costs.append(None)
             continue
         seconds = (span[1] - span[0]) / 1e9
-        is_long = seconds > LONG
-        costs.append(KernelCosts(_seconds(spec) if timed and not is_long else seconds, workspace))
+        if timed and seconds <= LONG:
+            seconds = _seconds(spec)
+        costs.append(KernelCosts(seconds, workspace))
     return costs
 
 

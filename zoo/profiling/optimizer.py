@@ -129,10 +129,11 @@ def _choose_kernels_of_lists(group: dict[str, Any], device: str | None) -> None:
 
     Kernels of lists hold temporaries of all parameters at once: about a copy of the weights.
     """
-    if group.get("foreach", False) is None and not group.get("fused"):
-        kinds = {parameter.device.type for parameter in group["params"]}
-        has_them = ({device} if device else kinds).issubset(devices_with_kernels_of_lists())
-        group["foreach"] = True if has_them and not group.get("differentiable") else None
+    is_default = group.get("foreach", False) is None
+    if is_default and not group.get("fused") and not group.get("differentiable"):
+        kinds = {device or parameter.device.type for parameter in group["params"]}
+        if kinds.issubset(devices_with_kernels_of_lists()):
+            group["foreach"] = True
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
