@@ -90,16 +90,30 @@ class Runner(Protocol):
         ...
 
 
+class Held(NamedTuple):
+    """What names in a forward, and calls under way, hold during a step beside its state.
+
+    Attributes:
+        tensors: those that were in a state before: the number of the state, and the place in it.
+        others: bytes of those that no state has.
+    """
+
+    tensors: tuple[tuple[int, int], ...]
+    others: int
+
+
 @dataclass(frozen=True)
 class Outline:
     """The fine steps of a chain in order, and for each the number of the block it belongs to.
 
     `whole` are those that call a module of several parts: a block that is compiled, or has hooks.
+    `held` says what the user's forward holds during each step; nothing where it is empty.
     """
 
     steps: tuple[Step, ...]
     blocks: tuple[int, ...]
     whole: frozenset[int] = frozenset()
+    held: tuple[Held, ...] = ()
 
 
 class Chain(nn.Module):

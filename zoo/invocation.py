@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -22,7 +22,7 @@ from zoo._torch import (
     FakeTensorMode,
     pytree,
 )
-from zoo.chain import Chain, Outline, Runner, State
+from zoo.chain import Chain, Held, Outline, Runner, State
 from zoo.errors import ArgumentError, ZooError, shortened, shortened_text
 from zoo.profiling.fake_tensors import NumbersNeeded, as_data
 
@@ -216,9 +216,9 @@ def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
     if loss is None:
         return found
     last = found.blocks[-1] + 1 if found.blocks else 0
-    return replace(
-        found, steps=(*found.steps, functools.partial(loss)), blocks=(*found.blocks, last)
-    )
+    held = (*found.held, Held((), 0)) if found.held else ()
+    step = functools.partial(loss)
+    return Outline((*found.steps, step), (*found.blocks, last), found.whole, held)
 
 
 def check_training(model: object, what: str) -> None:

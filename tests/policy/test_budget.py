@@ -247,6 +247,46 @@ def test_the_copies_of_weights_that_autocast_holds_are_counted(
         assert 0.995 * point.peak <= measured <= point.peak
 
 
+class Naming(nn.Module):
+    """Names hold what no kernel reads again: `wide`, `spare`, which none ever reads, and `out`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 300)
+        self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(4))
+
+    def forward(self, x: Tensor, *, frees: bool) -> Tensor:
+        wide = x.repeat(1, 64).cos()
+        spare = wide.exp()
+        if frees:
+            del spare
+        out = self.first(wide.view(-1, 64, 16).sum(1))
+        if frees:
+            del wide
+        for layer in self.layers:
+            out = layer(out.tanh())
+        return out
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_what_names_in_a_forward_hold_is_counted(frees: bool) -> None:
+    torch.manual_seed(1)
+    model, given = Naming(), {"x": torch.rand(2000, 16), "frees": frees}
+    found = planner_for(model, given, optimizer=sgd, loss=scores)
+    optimizer = sgd(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scores(model(**given)).backward()
+        optimizer.step()
+
+    for point in found.points[:: max(len(found.points) // 4, 1)]:
+        zoo.checkpoint(model, found.of_model(point).plan)
+        step()
+        measured = measure_step(step, model, optimizer, [given["x"]]).peak
+        assert 0.985 * point.peak <= measured <= point.peak
+
+
 def test_with_the_optimizer_in_the_backward_gradients_are_not_counted_twice() -> None:
     """Of equal layers two gradients: that of the layer, and one that a product is about to make."""
     model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(10)))

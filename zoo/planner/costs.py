@@ -55,6 +55,8 @@ class StepCosts:
             ends: casts of weights, which autocast caches; none where it is empty.
         copied: for each step, storages of its inputs of which a segment that it is in keeps a copy
             until its backward is over, unless it makes them; none where it is empty.
+        held: for each step, storages that names in the user's forward hold beside the state, which
+            a recomputation of kernels does not; none where it is empty.
     """
 
     sizes: tuple[int, ...]
@@ -76,6 +78,7 @@ class StepCosts:
     draws: tuple[int, ...] = ()
     casts: tuple[frozenset[int], ...] = ()
     copied: tuple[frozenset[int], ...] = ()
+    held: tuple[frozenset[int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.saved)
@@ -93,6 +96,11 @@ class StepCosts:
             parameter_gradients=(),
             gradients_made=(),
         )
+
+    def present(self) -> tuple[frozenset[int], ...]:
+        """Returns for each step the storages that are there in the forward under every plan."""
+        live = self.live[:-1]
+        return tuple(map(frozenset.union, live, self.held)) if self.held else live
 
     def newly_saved(self) -> tuple[int, ...]:
         """Returns for each step the bytes that it saves and no step before it did."""
@@ -183,9 +191,9 @@ def least_possible(costs: StepCosts) -> int:
     plan holds comes on top, also in any other order of the steps that keeps states on the device.
     """
     peaks = [0]
-    for step, (live, saved) in enumerate(zip(costs.live, costs.saved, strict=False)):
+    for step, (present, saved) in enumerate(zip(costs.present(), costs.saved, strict=True)):
         behind = costs.bytes_of(saved | costs.returned) + costs.gradients[step + 1]
-        peaks += costs.bytes_of(live) + costs.forward[step], behind + costs.backward[step]
+        peaks += costs.bytes_of(present) + costs.forward[step], behind + costs.backward[step]
     return max(peaks)
 
 
@@ -208,7 +216,7 @@ class _Clock:
     """The storages held, by how many holders, and the peak since `peak` was last set to 0."""
 
     def __init__(self, costs: StepCosts) -> None:
-        self.costs = costs
+        self.costs, self.present = costs, costs.present()
         self.holders = [0] * len(costs.sizes)
         self.held = self.kept = self.peak = self.flops = 0
         self.moment = Moment(FORWARD, 0, 0, 0, 0, 0, 0, None)
@@ -218,13 +226,14 @@ class _Clock:
         """Runs the forward of items; in a recomputation the gradient of state `end` is in hand."""
         costs, live, forward = self.costs, self.costs.live, self.costs.forward
         phase = FORWARD if end is None else RECOMPUTE
+        present = self.present if end is None else live
         for item in items:
             steps = _steps(item)
             if isinstance(item, tuple):
                 self.hold(live[steps[0]])
             for step in steps:
                 work = forward[step] - self.held_casts(step)
-                self.tick(phase, step, self.extra(live[step]), work, end)
+                self.tick(phase, step, self.extra(present[step]), work, end)
                 if end is None and costs.casts:
                     self.hold(costs.casts[step])
             if end is not None:

@@ -30,7 +30,7 @@ from zoo._torch import (
     is_any_autocast_enabled,
     unset_fake_temporarily,
 )
-from zoo.chain import HOOKS, NamedStep, Outline, PassThrough, State, Step
+from zoo.chain import HOOKS, Held, NamedStep, Outline, PassThrough, State, Step
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes
@@ -105,6 +105,7 @@ class ChainRun(NamedTuple):
     # for each step, ids of weights and the storages of their casts, which autocast caches
     casts: tuple[tuple[tuple[int, int], ...], ...]
     copied: tuple[frozenset[int], ...]
+    held: tuple[frozenset[int], ...]
     # bytes of tensors that functions of the chain hold, such as a loss its targets
     outside: int
 
@@ -185,6 +186,7 @@ class Profile:
             gradients_made=tuple(run.made for run in runs),
             draws=tuple(run.draws for run in runs),
             copied=found.copied if any(found.copied) else (),
+            held=found.held if any(found.held) else (),
             casts=tuple(frozenset(firsts[cast] for _, cast in casts) for casts in found.casts)
             if any(found.casts)
             else (),
@@ -354,7 +356,8 @@ def _run_steps(chain: nn.Module, outline: Outline, inputs: State, is_apart: bool
         owned = [made.get(id(value), value) for value in (*chain.parameters(), *chain.buffers())]
         fakes = [v if isinstance(v, FakeTensor) else mode.from_tensor(v) for v in owned]
         real = [v for v in (*inputs, *owned) if v is not None and type(v) in REAL]
-        return follower.run(steps, {v.untyped_storage()._cdata for v in (*fakes, *real)})
+        fixed = {v.untyped_storage()._cdata for v in (*fakes, *real)}
+        return follower.run(steps, outline.held, fixed)
 
 
 def _replace(chain: nn.Module, made: Mapping[int, Tensor]) -> None:
@@ -419,7 +422,7 @@ class _Follower:
         self.known: dict[Hashable, StepRun] = {}
         self.samples: dict[Hashable, tuple[Step, StateSpec]] = {}
 
-    def run(self, steps: Sequence[Step], fixed: set[int]) -> ChainRun:
+    def run(self, steps: Sequence[Step], held: Sequence[Held], fixed: set[int]) -> ChainRun:
         """Runs each different step once; `fixed` are storages of parameters, buffers and inputs."""
         self.fixed = fixed
         described = functools.cache(_described)
@@ -427,6 +430,7 @@ class _Follower:
             self._advance(step, described)
             self.states.append(self.state)
         gradients = self._gradients()
+        storages_held = tuple(map(self._held, held))
         places = {key: place for place, key in enumerate(self.known)}
         return ChainRun(
             tuple(self.known.values()),
@@ -438,6 +442,7 @@ class _Follower:
             tuple(spec for _, spec in self.kernels.values()),
             tuple(self.casts),
             tuple(self.copied),
+            storages_held,
             sum(size for _, size in self.outside.values()),
         )
 
@@ -528,6 +533,16 @@ class _Follower:
             names.append(self.tensors)
             self.tensors += 1
         return entry._replace(tensor=names[entry.tensor], storage=numbers[entry.storage])
+
+    def _held(self, held: Held) -> frozenset[int]:
+        """Returns the storages that a forward holds beside a state."""
+        entries = (self.states[state][place] for state, place in held.tensors)
+        storages = {entry.storage for entry in entries if entry is not None}
+        if held.others:
+            # one for them all
+            storages.add(len(self.sizes))
+            self.sizes.append(held.others)
+        return frozenset(storages - self.inputs)
 
     def _live(self, state: StateSpec) -> frozenset[int]:
         return frozenset(entry.storage for entry in state if entry is not None) - self.inputs

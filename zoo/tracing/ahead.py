@@ -156,7 +156,7 @@ class _Forward:
         for module in model.modules():
             if isinstance(module, Chain):
                 module.runner = None
-        tracer = Tracer(model)
+        tracer = Tracer(model, sees_lifetimes=True)
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -232,8 +232,8 @@ class _Forward:
 
 
 def _saved(tensor: Tensor) -> Tensor:
-    """Saves a tensor as an engine's hooks do: no kernel, and no cycle with its own history."""
-    return tensor if tensor.is_leaf else detached(tensor)
+    """Saves a tensor as an engine's hooks do: no kernel, and nothing holds the tensor itself."""
+    return tensor if tensor.is_leaf and tensor.requires_grad else detached(tensor)
 
 
 @contextlib.contextmanager

@@ -144,6 +144,23 @@ class Call:
 
 
 @dataclass(slots=True)
+class Lifetime:
+    """How long somebody holds tensors of a storage that a kernel of the forward made.
+
+    Attributes:
+        size: its bytes.
+        made: how many operators were dispatched before it was there.
+        holders: how many tensors of it there are now.
+        freed: how many operators were dispatched before the last was gone; None while there is one.
+    """
+
+    size: int
+    made: int
+    holders: int = 0
+    freed: int | None = None
+
+
+@dataclass(slots=True)
 class Graph:
     """The kernels of one forward, in order.
 
@@ -157,6 +174,8 @@ class Graph:
         outputs: numbers of the values that the model returned.
         model_calls: how many of the calls are the model's; those behind it are the loss's.
         loss: the number of the loss, where one was computed.
+        lifetimes: of storages, by the number of their first value, where the trace told: how long
+            names in the forward and calls under way hold them. What autograd saves holds none.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -166,6 +185,7 @@ class Graph:
     outputs: tuple[int, ...] = ()
     model_calls: int = 0
     loss: int | None = None
+    lifetimes: dict[int, Lifetime] = field(default_factory=dict)
 
     def overloads(self) -> tuple[Callable[..., Any], ...]:
         """Returns the operators themselves, to compare those of a forward with them."""

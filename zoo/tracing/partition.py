@@ -13,6 +13,7 @@ Views of parameters are no state: each step that needs one makes it. Equal steps
 the same `StepProgram` with other modules, so that each is measured once.
 """
 
+import bisect
 import functools
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
 from zoo._torch import DisableAutocast, FakeTensorMode
-from zoo.chain import NamedStep, Outline, PassThrough, Source, Step
+from zoo.chain import Held, NamedStep, Outline, PassThrough, Source, Step
 from zoo.profiling.allocator_events import tensors_in
 from zoo.tracing.blocks import block_of_each
 from zoo.tracing.graph import OWNED, Attribute, Call, Graph, Value
@@ -139,8 +140,9 @@ class _Partition:
             for (start, stop), name in zip(ranges, names, strict=True)
         )
         blocks = [next(filter(None, self.blocks[start:stop]), "") for start, stop in ranges]
+        held = self._held(ranges, [live[start] for start, _ in ranges])
         return Steps(
-            Outline(steps, _numbered(blocks)),
+            Outline(steps, _numbered(blocks), held=held),
             names,
             tuple(self.calls[start - 1].index + 1 if start else 0 for start, _ in ranges),
             tuple(live[0]),
@@ -193,6 +195,41 @@ class _Partition:
                 alive |= set(reader.reads()) - self.views.keys()
             at_each.append(set(alive))
         return at_each[::-1]
+
+    def _held(
+        self, ranges: Sequence[tuple[int, int]], states: Sequence[Sequence[int]]
+    ) -> tuple[Held, ...]:
+        """Returns for each step what it does not read and the forward holds none the less."""
+        origins = {number: number for number in self.graph.inputs}
+        for call in self.calls:
+            origins |= zip(call.results, call.origins, strict=True)
+        alive = [{origins[number]: place for place, number in enumerate(now)} for now in states]
+        known: dict[int, tuple[int, int]] = {}
+        for state, places in enumerate(alive):
+            for origin, place in places.items():
+                known.setdefault(origin, (state, place))
+        begins = [self.calls[start].index for start, _ in ranges]
+        # views before it allocate nothing
+        allocates = [
+            next((c.index for c in self.calls[start:stop] if c.makes_storage), begin)
+            for (start, stop), begin in zip(ranges, begins, strict=True)
+        ]
+        tensors: list[list[tuple[int, int]]] = [[] for _ in ranges]
+        others = [0] * len(ranges)
+        for origin, lifetime in self.graph.lifetimes.items():
+            if origin in self.graph.inputs or origin == OWNED:
+                continue
+            last = len(ranges)
+            if lifetime.freed is not None:
+                last = bisect.bisect_left(allocates, lifetime.freed)
+            for step in range(bisect.bisect_left(begins, lifetime.made), last):
+                if origin in alive[step]:
+                    continue
+                if origin in known:
+                    tensors[step].append(known[origin])
+                else:
+                    others[step] += lifetime.size
+        return tuple(itertools.starmap(Held, zip(map(tuple, tensors), others, strict=True)))
 
     def _names(self, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
         """Names the steps by the modules of one kernel, others by their operators, too."""

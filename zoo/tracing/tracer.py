@@ -13,8 +13,9 @@ Tensors are told apart by their Python objects, which are referred to weakly:
 import functools
 import sys
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sized
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from zoo.tracing.graph import (
     Attribute,
     Call,
     Graph,
+    Lifetime,
     StandIn,
     Value,
     tensors_held_by,
@@ -80,9 +82,12 @@ class Tracer(KernelMode):
     # a compiled block is not recomputed
     keeps_compiled = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, sees_lifetimes: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
+        # not where an engine holds what its segments are given
+        self.sees_lifetimes = sees_lifetimes
+        self._watched: list[weakref.ref[Tensor]] = []
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.thread = threading.get_ident()
         self.operators: list[str] = []
@@ -274,7 +279,18 @@ class Tracer(KernelMode):
         self._count += 1
         self._references[plain(tensor)] = value
         self._storages.setdefault(storage_of(tensor), _Storage(tensor.dtype, value))
+        if self.sees_lifetimes:
+            self._watch(tensor)
         return value.number
+
+    def _watch(self, tensor: Tensor) -> None:
+        """Notes until when somebody holds a tensor."""
+        size, lifetimes = tensor.untyped_storage().nbytes(), self._graph.lifetimes
+        made = Lifetime(size, len(self.operators))
+        lifetime = lifetimes.setdefault(self._origin(tensor), made)
+        lifetime.holders, lifetime.freed = lifetime.holders + 1, None
+        let_go = functools.partial(_let_go, lifetime, self.operators)
+        self._watched.append(weakref.ref(tensor, let_go))
 
     def _number_of(self, tensor: Tensor) -> int | None:
         reference = self._references.get(tensor)
@@ -345,6 +361,13 @@ class Tracer(KernelMode):
             if source.call.operator == DETACH:
                 source.call.operator = "aten.alias.default"
             waiting += source.call.reads()
+
+
+def _let_go(lifetime: Lifetime, operators: Sized, _: Any) -> None:
+    """Is told that a tensor of a storage is gone."""
+    lifetime.holders -= 1
+    if not lifetime.holders:
+        lifetime.freed = len(operators)
 
 
 def plain(tensor: Tensor) -> Tensor:
