@@ -1,7 +1,10 @@
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +14,9 @@ from tests.planner.chains import chains, nested_plans
 from tests.planner.test_planner import uniform
 from zoo.chain import Chain, outline
 from zoo.planner.costs import StepCosts, simulate
-from zoo.planner.optimal import Point, frontier, least
+from zoo.planner.optimal import DPTable, Point, frontier, least
 from zoo.planner.plan import DEEPEST, Plan
-from zoo.planner.search_space import NEAR, default_cuts
+from zoo.planner.search_space import NEAR, SearchSpace, default_cuts
 from zoo.profiling.chain_profile import Profile
 
 
@@ -144,3 +147,16 @@ def test_a_plan_nests_no_deeper_than_it_may(monkeypatch: pytest.MonkeyPatch) -> 
     points = frontier(costs)
     assert max(point.plan.depth() for point in points) == least(costs).depth() == 3
     assert all(simulate(point.plan, costs).peak == point.peak for point in points)
+
+
+def test_a_table_goes_with_its_last_name() -> None:
+    """It may take hundreds of MB, so no cycle keeps it until the garbage collector comes."""
+    table = DPTable(SearchSpace(uniform(6)), np.arange(100), exact=True)
+    gone = weakref.ref(table)
+    assert table.plan(table.least).flatten() == tuple(range(6))
+    gc.disable()
+    try:
+        del table
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -142,6 +142,16 @@ def _amounts(first: int, last: int, count: int) -> Bytes:
     return np.unique(np.clip([first, *amounts, last], first, last))
 
 
+def _around(amounts: Bytes, dtype: type, paid: int) -> tuple[Bytes, Bytes, Seconds]:
+    """Returns the amounts around each less `paid` bytes, and the share of the lower one."""
+    left = amounts - paid
+    upper = np.minimum(amounts.searchsorted(left), len(left) - 1)
+    lower = np.maximum(upper - 1, 0)
+    width = np.maximum(amounts[upper] - amounts[lower], 1)
+    share = np.clip((amounts[upper] - left) / width, 0, 1)
+    return lower, upper, share.astype(dtype)
+
+
 class Values(NamedTuple):
     """V for some entries.
 
@@ -212,7 +222,9 @@ class DPTable:
         ]
         self.entries = entries = Entries(space)
         self.levels = np.arange(len(amounts))
-        self.between = functools.lru_cache(PAYMENTS)(self._between)
+        # no method, which would hold the table in a cycle
+        around = functools.partial(_around, amounts, self.type)
+        self.around = functools.lru_cache(PAYMENTS)(around)
         seconds = np.full((entries.count, len(amounts)), NEVER, self.type)
         needs = np.full(entries.count, NO_BYTES, np.int64)
         self.values = Values(seconds, needs, np.full(entries.count, NEVER, self.type))
@@ -393,7 +405,7 @@ class DPTable:
         at_need = self.values.at_need[entries]
         if not paid:
             return Values(seconds, needs, at_need)
-        lower, upper, share = self.between(paid)
+        lower, upper, share = self.around(paid)
         moved = seconds.take(upper, axis=-1)
         if share.any():
             below = seconds.take(lower, axis=-1)
@@ -405,15 +417,6 @@ class DPTable:
         if edge[0].size:
             moved[edge] = self._at(entries[edge[:-1]], self.amounts[edge[-1]] - paid)
         return Values(moved, needs, at_need)
-
-    def _between(self, paid: int) -> tuple[Bytes, Bytes, Seconds]:
-        """Returns the amounts around each less `paid` bytes, and the share of the lower one."""
-        left = self.amounts - paid
-        upper = np.minimum(self.amounts.searchsorted(left), len(left) - 1)
-        lower = np.maximum(upper - 1, 0)
-        width = np.maximum(self.amounts[upper] - self.amounts[lower], 1)
-        share = np.clip((self.amounts[upper] - left) / width, 0, 1)
-        return lower, upper, share.astype(self.type)
 
     def _at(self, entries: NDArray[Any], free: Bytes) -> Seconds:
         """Returns the seconds of each entry with so much memory free."""
