@@ -31,7 +31,7 @@ from nbformat import NotebookNode
 HERE = Path(__file__).parent
 SOURCES = HERE / "sources"
 ENGLISH, LANGUAGES = "en", ("en", "zh_CN")
-SECONDS_PER_CELL = 300
+SECONDS_PER_CELL = 900
 FENCES = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PHRASES = "<!-- phrases -->\n"
 # a comment or a docstring, which stay; or another string
