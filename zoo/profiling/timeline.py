@@ -28,6 +28,7 @@ from typing import Any
 
 from zoo.errors import ArgumentError, shortened
 from zoo.planner.typed_json import read, read_file, read_json, read_row
+from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, CudaPeaks, Event, replayed
 from zoo.report.escaping import visible
 from zoo.units import format_bytes
 
@@ -304,6 +305,28 @@ class Timeline:
         """
         # the page reads no later protocol
         Path(path).write_bytes(pickle.dumps(_snapshot(self.allocations), protocol=4))
+
+    def on_cuda(self, workspace: int = CUBLAS_WORKSPACE, limit: int | None = None) -> CudaPeaks:
+        """Predicts what `torch.cuda` would count in this step: its storages, in their order.
+
+        cuBLAS takes a `workspace` where the forward begins and another where the backward does,
+        each for as long as the process lives; 0 for a model that multiplies no matrices. What
+        kernels of the CPU take beside tensors is left out, and what those of CUDA take is unknown.
+
+        Raises:
+            ArgumentError: at most `limit` bytes may be reserved, and the step needs more.
+        """
+        starts = {mark.phase: mark.point for mark in reversed(self.phases)}
+        points = [starts[phase] for phase in ("forward", "backward") if phase in starts]
+        # a storage is freed before another one comes at the same point
+        events = [(point, 1, Event(~point, workspace)) for point in points]
+        for number, a in enumerate(self.allocations):
+            if a.category != WORKSPACE:
+                events.append((a.start, 1, Event(number, a.bytes)))
+                if a.end is not None:
+                    events.append((a.end, 0, Event(number, 0)))
+        ordered = sorted(events, key=operator.itemgetter(0, 1))
+        return replayed((event for *_, event in ordered), len(points) * workspace, limit)
 
     def to_csv(self) -> str:
         """Writes one row for each point: the point, its phase, the bytes of each category."""

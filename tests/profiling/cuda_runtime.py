@@ -1,0 +1,78 @@
+"""A program of torch's CUDA code without a GPU, on the runtime in software of `cuda_runtime.c`.
+
+The allocator, the choice of kernels and what autograd saves are those of the torch that is
+installed; kernels do nothing, and cuDNN is off, since it asks the driver itself.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).with_suffix(".c")
+BUILD = ROOT / "build" / "cuda_runtime"
+# what the runtime's headers include and its wheel lacks: words of a compiler for CUDA
+WORDS = """
+#define __align__(n) __attribute__((aligned(n)))
+#define __builtin_align__(n) __align__(n)
+#define __device_builtin__
+#define __device_builtin_texture_type__
+#define __device_builtin_surface_type__
+#define CUDART_CB
+#define CUDART_DEVICE
+#define __host__
+#define __device__
+"""
+
+
+def headers() -> Path:
+    """Returns the folder where pip puts the headers of the CUDA runtime that torch is built for."""
+    major = str(torch.version.cuda).partition(".")[0]
+    return Path(torch.__file__).parents[1] / "nvidia" / f"cu{major}" / "include"
+
+
+def missing() -> str | None:
+    """Says why torch's CUDA code cannot run here; None where it can."""
+    if sys.platform != "linux" or torch.version.cuda is None:
+        return "this torch is not built for CUDA"
+    if torch.cuda.is_available():
+        return "there is a GPU here"
+    if not (headers() / "driver_types.h").exists():
+        return f"{headers()} has no headers of the CUDA runtime"
+    return None if shutil.which("cc") else "there is no C compiler cc here"
+
+
+@functools.cache
+def built() -> Path:
+    """Compiles the runtime where that was not done before."""
+    content = SOURCE.read_bytes() + torch.__version__.encode()
+    library = BUILD / f"runtime-{hashlib.sha256(content).hexdigest()[:12]}.so"
+    if not library.exists():
+        words = BUILD / "crt" / "host_defines.h"
+        words.parent.mkdir(parents=True, exist_ok=True)
+        words.write_text(WORDS)
+        fresh = library.with_suffix(f".{os.getpid()}")
+        # under this name torch looks for the driver
+        flags = ["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1"]
+        folders = [f"-I{headers()}", f"-I{BUILD}"]
+        subprocess.run(["cc", *flags, *folders, SOURCE, "-o", fresh], check=True)
+        fresh.replace(library)
+    return library
+
+
+def run(program: str, **environment: str) -> Any:
+    """Runs a program on the device "cuda"; returns what it prints as JSON."""
+    variables = os.environ | environment | {"LD_PRELOAD": str(built()), "PYTHONPATH": str(ROOT)}
+    variables.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    variables.pop("PYTORCH_ALLOC_CONF", None)
+    command = [sys.executable, "-c", f"import json, torch\n{program}"]
+    output = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE).stdout
+    return json.loads(output)

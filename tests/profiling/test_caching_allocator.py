@@ -1,0 +1,207 @@
+"""The model of the CUDA caching allocator: its rules, and torch's own allocator beside it."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.profiling import cuda_runtime
+from zoo.errors import ArgumentError
+from zoo.profiling.caching_allocator import (
+    MIB,
+    Block,
+    CachingAllocator,
+    block_bytes,
+    segment_bytes,
+)
+
+SEEDS = range(6)
+# a fraction of the 80 GiB of the runtime in software that is exact
+LIMIT = 1280 * MIB
+
+# requests and frees by turns: what is drawn goes by a seed
+PROGRAM = """
+def play(requests, limit):
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(limit / (80 << 30))
+    blocks, found = {}, []
+    for number, size in requests:
+        try:
+            if size:
+                blocks[number] = torch.cuda.caching_allocator_alloc(size)
+            elif number in blocks:
+                torch.cuda.caching_allocator_delete(blocks.pop(number))
+        except torch.OutOfMemoryError:
+            found.append("refused")
+        requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        found.append([requested, torch.cuda.memory_allocated(), torch.cuda.memory_reserved()])
+    for block in blocks.values():
+        torch.cuda.caching_allocator_delete(block)
+    return found
+
+torch.cuda.init()
+"""
+
+
+def requests(seed: int, count: int = 300) -> list[tuple[int, int]]:
+    """Returns numbered requests of 1 byte to 64 MiB; a size of 0 frees the block of the number."""
+    draw = random.Random(seed)
+    made: list[tuple[int, int]] = []
+    alive: list[int] = []
+    for number in range(count):
+        if alive and draw.random() < 0.45:
+            made.append((alive.pop(draw.randrange(len(alive))), 0))
+        else:
+            alive.append(number)
+            # sizes that come again find blocks of their own size
+            size = int(2 ** draw.uniform(0, 26)) if draw.random() < 0.7 else 3 * MIB
+            made.append((number, size))
+    return made
+
+
+def play(made: list[tuple[int, int]], limit: int | None) -> list[Any]:
+    """Returns the bytes requested, allocated and reserved after each of these requests."""
+    allocator, found = CachingAllocator(limit), list[Any]()
+    blocks = dict[int, Block]()
+    for number, size in made:
+        try:
+            if size:
+                blocks[number] = allocator.allocate(size)
+            elif number in blocks:
+                allocator.free(blocks.pop(number))
+        except ArgumentError:
+            found.append("refused")
+        counts = (allocator.requested, allocator.allocated, allocator.reserved)
+        found.append([count.now for count in counts])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "block"), [(1, 512), (512, 512), (513, 1024), (40000, 40448), (MIB, MIB)]
+)
+def test_a_block_is_rounded_up_to_512_bytes(size: int, block: int) -> None:
+    assert block_bytes(size) == block
+
+
+@pytest.mark.parametrize(
+    ("block", "segment"),
+    [
+        (512, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 512, 12 * MIB),
+        (21 * MIB, 22 * MIB),
+    ],
+)
+def test_a_segment_goes_by_the_size_of_its_first_block(block: int, segment: int) -> None:
+    assert segment_bytes(block) == segment
+    allocator = CachingAllocator()
+    allocator.allocate(block)
+    assert allocator.reserved.now == segment
+
+
+def test_a_request_of_a_byte_less_than_a_mebibyte_is_small_and_of_a_byte_more_is_large() -> None:
+    small, large = CachingAllocator(), CachingAllocator()
+    small.allocate(MIB - 511)
+    large.allocate(MIB + 1)
+    assert (small.reserved.now, large.reserved.now) == (2 * MIB, 20 * MIB)
+
+
+def test_small_and_large_blocks_share_no_segment() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(8 * MIB))
+    allocator.allocate(512)
+    assert allocator.reserved.now == 22 * MIB
+
+
+def test_a_large_block_is_cut_where_more_than_a_mebibyte_is_left() -> None:
+    for size, kept in ((11 * MIB, 12 * MIB), (11 * MIB - 512, 11 * MIB - 512)):
+        allocator = CachingAllocator()
+        allocator.free(allocator.allocate(12 * MIB))
+        assert allocator.allocate(size).size == kept
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(size * MIB) for size in (30, 12, 16)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocate(14 * MIB).address == blocks[2].address
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_reserved_holds_what_is_allocated_and_that_what_is_requested(seed: int) -> None:
+    for requested, allocated, reserved in play(requests(seed), None):
+        assert requested <= allocated <= reserved
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_once_all_is_freed_each_segment_is_one_block(seed: int) -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(size) for _, size in requests(seed) if size]
+    random.Random(seed).shuffle(blocks)
+    for block in blocks:
+        allocator.free(block)
+    assert all(block.is_segment for block in allocator.free_blocks)
+    assert sum(block.size for block in allocator.free_blocks) == allocator.reserved.now
+    assert allocator.allocated.now == allocator.requested.now == 0
+    allocator.release_cached()
+    assert allocator.reserved.now == 0
+    assert allocator.reserved.peak >= allocator.allocated.peak > 0
+
+
+def test_blocks_between_others_are_no_room_for_a_larger_one() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(5 * MIB) for _ in range(4)]
+    for block in blocks[::2]:
+        allocator.free(block)
+    allocator.allocate(6 * MIB)
+    # 10 MiB are free in the first segment, 5 and 5
+    assert allocator.reserved.now == 40 * MIB
+    allocator.free(blocks[1])
+    allocator.allocate(9 * MIB)
+    assert allocator.reserved.now == 40 * MIB
+
+
+def test_at_the_limit_segments_without_a_used_byte_are_given_back_first() -> None:
+    allocator = CachingAllocator(40 * MIB)
+    allocator.free(allocator.allocate(24 * MIB))
+    kept = allocator.allocate(512)
+    allocator.allocate(32 * MIB)
+    assert allocator.reserved.now == 34 * MIB
+    with pytest.raises(ArgumentError, match=r"20\.0 MiB .* 34\.0 MiB .* of 40\.0 MiB"):
+        allocator.allocate(2 * MIB)
+    allocator.free(kept)
+
+
+def test_the_snapshot_that_a_user_of_a_gpu_published() -> None:
+    """https://discuss.pytorch.org/t/178671: X @ W + b, with the workspace of cuBLAS."""
+    allocator = CachingAllocator()
+    for size in (40000, 40, 4000, 8519680):
+        allocator.allocate(size)
+    product = allocator.allocate(40)
+    allocator.allocate(40)
+    allocator.free(product)
+    assert allocator.allocated.now == 45568 + 8519680
+    assert allocator.reserved.now == 2097152 + 20971520
+    assert [block.size for block in allocator.free_blocks] == [512, 2051072, 12451840]
+
+
+@pytest.fixture(scope="module")
+def of_torch() -> Any:
+    """What torch's own allocator says after each request, without a limit and with one."""
+    if reason := cuda_runtime.missing():
+        pytest.skip(reason)
+    games = [(requests(seed), limit) for seed in SEEDS for limit in (80 << 30, LIMIT, 160 * MIB)]
+    return games, cuda_runtime.run(
+        f"{PROGRAM}\nprint(json.dumps([play(*game) for game in {games!r}]))"
+    )
+
+
+def test_torchs_own_allocator_takes_the_same_bytes_after_each_request(of_torch: Any) -> None:
+    games, found = of_torch
+    assert [play(*game) for game in games] == found
+    # some are refused, and not all
+    assert 0 < sum("refused" in answers for answers in found) < len(found)
