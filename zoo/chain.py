@@ -95,11 +95,11 @@ class Held(NamedTuple):
 
     Attributes:
         tensors: those that were in a state before: the number of the state, and the place in it.
-        others: bytes of those that no state has.
+        others: bytes of each that no state has.
     """
 
     tensors: tuple[tuple[int, int], ...]
-    others: int
+    others: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
     if loss is None:
         return found
     last = found.blocks[-1] + 1 if found.blocks else 0
-    held = (*found.held, Held((), 0)) if found.held else ()
+    held = (*found.held, Held((), ())) if found.held else ()
     step = functools.partial(loss)
     return Outline((*found.steps, step), (*found.blocks, last), found.whole, held)
 

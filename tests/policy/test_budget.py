@@ -109,7 +109,7 @@ class Equal(Chain):
 
 
 def equal(count: int) -> tuple[BudgetPlanner, Tensor]:
-    x = torch.linspace(-1, 1, 2500).requires_grad_()
+    x = torch.linspace(-1, 1, 2560).requires_grad_()
     return planner_for(Equal(count), x, optimizer=None, device="a100"), x
 
 

@@ -1,13 +1,15 @@
 """The model of the CUDA caching allocator: its rules, and torch's own allocator beside it."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.profiling import cuda_runtime
+from tests.profiling import cuda_runtime, recorded_snapshot
 from zoo.errors import ArgumentError
 from zoo.profiling.caching_allocator import (
+    CUBLAS_WORKSPACE,
     MIB,
     Block,
     CachingAllocator,
@@ -205,3 +207,122 @@ def test_torchs_own_allocator_takes_the_same_bytes_after_each_request(of_torch: 
     assert [play(*game) for game in games] == found
     # some are refused, and not all
     assert 0 < sum("refused" in answers for answers in found) < len(found)
+
+
+TRACKED = """
+import zoo
+from torch import nn
+
+def tracked(model, given):
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    model, given = model.to("cuda"), given.to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.cuda.reset_peak_memory_stats()
+    with zoo.track(model, optimizer=optimizer, inputs=given) as timeline:
+        model(given).sum().backward()
+        optimizer.step()
+    peaks = torch.cuda.memory_stats()
+    counted = [peaks[f"{name}_bytes.all.peak"] for name in ("requested", "allocated", "reserved")]
+    return [list(timeline.on_cuda()[:3]), counted]
+
+def perceptron():
+    blocks = [[nn.Linear(130, 130), nn.GELU(), nn.LayerNorm(130)] for _ in range(4)]
+    return nn.Sequential(*sum(blocks, []))
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+steps = (perceptron, torch.rand(301, 130)), (transformer, torch.rand(8, 100, 128))
+print(json.dumps([tracked(make(), given) for make, given in steps]))
+"""
+
+
+def test_a_tracked_step_is_predicted_as_torch_counts_it() -> None:
+    """Workspaces of cuBLAS are counted from where the phase begins, in torch from a product on."""
+    if reason := cuda_runtime.missing():
+        pytest.skip(reason)
+    for predicted, counted in cuda_runtime.run(TRACKED):
+        for ours, torchs in zip(predicted, counted, strict=True):
+            assert torchs <= ours <= 1.01 * torchs
+
+
+PLANNED = """
+import zoo
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(130, 515), nn.Linear(515, 130), nn.LayerNorm(130)
+    def forward(self, x):
+        return self.norm(x + self.down(torch.nn.functional.gelu(self.up(x))))
+
+def trained(budget):
+    "Plans on the CPU and trains on the device."
+    model, given = nn.Sequential(*[Block() for _ in range(6)]), torch.rand(301, 130)
+    report = zoo.plan(model, given, memory_budget=budget, device="a100")
+    torch.cuda.reset_peak_memory_stats()
+    model, given = zoo.checkpoint(model.to("cuda"), report.plan), given.to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        loss = model(given).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    counted = torch.cuda.memory_stats()
+    counted = [counted[f"{name}_bytes.all.peak"] for name in ("requested", "allocated")]
+    return [report.predicted_peak, report.plan.depth(), *counted]
+
+# the forward's workspace of cuBLAS and the backward's are there from then on
+torch.mm(*torch.rand(2, 8, 8, device="cuda", requires_grad=True)).sum().backward()
+held = torch.cuda.memory_allocated()
+print(json.dumps([held, [trained(budget) for budget in (1.0, 0.9, 0.82)]]))
+"""
+
+
+def test_a_step_on_cuda_keeps_to_what_was_planned_without_it() -> None:
+    if reason := cuda_runtime.missing():
+        pytest.skip(reason)
+    held, found = cuda_runtime.run(PLANNED)
+    assert held == 2 * CUBLAS_WORKSPACE
+    for predicted, _, requested, allocated in found:
+        assert requested < allocated <= predicted + held <= 1.01 * allocated
+    assert [depth > 0 for _, depth, *_ in found] == [False, True, True]
+
+
+def test_the_workspace_of_cublas_is_larger_on_hopper() -> None:
+    if reason := cuda_runtime.missing():
+        pytest.skip(reason)
+    program = "torch.zeros(8, 8, device='cuda') @ torch.zeros(8, 8, device='cuda')"
+    counted = "print(torch.cuda.memory_allocated())"
+    taken = [cuda_runtime.run(f"{program}\n{counted}", SOFTWARE_CUDA_MAJOR=m) for m in "89"]
+    assert taken == [CUBLAS_WORKSPACE, 32 * MIB]
+
+
+RECORDED = """
+from torch import nn
+model = nn.Sequential(nn.Linear(700, 700), nn.GELU(), nn.Dropout(0.1), nn.Linear(700, 700)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+torch.cuda.memory._record_memory_history()
+for rows in (500, 3000, 900):
+    model(torch.rand(rows, 700, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rows == 3000:
+        torch.cuda.empty_cache()
+torch.cuda.memory._dump_snapshot(path)
+print(json.dumps([torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]))
+"""
+
+
+def test_a_recorded_snapshot_is_played_again_block_for_block(tmp_path: Path) -> None:
+    if reason := cuda_runtime.missing():
+        pytest.skip(reason)
+    path = tmp_path / "snapshot.pickle"
+    counted = cuda_runtime.run(f"path = {str(path)!r}\n{RECORDED}")
+    replay = recorded_snapshot.Replay(recorded_snapshot.read(path))
+    assert replay.play() > 100
+    assert [replay.allocator.allocated.now, replay.allocator.reserved.now] == counted

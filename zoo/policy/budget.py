@@ -8,7 +8,8 @@ counted here, and gradients of parameters from when the backward makes them:
 
 The larger of the two must keep to the budget. Nothing of the model's size is allocated: bytes come
 from fake tensors, seconds and kernel workspaces from one real run of each kind of kernel
-(`profiling.chain_profile`).
+(`profiling.chain_profile`). For a CUDA device each storage takes whole blocks of its allocator, so
+that the budget is one of `torch.cuda.max_memory_allocated`, the workspaces of cuBLAS left out.
 """
 
 import copy
@@ -30,6 +31,7 @@ from zoo.planner.costs import least_possible, simulate
 from zoo.planner.plan import Item, Plan, thinned
 from zoo.policy.report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.allocator_events import resident_bytes
+from zoo.profiling.caching_allocator import block_of, rounded_up
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.kernel_costs import KernelCosts, device_named
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
@@ -80,8 +82,9 @@ class BudgetPlanner:
         if not isinstance(optimizer, OptimizerBytes):
             optimizer = self._optimizer_bytes(optimizer_in_backward)
         self.optimizer = optimizer
-        self.profile = Profile(model, with_loss(outline, loss), state)
-        self.fixed = _fixed_bytes(model, state, optimizer, self.profile.found.outside)
+        block = block_of(self.device.kind if self.device is not None else self.place.type)
+        self.profile = Profile(model, with_loss(outline, loss), state, block)
+        self.fixed = _fixed_bytes(model, state, optimizer, self.profile.found.outside, block)
         is_here = self.device is None and self.place.type != "meta"
         self.kernels: Sequence[KernelCosts | None] = self.profile.kernels() if is_here else ()
         self._count()
@@ -349,11 +352,11 @@ def _planner() -> Any:
 
 
 def _fixed_bytes(
-    model: nn.Module, inputs: State, optimizer: OptimizerBytes, outside: int
+    model: nn.Module, inputs: State, optimizer: OptimizerBytes, outside: int, block: int
 ) -> FixedBytes:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    resident = resident_bytes(model, inputs=tensors)
-    trained = (p.nbytes for p in model.parameters() if p.requires_grad)
+    resident = resident_bytes(model, inputs=tensors, block=block)
+    trained = (rounded_up(p.nbytes, block) for p in model.parameters() if p.requires_grad)
     return FixedBytes(
         parameters=resident.parameters,
         buffers=resident.buffers,

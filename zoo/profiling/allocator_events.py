@@ -41,6 +41,7 @@ from zoo.engine.devices import (
 )
 from zoo.errors import ArgumentError
 from zoo.optimizer.freed_gradient import FreedGradient
+from zoo.profiling.caching_allocator import rounded_up
 
 # otherwise the profiler writes to stderr that it runs and that there is no GPU
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -184,8 +185,12 @@ def resident_bytes(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     inputs: Iterable[Tensor] = (),
+    block: int = 1,
 ) -> ResidentBytes:
-    """Counts the bytes of a model, its gradients, its optimizer's state and its inputs now."""
+    """Counts the bytes of a model, its gradients, its optimizer's state and its inputs now.
+
+    Each storage takes whole blocks of so many bytes.
+    """
     seen: set[int] = set()
 
     def new_bytes(tensors: Iterable[Tensor]) -> int:
@@ -193,7 +198,7 @@ def resident_bytes(
         storages = {s._cdata: s for tensor in tensors for s in storages_of(tensor)}
         new = storages.keys() - seen
         seen.update(new)
-        return sum(storages[key].nbytes() for key in new)
+        return sum(rounded_up(storages[key].nbytes(), block) for key in new)
 
     return ResidentBytes(
         parameters=new_bytes(model.parameters()),

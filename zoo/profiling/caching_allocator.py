@@ -39,16 +39,26 @@ ALONE = 10 * MIB
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) << 10
 
 
+def block_of(kind: str) -> int:
+    """Returns the unit in which `max_memory_allocated` counts on a kind of device: bytes, if 1."""
+    return BLOCK if kind == "cuda" else 1
+
+
+def rounded_up(size: int, unit: int) -> int:
+    """Returns the least multiple of a unit that is no less than a size."""
+    return -(-size // unit) * unit
+
+
 def block_bytes(size: int) -> int:
-    """Returns the bytes of the block that a request gets; none for a request of none."""
-    return _rounded_up(size, BLOCK)
+    """Returns the bytes of the block that a request gets."""
+    return rounded_up(size, BLOCK)
 
 
 def segment_bytes(block: int) -> int:
     """Returns the bytes of a new segment for a block."""
     if block <= SMALL:
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if block < ALONE else _rounded_up(block, SMALL_SEGMENT)
+    return LARGE_SEGMENT if block < ALONE else rounded_up(block, SMALL_SEGMENT)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -241,7 +251,3 @@ def replayed(events: Iterable[Event], workspaces: int, limit: int | None = None)
 
 def _order(block: Block) -> tuple[int, int]:
     return block.size, block.address
-
-
-def _rounded_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit

@@ -33,6 +33,7 @@ from zoo._torch import (
 from zoo.chain import HOOKS, Held, NamedStep, Outline, PassThrough, State, Step
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
+from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes
 from zoo.profiling.isolation import Died, Raised, isolated
 from zoo.profiling.kernel_costs import (
@@ -114,20 +115,23 @@ class Profile:
     """The steps of a chain for inputs like these (real, fake or meta tensors).
 
     Grad mode, autocast and the training flags are those of the caller. Casts of weights are counted
-    as autocast caches them: made once, and held until the forward of the chain ends.
+    as autocast caches them: made once, and held until the forward of the chain ends. A storage
+    takes whole blocks of so many bytes.
 
     Raises:
         PlanError: a step fails, or needs numbers that a fake tensor does not have.
     """
 
-    def __init__(self, chain: nn.Module, outline: Outline, inputs: State) -> None:
-        trained = {id(p): p.nbytes for p in chain.parameters() if p.requires_grad}
+    def __init__(self, chain: nn.Module, outline: Outline, inputs: State, block: int = 1) -> None:
+        trained = {
+            id(p): rounded_up(p.nbytes, block) for p in chain.parameters() if p.requires_grad
+        }
         self.outline, self.gradient_bytes = outline, sum(trained.values())
         tensors = (*(value for value in inputs if value is not None), *chain.parameters())
         self.device = tensors[0].device if tensors else torch.device("cpu")
         _import_all()
         with shown("measuring steps on fake tensors"):
-            answer = isolated(functools.partial(_run_steps, chain, outline, inputs))
+            answer = isolated(functools.partial(_run_steps, chain, outline, inputs, block))
         if isinstance(answer, Raised) and answer.error is not None:
             raise answer.error
         if not isinstance(answer, ChainRun):
@@ -335,9 +339,11 @@ def _told(answer: Raised | Died) -> str:
     return f"the process in which they ran ended with status {answer.status}"
 
 
-def _run_steps(chain: nn.Module, outline: Outline, inputs: State, is_apart: bool) -> ChainRun:
+def _run_steps(
+    chain: nn.Module, outline: Outline, inputs: State, block: int, is_apart: bool
+) -> ChainRun:
     """Runs the steps on fake tensors: in a child (`is_apart`) themselves, else copies of them."""
-    follower = _Follower(inputs)
+    follower = _Follower(inputs, block)
     with (
         contextlib.ExitStack() as restored,
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
@@ -400,12 +406,13 @@ def _fake_buffer(mode: FakeTensorMode, buffer: Tensor) -> Tensor:
 class _Follower:
     """Follows the specs of the state through the chain and numbers storages for all steps."""
 
-    def __init__(self, inputs: State) -> None:
+    def __init__(self, inputs: State, block: int) -> None:
+        self.block = block
         self.kernels: Kernels = {}
         self.fixed: set[int] = set()
         self.outside: Outside = {}
         self.caches_casts = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-        storages = Storages()
+        storages = Storages(block)
         self.state = storages.specs(inputs)
         self.sizes = storages.sizes
         self.inputs = frozenset(range(len(self.sizes)))
@@ -478,6 +485,7 @@ class _Follower:
                 self.kernels,
                 outside=self.outside,
                 caches_casts=self.caches_casts,
+                block=self.block,
             )
         return self.known[key]
 
@@ -488,7 +496,7 @@ class _Follower:
         that a step handed on keep theirs; where the step used them too, the sum is a tensor of its
         own. A step that gets gradients which are not contiguous is measured anew with such.
         """
-        held = {entry.tensor: _own(entry) for entry in self._ends()}
+        held = {entry.tensor: self._own(entry) for entry in self._ends()}
         found = [_bytes(held)]
         for number in reversed(range(len(self.keys))):
             gives = self._gives(number, held)
@@ -497,7 +505,7 @@ class _Follower:
             held = {tensor: after[tensor] for tensor in before if tensor in after}
             for tensor, given in gives.items():
                 name = given._replace(storage=(number, given.storage))
-                held[tensor] = _own(before[tensor]) if tensor in after else name
+                held[tensor] = self._own(before[tensor]) if tensor in after else name
             found.append(_bytes(held))
         return tuple(reversed(found))
 
@@ -541,17 +549,16 @@ class _Follower:
         if held.others:
             # one for them all
             storages.add(len(self.sizes))
-            self.sizes.append(held.others)
+            self.sizes.append(sum(rounded_up(size, self.block) for size in held.others))
         return frozenset(storages - self.inputs)
+
+    def _own(self, entry: NumberedSpec) -> GradientSpec:
+        """Describes a gradient that lies in a storage of its own."""
+        size = math.prod(entry.spec.shape) * entry.spec.dtype.itemsize
+        return GradientSpec(("own", entry.tensor), rounded_up(size, self.block))
 
     def _live(self, state: StateSpec) -> frozenset[int]:
         return frozenset(entry.storage for entry in state if entry is not None) - self.inputs
-
-
-def _own(entry: NumberedSpec) -> GradientSpec:
-    """Describes a gradient that lies in a storage of its own."""
-    size = math.prod(entry.spec.shape) * entry.spec.dtype.itemsize
-    return GradientSpec(("own", entry.tensor), size)
 
 
 def _bytes(held: Mapping[int, GradientSpec]) -> int:

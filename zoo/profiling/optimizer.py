@@ -20,6 +20,7 @@ from zoo._torch import (
 from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
 from zoo.profiling.allocator_events import tensors_in
+from zoo.profiling.caching_allocator import block_of, rounded_up
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.kernel_costs import UpdateBytes
 from zoo.profiling.step_profile import AllocationMode
@@ -92,7 +93,8 @@ def optimizer_bytes(
     """Counts the bytes of the optimizer that `make` builds for these parameters; None is no state.
 
     With `in_backward` it steps for each parameter as soon as the gradient is complete. `device`
-    names the kind that it is to step on, if that is not where the parameters are.
+    names the kind that it is to step on, if that is not where the parameters are. On a CUDA device
+    each tensor takes whole blocks of the allocator.
 
     Raises:
         ArgumentError: it makes none, or its step needs more than gradients: a closure, or numbers
@@ -101,11 +103,13 @@ def optimizer_bytes(
     if make is None:
         return OptimizerBytes(updates={} if in_backward else None)
     check_maker(make)
+    tensors = list(parameters)
+    block = block_of(device or next((p.device.type for p in tensors), "cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
         # made anew: a fake of a parameter shares its version, which a graph may have noted
         fakes = [
             nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
-            for p in parameters
+            for p in tensors
             if p.requires_grad
         ]
         if not fakes:
@@ -115,8 +119,8 @@ def optimizer_bytes(
             _choose_kernels_of_lists(group, device)
         try:
             if in_backward or all(map(_is_loop, optimizer.param_groups)):
-                return _counted_by_form(optimizer, in_backward)
-            return _counted(optimizer)
+                return _counted_by_form(optimizer, in_backward, block)
+            return _counted(optimizer, block)
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
             raise ArgumentError(
                 f"{type(optimizer).__name__} cannot step on fake tensors ({error}). Pass "
@@ -136,16 +140,19 @@ def _choose_kernels_of_lists(group: dict[str, Any], device: str | None) -> None:
             group["foreach"] = True
 
 
-def _counted(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
+def _counted(optimizer: torch.optim.Optimizer, block: int) -> OptimizerBytes:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     _make_late(optimizer)
-    return OptimizerBytes(_state_bytes(optimizer.state), _allocated(optimizer.step))
+    state = _state_bytes(optimizer.state, block)
+    return OptimizerBytes(state, _allocated(block, optimizer.step))
 
 
-def _counted_by_form(optimizer: torch.optim.Optimizer, in_backward: bool) -> OptimizerBytes:
+def _counted_by_form(
+    optimizer: torch.optim.Optimizer, in_backward: bool, block: int
+) -> OptimizerBytes:
     """Steps for one parameter of each shape and type, which shows what the others take."""
     state, steps = 0, [0]
     updates: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
@@ -156,15 +163,15 @@ def _counted_by_form(optimizer: torch.optim.Optimizer, in_backward: bool) -> Opt
         for form, one in ones.items():
             one.grad = torch.empty_like(one)
             step(one)
-            state += forms.count(form) * _state_bytes(optimizer.state[one])
+            state += forms.count(form) * _state_bytes(optimizer.state[one], block)
         _make_late(optimizer)
         if in_backward:
             for form, one in ones.items():
-                updates[form] = max(updates.get(form, 0), _allocated(step, one))
+                updates[form] = max(updates.get(form, 0), _allocated(block, step, one))
         else:
             # a loop's names hold what was made for the parameter before
             runs = dict.fromkeys(itertools.pairwise(forms)) or [forms[:1]]
-            steps += [_allocated(step, *map(ones.__getitem__, run)) for run in runs]
+            steps += [_allocated(block, step, *map(ones.__getitem__, run)) for run in runs]
     return OptimizerBytes(state, max(steps), updates if in_backward else None)
 
 
@@ -179,11 +186,12 @@ def _make_late(optimizer: torch.optim.Optimizer) -> None:
             kept["step"] = kept["step"] + LATE
 
 
-def _state_bytes(state: Any) -> int:
-    return sum({id(t): t.untyped_storage().nbytes() for t in tensors_in(state)}.values())
+def _state_bytes(state: Any, block: int) -> int:
+    sizes = {id(t): t.untyped_storage().nbytes() for t in tensors_in(state)}
+    return sum(rounded_up(size, block) for size in sizes.values())
 
 
-def _allocated(step: Callable[..., Any], *parameters: Tensor) -> int:
-    with AllocationMode() as allocations:
+def _allocated(block: int, step: Callable[..., Any], *parameters: Tensor) -> int:
+    with AllocationMode(block=block) as allocations:
         step(*parameters)
     return int(allocations.curve().peak())

@@ -20,6 +20,7 @@ from zoo.engine.recording import SMALL, KernelMode
 from zoo.engine.references import detached
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.backward_walk import gradients_of
+from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.fake_tensors import as_data
 from zoo.profiling.kernel_costs import Curve, Kernel, Update, flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages
@@ -107,18 +108,20 @@ def run_step(
     *,
     outside: Outside | None = None,
     caches_casts: bool = False,
+    block: int = 1,
 ) -> StepRun:
     """Runs a step, forward and backward, on a state of these specs, under a `FakeTensorMode`.
 
     Storages and tensors are numbered from 0 in order. `fixed` are the addresses of storages that
     are there anyway, those of parameters, buffers and inputs. Different kernels are added to
     `kernels`, and to `outside` tensors that somebody else holds, such as a loss its targets.
-    `caches_casts` holds casts of weights to the end of the forward, as autocast's cache does.
+    `caches_casts` holds casts of weights to the end of the forward, as autocast's cache does. The
+    bytes of a storage are those of whole `block`s.
     """
-    storages = Storages()
+    storages = Storages(block)
     leaves = storages.empty(state)
     given = len(storages.sizes)
-    mode = AllocationMode(fixed, kernels, outside)
+    mode = AllocationMode(fixed, kernels, outside, block)
     mode.caches_casts = caches_casts
     saved = _SavedTensors(storages, leaves, mode)
     start = sequence_number()
@@ -133,7 +136,7 @@ def run_step(
     del value, outputs
     mode.casts.clear()
     draws, copied = mode.draws, _copied(state, leaves, mode.read)
-    roots, incoming = _roots(ends)
+    roots, incoming = _roots(ends, block)
     backward = mode.now
     mode.changes.append((-1, -incoming))
     completed: list[tuple[Tensor, int]] = []
@@ -150,7 +153,7 @@ def run_step(
     updates = []
     for leaf, change in complete:
         storage = of_parameters[id(leaf)].untyped_storage()
-        size = storage.nbytes() if last[storage._cdata] == id(leaf) else 0
+        size = mode.bytes_of(storage) if last[storage._cdata] == id(leaf) else 0
         birth = mode.born_since(backward, storage)
         cast, is_view = 0, of_parameters[id(leaf)]._is_view()
         if birth >= 0 and id(leaf) in cast_weights:
@@ -177,7 +180,7 @@ def run_step(
         forward=mode.curve(births, end=backward),
         until_saved=mode.curve(births, end=saved.last() or backward),
         backward=mode.curve(start=backward),
-        gives=_gives(state, leaves, gradients),
+        gives=_gives(state, leaves, gradients, mode),
         updates=tuple(updates),
         made=sum(mode.changes[birth][1] for birth in births if birth < backward.changes),
         draws=draws,
@@ -205,14 +208,17 @@ def _dtype_of(state: StateSpec) -> torch.dtype:
 
 
 def _gives(
-    state: StateSpec, leaves: Sequence[Tensor | None], gradients: Mapping[int, Tensor]
+    state: StateSpec,
+    leaves: Sequence[Tensor | None],
+    gradients: Mapping[int, Tensor],
+    mode: "AllocationMode",
 ) -> dict[int, GradientSpec]:
     found = {}
     for entry, leaf in zip(state, leaves, strict=True):
         if entry is not None and (gradient := gradients.get(id(leaf))) is not None:
             storage = gradient.untyped_storage()
             stride = None if gradient.is_contiguous() else gradient.stride()
-            found[entry.tensor] = GradientSpec(storage._cdata, storage.nbytes(), stride)
+            found[entry.tensor] = GradientSpec(storage._cdata, mode.bytes_of(storage), stride)
     return found
 
 
@@ -226,10 +232,10 @@ def ends_of(outputs: Sequence[Tensor | None], strided: Strided = ()) -> Ends:
     }
 
 
-def _roots(ends: Ends) -> tuple[list[Tensor], int]:
+def _roots(ends: Ends, block: int) -> tuple[list[Tensor], int]:
     """Empties `ends`; returns what a backward from them starts with, and their gradients' bytes."""
     incoming = sum(
-        output.numel() * output.element_size() if gradient is None else gradient.bytes
+        rounded_up(output.nbytes, block) if gradient is None else gradient.bytes
         for output, gradient in ends.items()
     )
     roots = [root_of(ends)] if ends else []
@@ -337,7 +343,7 @@ class AllocationMode(KernelMode):
 
     Those in `fixed` were there before: views of real parameters lie in them. `changes` are pairs:
     a storage by the place of the change that made it (-1 for none), and the bytes that came or
-    went.
+    went, in whole `block`s.
     """
 
     supports_higher_order_operators = False
@@ -347,10 +353,12 @@ class AllocationMode(KernelMode):
         fixed: Container[int] = (),
         known: Kernels | None = None,
         outside: Outside | None = None,
+        block: int = 1,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fixed = fixed
         self.known = known
+        self.block = block
         self.outside = {} if outside is None else outside
         self.draws = 0
         # addresses of the storages that kernels were given
@@ -405,17 +413,22 @@ class AllocationMode(KernelMode):
 
     def _note_outside(self, storage: Any) -> None:
         if storage._cdata not in self.fixed:
-            self.outside.setdefault(storage._cdata, (storage, storage.nbytes()))
+            self.outside.setdefault(storage._cdata, (storage, self.bytes_of(storage)))
 
     def _note(self, storage: Any, given: set[int]) -> None:
         key = storage._cdata
         if key not in self._births and key not in given and key not in self.fixed:
             birth = self._births[key] = len(self.changes)
-            self.changes.append((birth, storage.nbytes()))
-            weakref.finalize(storage, self._free, key, storage.nbytes()).atexit = False
+            size = self.bytes_of(storage)
+            self.changes.append((birth, size))
+            weakref.finalize(storage, self._free, key, size).atexit = False
 
     def _free(self, key: int, size: int) -> None:
         self.changes.append((self._births.pop(key), -size))
+
+    def bytes_of(self, storage: Any) -> int:
+        """Returns the bytes of a storage, in whole blocks."""
+        return rounded_up(storage.nbytes(), self.block)
 
     @property
     def now(self) -> Moment:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zoo._torch import pytree
 from zoo.engine.operators import CONSTANTS, KERNELS, resolved
+from zoo.profiling.caching_allocator import rounded_up
 
 
 class TensorSpec(NamedTuple):
@@ -85,9 +86,13 @@ StateSpec = tuple[NumberedSpec | None, ...]
 
 
 class Storages:
-    """Numbers storages: those of the tensors made here first, then others as they are met."""
+    """Numbers storages: those of the tensors made here first, then others as they are met.
 
-    def __init__(self) -> None:
+    `sizes` are their bytes, in whole `block`s.
+    """
+
+    def __init__(self, block: int = 1) -> None:
+        self.block = block
         self.sizes: list[int] = []
         self._numbers: Any = weakref.WeakKeyDictionary()
 
@@ -96,7 +101,7 @@ class Storages:
         storage = tensor.untyped_storage()
         if storage not in self._numbers:
             self._numbers[storage] = len(self.sizes)
-            self.sizes.append(storage.nbytes())
+            self.sizes.append(rounded_up(storage.nbytes(), self.block))
         return int(self._numbers[storage])
 
     def specs(self, tensors: Iterable[Tensor | None], before: Iterable[Any] = ()) -> StateSpec:

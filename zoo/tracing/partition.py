@@ -215,7 +215,7 @@ class _Partition:
             for (start, stop), begin in zip(ranges, begins, strict=True)
         ]
         tensors: list[list[tuple[int, int]]] = [[] for _ in ranges]
-        others = [0] * len(ranges)
+        others: list[list[int]] = [[] for _ in ranges]
         for origin, lifetime in self.graph.lifetimes.items():
             if origin in self.graph.inputs or origin == OWNED:
                 continue
@@ -228,8 +228,8 @@ class _Partition:
                 if origin in known:
                     tensors[step].append(known[origin])
                 else:
-                    others[step] += lifetime.size
-        return tuple(itertools.starmap(Held, zip(map(tuple, tensors), others, strict=True)))
+                    others[step].append(lifetime.size)
+        return tuple(itertools.starmap(Held, zip(map(tuple, tensors), map(tuple, others), strict=True)))
 
     def _names(self, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
         """Names the steps by the modules of one kernel, others by their operators, too."""
