@@ -11,7 +11,7 @@ import pytest
 from tests.documents import ROOT, Snippet, leads_somewhere, prose, run, snippets
 
 PAGES = (
-    *("budgets", "distributed", "errors", "exactness", "guide", "how-it-works"),
+    *("budgets", "cuda", "distributed", "errors", "exactness", "guide", "how-it-works"),
     *("language-models", "myths", "recipes"),
 )
 LINKING = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

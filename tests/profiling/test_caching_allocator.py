@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.profiling import cuda_runtime, recorded_snapshot
+from tests.profiling import cuda_runtime, recorded_snapshot, saved_on_cuda
 from zoo.errors import ArgumentError
 from zoo.profiling.caching_allocator import (
     CUBLAS_WORKSPACE,
@@ -326,3 +326,12 @@ def test_a_recorded_snapshot_is_played_again_block_for_block(tmp_path: Path) -> 
     replay = recorded_snapshot.Replay(recorded_snapshot.read(path))
     assert replay.play() > 100
     assert [replay.allocator.allocated.now, replay.allocator.reserved.now] == counted
+
+
+def test_the_table_of_the_page_is_what_torch_saves_here() -> None:
+    if reason := cuda_runtime.missing():
+        pytest.skip(reason)
+    page = (cuda_runtime.ROOT / "docs" / "cuda.md").read_text("utf-8")
+    rows = saved_on_cuda.table()
+    assert [row for row in rows if row not in page.splitlines()] == []
+    assert page.count(rows[0]) == 1
