@@ -23,6 +23,7 @@ from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import attach
 from zoo.policy.report import FixedBytes, PlanReport
 from zoo.profiling.allocator_events import measure_step
+from zoo.profiling.caching_allocator import block_bytes
 
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
@@ -95,6 +96,18 @@ def test_the_peak_is_told_apart_to_the_byte(family: str) -> None:
         if peak.moment != "step of the optimizer":
             moving = peak.gradients + peak.kept + peak.recomputed + peak.between + peak.work
             assert moving == simulate(point.plan, found.whole).peak
+
+
+def test_for_a_cuda_device_each_storage_takes_whole_blocks_and_on_the_cpu_its_bytes() -> None:
+    model, x = nn.Sequential(nn.Linear(13, 515), nn.GELU(), nn.Linear(515, 3)), torch.rand(31, 13)
+    here, there = (planner_for(model, x, device=device) for device in ("cpu", "a100"))
+    assert there.costs.sizes == tuple(block_bytes(size) for size in here.costs.sizes)
+    assert here.fixed.parameters == sum(p.nbytes for p in model.parameters())
+    assert there.fixed.parameters == sum(block_bytes(p.nbytes) for p in model.parameters())
+    assert there.fixed.gradients == there.fixed.parameters
+    counted = (*there.costs.forward, *there.costs.backward, *there.whole.gradients)
+    assert not any(size % 512 for size in (*counted, *vars(there.fixed).values()))
+    assert any(size % 512 for size in (*here.costs.forward, *here.costs.backward))
 
 
 class Equal(Chain):

@@ -16,6 +16,7 @@ from zoo.profiling.caching_allocator import (
     block_bytes,
     segment_bytes,
 )
+from zoo.profiling.timeline import WORKSPACE, Allocation, Mark, Timeline
 
 SEEDS = range(6)
 # a fraction of the 80 GiB of the runtime in software that is exact
@@ -189,6 +190,25 @@ def test_the_snapshot_that_a_user_of_a_gpu_published() -> None:
     assert allocator.allocated.now == 45568 + 8519680
     assert allocator.reserved.now == 2097152 + 20971520
     assert [block.size for block in allocator.free_blocks] == [512, 2051072, 12451840]
+
+
+def test_a_step_has_its_tensors_and_a_workspace_for_each_thread() -> None:
+    lives = [
+        Allocation(100, 0, None, "parameters"),
+        Allocation(600, 1, 4, "saved activations"),
+        Allocation(5000, 2, 3, WORKSPACE),
+        Allocation(700, 5, 6, "temporaries"),
+    ]
+    timeline = Timeline(
+        length=6, phases=[Mark(1, "forward"), Mark(4, "backward")], allocations=lives
+    )
+    peaks = timeline.on_cuda(workspace=2 * MIB)
+    assert peaks.requested == 100 + 700 + 4 * MIB
+    assert peaks.allocated == 512 + 1024 + 4 * MIB
+    assert (peaks.reserved, peaks.workspaces) == (22 * MIB, 4 * MIB)
+    assert timeline.on_cuda(workspace=0) == (800, 1536, 2 * MIB, 0)
+    with pytest.raises(ArgumentError, match=r"of 21\.0 MiB .* are reserved"):
+        timeline.on_cuda(2 * MIB, limit=21 * MIB)
 
 
 @pytest.fixture(scope="module")

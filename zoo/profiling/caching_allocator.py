@@ -245,8 +245,9 @@ def replayed(events: Iterable[Event], workspaces: int, limit: int | None = None)
             blocks[storage] = allocator.allocate(size)
         elif storage in blocks:
             allocator.free(blocks.pop(storage))
-    counts = (allocator.requested, allocator.allocated, allocator.reserved)
-    return CudaPeaks(*(count.peak for count in counts), workspaces)
+    return CudaPeaks(
+        allocator.requested.peak, allocator.allocated.peak, allocator.reserved.peak, workspaces
+    )
 
 
 def _order(block: Block) -> tuple[int, int]:
