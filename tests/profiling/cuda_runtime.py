@@ -31,6 +31,10 @@ WORDS = """
 #define __host__
 #define __device__
 """
+# it answers what this torch asks of a GPU; another may ask for more, and save other tensors
+VERSION = "2.14."
+# what changes the sizes of blocks and workspaces
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 
 
 def headers() -> Path:
@@ -43,6 +47,8 @@ def missing() -> str | None:
     """Says why torch's CUDA code cannot run here; None where it can."""
     if sys.platform != "linux" or torch.version.cuda is None:
         return "this torch is not built for CUDA"
+    if not torch.__version__.startswith(VERSION):
+        return f"the runtime in software is for torch {VERSION}*; this is {torch.__version__}"
     if torch.cuda.is_available():
         return "there is a GPU here"
     if not (headers() / "driver_types.h").exists():
@@ -70,9 +76,8 @@ def built() -> Path:
 
 def run(program: str, **environment: str) -> Any:
     """Runs a program on the device "cuda"; returns what it prints as JSON."""
-    variables = os.environ | environment | {"LD_PRELOAD": str(built()), "PYTHONPATH": str(ROOT)}
-    variables.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-    variables.pop("PYTORCH_ALLOC_CONF", None)
+    variables = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    variables |= environment | {"LD_PRELOAD": str(built()), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", f"import json, torch\n{program}"]
     output = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE).stdout
     return json.loads(output)
