@@ -229,7 +229,8 @@ class _Partition:
                     tensors[step].append(known[origin])
                 else:
                     others[step].append(lifetime.size)
-        return tuple(itertools.starmap(Held, zip(map(tuple, tensors), map(tuple, others), strict=True)))
+        pairs = zip(map(tuple, tensors), map(tuple, others), strict=True)
+        return tuple(itertools.starmap(Held, pairs))
 
     def _names(self, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
         """Names the steps by the modules of one kernel, others by their operators, too."""
