@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.accelerator import software
-from tests.training import needs_numpy
+from tests.training import Record, Residuals, images, needs_numpy, train
 from zoo.engine import devices
 from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError
@@ -310,6 +310,18 @@ def test_the_largest_batch_is_measured_on_the_device() -> None:
 @needs_numpy
 def test_verify_compares_trainings_on_the_device() -> None:
     assert zoo.verify(deep(), torch.randn(8, 64, device=device(COUNT - 1)))
+
+
+def test_a_chain_is_planned_whose_norms_read_a_counter_on_the_device() -> None:
+    """As BatchNorm without momentum does, which divides by it; a fake tensor has no number."""
+
+    def trained(checkpoint: bool) -> Record:
+        torch.manual_seed(0)
+        model = zoo.checkpoint(Residuals(), checkpoint)
+        assert model.norms[1].momentum is None
+        return train(model, lambda: [images()])
+
+    assert_same(trained(True), trained(False))
 
 
 def test_a_process_that_uses_the_device_is_not_forked() -> None:

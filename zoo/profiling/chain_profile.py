@@ -34,7 +34,7 @@ from zoo.chain import HOOKS, Held, NamedStep, Outline, PassThrough, State, Step
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.caching_allocator import rounded_up
-from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes
+from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, copied
 from zoo.profiling.isolation import Died, Raised, isolated
 from zoo.profiling.kernel_costs import (
     Curve,
@@ -347,12 +347,12 @@ def _run_steps(
     with (
         contextlib.ExitStack() as restored,
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        FakeTensorFixes(mode),
+        FakeTensorFixes(mode) as fixes,
     ):
         restored.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         # it would keep fake casts of real weights
         torch.set_autocast_cache_enabled(False)
-        made = {id(buffer): _fake_buffer(mode, buffer) for buffer in chain.buffers()}
+        made = {id(buffer): _fake_buffer(fixes, buffer) for buffer in chain.buffers()}
         made |= whole_parameters(chain, mode)
         steps = outline.steps
         if is_apart:
@@ -395,12 +395,15 @@ def _copies(
         return copy.deepcopy(tuple(steps), known)
 
 
-def _fake_buffer(mode: FakeTensorMode, buffer: Tensor) -> Tensor:
+def _fake_buffer(fixes: FakeTensorFixes, buffer: Tensor) -> Tensor:
     """Stands in for a buffer; a counter stays a number, since some layers compute with it."""
     if buffer.ndim == 0 and buffer.device.type in ("cpu", "meta"):
         with unset_fake_temporarily():
             return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.clone()
-    return mode.from_tensor(buffer)
+    fake: Tensor = fixes.mode.from_tensor(buffer)
+    if buffer.ndim == 0 and not isinstance(buffer, FakeTensor):
+        fixes.know(fake, copied(buffer))
+    return fake
 
 
 class _Follower:
