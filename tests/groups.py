@@ -1,4 +1,4 @@
-"""What `test_groups` runs in each of two and of four processes, over gloo."""
+"""What `test_groups` runs in each of two and of four processes, on the device of the tests."""
 
 import functools
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def sharded_before(model: nn.Module, option: Any) -> nn.Module:
 
 
 def split(model: Any, option: Any, first: bool) -> nn.Module:
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    mesh = init_device_mesh(torch.get_default_device().type, (distributed.get_world_size(),))
     if first:
         put(model, option)
     for block in model.blocks:
@@ -137,7 +137,9 @@ def trained(build: Callable[[], nn.Module], wrap: Wrap, option: Any, micro: int)
         optimizer.zero_grad()
         for number in range(micro):
             with run.no_sync() if number < micro - 1 else nullcontext():
-                run(images()).square().mean().backward()
+                loss = run(images()).square().mean()
+                loss.backward()
+            record[f"{step} {number} loss"] = loss.detach()
         record |= {f"{step} {key}": whole(value) for key, value in everything(model).items()}
         optimizer.step()
     return record

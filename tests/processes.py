@@ -1,4 +1,4 @@
-"""Functions run by a group of processes over gloo."""
+"""Functions run by a group of processes over gloo, on the device that tests run on."""
 
 import functools
 import importlib
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
+
+from tests.accelerator import collectives, software
 
 Failures = Callable[[str], list[str]]
 
@@ -27,18 +29,30 @@ def failures_in(world: int, module: str, folder: Path) -> Failures:
 def results_in(world: int, function: Callable[[], Any], folder: Path) -> list[Any]:
     """Returns what a function of a module returns in each of `world` processes."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    multiprocessing.spawn(_process, (world, function, str(folder)), nprocs=world)
+    device = torch.get_default_device().type
+    multiprocessing.spawn(_process, (world, function, str(folder), device), nprocs=world)
     return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world)]
 
 
-def _process(rank: int, world: int, function: Callable[[], Any], folder: str) -> None:
+def _process(rank: int, world: int, function: Callable[[], Any], folder: str, device: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    backend = _backend_of(device)
+    distributed.init_process_group(backend, init_method=store, rank=rank, world_size=world)
     try:
         Path(folder, str(rank)).write_bytes(pickle.dumps(function()))
     finally:
         distributed.destroy_process_group()
+
+
+def _backend_of(device: str) -> str:
+    """Makes a device the default, as it is in the parent; returns the backend for it."""
+    if device == "cpu":
+        return "gloo"
+    if device == software.NAME:
+        software.register()
+    torch.set_default_device(device)
+    return collectives.register(device)
 
 
 def _failures(module: str) -> dict[str, str]:

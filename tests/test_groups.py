@@ -7,16 +7,27 @@ plan for all. Each on a model as people write it, and where it can be on a chain
 """
 
 import pytest
+import torch
 
 from tests.groups import CHECKS
 from tests.processes import Failures, failures_in
 
+# what fails on devices other than the CPU, and why
+LIMITS = {"sharded after of Residuals": "zoo plans by copies there, which FSDP2 refuses"}
+# four processes take minutes where each kernel copies
+WORLDS = [2, 4] if torch.get_default_device().type == "cpu" else [2]
 
-@pytest.fixture(scope="module", params=[2, 4])
+
+@pytest.fixture(scope="module", params=WORLDS)
 def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failures:
     return failures_in(request.param, "tests.groups", tmp_path_factory.mktemp("processes"))
 
 
-@pytest.mark.parametrize("name", CHECKS)
+def limited(name: str) -> pytest.ParameterSet:
+    is_limited = name in LIMITS and torch.get_default_device().type != "cpu"
+    return pytest.param(name, marks=pytest.mark.xfail(is_limited, reason=LIMITS.get(name, "")))
+
+
+@pytest.mark.parametrize("name", map(limited, CHECKS))
 def test_it_holds_in_each_process(name: str, failures: Failures) -> None:
     assert not any(failures(name)), "\n".join(failures(name))

@@ -95,7 +95,7 @@ def train(
 
 
 def everything(model: nn.Module, prefix: str = "") -> Record:
-    """Copies parameters, gradients, buffers and the state of the generator."""
+    """Copies parameters, gradients, buffers and the states of the generators."""
     record = {f"{prefix}parameter {k}": v.detach().clone() for k, v in model.named_parameters()}
     record |= {
         f"{prefix}gradient {k}": v.grad.clone()
@@ -103,7 +103,15 @@ def everything(model: nn.Module, prefix: str = "") -> Record:
         if v.grad is not None
     }
     record |= {f"{prefix}buffer {k}": v.clone() for k, v in model.named_buffers()}
-    return record | {f"{prefix}rng": torch.get_rng_state()}
+    return record | {f"{prefix}{key}": value for key, value in _streams().items()}
+
+
+def _streams() -> Record:
+    device = torch.get_default_device()
+    found = {"rng": torch.get_rng_state()}
+    if device.type != "cpu":
+        found[f"rng of {device}"] = torch.get_device_module(device).get_rng_state()
+    return found
 
 
 def assert_same(actual: Record, expected: Record) -> None:

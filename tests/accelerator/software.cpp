@@ -38,6 +38,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace {
 
@@ -125,6 +126,39 @@ struct Memory final : c10::DeviceAllocator {
     std::lock_guard lock(mutex);
     const auto chosen = checked(index);
     return {total[chosen] - size_t(stats[chosen].allocated_bytes[0].current), total[chosen]};
+  }
+};
+
+// host memory of which it is known that it is pinned, as reducers of gradients want it
+struct Pinned final : c10::Allocator {
+  std::mutex mutex;
+  std::unordered_set<const void*> blocks;
+
+  static Pinned& get() {
+    static auto* pinned = new Pinned();
+    return *pinned;
+  }
+
+  static void free_block(void* place) {
+    auto& self = get();
+    std::lock_guard lock(self.mutex);
+    self.blocks.erase(place);
+    std::free(place);
+  }
+
+  c10::DataPtr allocate(size_t size) override {
+    void* place = std::aligned_alloc(64, (size / 64 + 1) * 64);
+    std::lock_guard lock(mutex);
+    blocks.insert(place);
+    return {place, place, &free_block, c10::kCPU};
+  }
+  bool has(const void* place) {
+    std::lock_guard lock(mutex);
+    return blocks.contains(place);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* to, const void* from, size_t size) const override {
+    std::memcpy(to, from, size);
   }
 };
 
@@ -255,6 +289,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex index) const override {
     return at::make_generator<Stream>(checked(index));
   }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &Pinned::get(); }
+  bool isPinnedPtr(const void* place) const override { return Pinned::get().has(place); }
   at::Device getDeviceFromPtr(void* place) const override {
     auto& memory = Memory::get();
     std::lock_guard lock(memory.mutex);

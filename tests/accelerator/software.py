@@ -6,6 +6,7 @@ Those that it starts load it as vendors' devices are loaded: `import torch` find
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -109,6 +110,10 @@ def _module() -> types.ModuleType:
     found.device_count = lambda: 2
     found.current_device = index_of
     found.set_device = torch.accelerator.set_device_index
+    found.Stream = functools.partial(torch.Stream, NAME)
+    found.Event = functools.partial(torch.Event, NAME)
+    found.stream = lambda stream: stream  # which is a context itself
+    found.current_stream = torch.accelerator.current_stream
     found.synchronize = torch.accelerator.synchronize
     found._is_in_bad_fork = lambda: False
     found.manual_seed_all = manual_seed_all
