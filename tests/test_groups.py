@@ -12,8 +12,6 @@ import torch
 from tests.groups import CHECKS
 from tests.processes import Failures, failures_in
 
-# what fails on devices other than the CPU, and why
-LIMITS = {"sharded after of Residuals": "zoo plans by copies there, which FSDP2 refuses"}
 # four processes take minutes where each kernel copies
 WORLDS = [2, 4] if torch.get_default_device().type == "cpu" else [2]
 
@@ -23,11 +21,6 @@ def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return failures_in(request.param, "tests.groups", tmp_path_factory.mktemp("processes"))
 
 
-def limited(name: str) -> pytest.ParameterSet:
-    is_limited = name in LIMITS and torch.get_default_device().type != "cpu"
-    return pytest.param(name, marks=pytest.mark.xfail(is_limited, reason=LIMITS.get(name, "")))
-
-
-@pytest.mark.parametrize("name", map(limited, CHECKS))
+@pytest.mark.parametrize("name", CHECKS)
 def test_it_holds_in_each_process(name: str, failures: Failures) -> None:
     assert not any(failures(name)), "\n".join(failures(name))

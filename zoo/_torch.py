@@ -54,6 +54,8 @@ def _private(path: str) -> Any:
         ) from error
 
 
+# how attributes of a module begin in which FSDP2 has its state
+STATE_OF_FSDP = "__composable_api_state_key"
 disable_current_modes: Any = _disable_current_modes
 in_kernel_invocation: Any = in_kernel_invocation_manager
 devices_with_kernels_of_lists: Any = _get_foreach_kernels_supported_devices

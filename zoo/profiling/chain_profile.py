@@ -47,7 +47,7 @@ from zoo.profiling.kernel_costs import (
     measure_kernels,
 )
 from zoo.profiling.progress import shown
-from zoo.profiling.sharded import whole_parameters
+from zoo.profiling.sharded import copy_sharded, whole_parameters
 from zoo.profiling.step_profile import (
     REAL,
     GradientSpec,
@@ -392,6 +392,7 @@ def _copies(
         known |= {id(getattr(module, name)): {} for name in HOOKS}
         known[id(getattr(module, "runner", None))] = None
     with disable_current_modes():
+        copy_sharded(chain, known)
         return copy.deepcopy(tuple(steps), known)
 
 

@@ -5,13 +5,14 @@ can take the place of the shards. Tensor-parallel parameters stay spread while a
 with them, so nothing can take their place.
 """
 
+import copy
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import FakeTensorMode
+from zoo._torch import STATE_OF_FSDP, FakeTensorMode
 
 
 def is_spread(tensor: Tensor) -> bool:
@@ -24,6 +25,19 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that FSDP2 manages."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return [part for part in model.modules() if fsdp and isinstance(part, fsdp.FSDPModule)]
+
+
+def copy_sharded(model: nn.Module, known: dict[int, Any]) -> None:
+    """Copies the modules that FSDP2 manages into the memo of a deep copy, which they refuse.
+
+    The copies are of the classes that the modules had before, and without what FSDP2 knows of them.
+    """
+    modules = sharded_modules(model)
+    for module in modules:
+        known[id(module)] = object.__new__(type(module).__bases__[-1])
+    for module in modules:
+        own = {k: value for k, value in vars(module).items() if not k.startswith(STATE_OF_FSDP)}
+        vars(known[id(module)]).update(copy.deepcopy(own, known))
 
 
 def whole_parameters(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
