@@ -18,6 +18,7 @@ everything. With these the C library keeps its pages, and times stand still:
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -70,9 +71,13 @@ class Subject:
         steps = self.model.steps_for(*(value for value in self.inputs if value is not None))
         self.outline = outline(steps)
         given = tuple(value for value in self.inputs if value is not None)
-        found = Profile(self.model, self.outline, given)
-        self.costs = found.costs(kernels=found.kernels())
+        self.profile = Profile(self.model, self.outline, given)
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    @functools.cached_property
+    def costs(self) -> StepCosts:
+        """The costs of its steps, with kernels measured on this machine."""
+        return self.profile.costs(kernels=self.profile.kernels())
 
     def plans(self) -> dict[str, Plan]:
         """Returns the plans to compare by their names."""
@@ -181,9 +186,9 @@ def compare(name: str, rounds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", choices=[*MODELS, []], default=list(MODELS))
+    parser.add_argument("models", nargs="*", help=f"all, or some of {', '.join(MODELS)}")
     parser.add_argument("--on-paper", action="store_true", help="run no steps")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="steps timed of each plan")
     chosen = parser.parse_args()
-    for model in chosen.models:
+    for model in chosen.models or MODELS:
         compare(model, 0 if chosen.on_paper else chosen.rounds)
