@@ -199,7 +199,12 @@ class _Partition:
     def _held(
         self, ranges: Sequence[tuple[int, int]], states: Sequence[Sequence[int]]
     ) -> tuple[Held, ...]:
-        """Returns for each step what it does not read and the forward holds none the less."""
+        """Returns for each step what it does not read and the forward holds none the less.
+
+        It is empty where the trace did not tell.
+        """
+        if not self.graph.lifetimes:
+            return ()
         origins = {number: number for number in self.graph.inputs}
         for call in self.calls:
             origins |= zip(call.results, call.origins, strict=True)
