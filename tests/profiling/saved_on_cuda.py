@@ -98,8 +98,8 @@ def saved(case: Case, device: str) -> tuple[str, int]:
 
 def bytes_on(device: str) -> dict[str, tuple[str, int]]:
     """Returns what each operator leaves and saves on a device."""
-    torch.backends.cudnn.enabled = False
-    return {name: saved(case, device) for name, case in CASES.items()}
+    with torch.backends.cudnn.flags(enabled=False):
+        return {name: saved(case, device) for name, case in CASES.items()}
 
 
 def table() -> list[str]:
