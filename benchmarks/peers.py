@@ -135,7 +135,7 @@ def classifier(model: nn.Module, shape: tuple[int, ...]) -> Built:
 
 
 def from_transformers(kind: Any, config: Any, *shape: int, **settings: Any) -> Built:
-    model = kind(config(vocab_size=4000, use_cache=False, **settings))
+    model = kind(config(**{"vocab_size": 4000, "use_cache": False} | settings))
     tokens = torch.randint(0, 4000, shape)
     return model, (), {"input_ids": tokens, "labels": tokens}, lambda outputs: outputs.loss
 

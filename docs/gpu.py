@@ -1,15 +1,17 @@
-"""Compares the families on the accelerator that is here and writes docs/gpu.md: `make gpu`.
+"""Measures on the accelerator that is here and writes docs/gpu.md: `make gpu`.
 
     python docs/gpu.py                          the accelerator that torch finds
     python docs/gpu.py soft build/gpu.md        the one in software, at small sizes
 
-The page has the device's name, the command and the table that it printed, of batches as they are
-on an accelerator (`accelerator_batch_size` of configs/default.yaml).
+The page has the device's name and two tables, each below the command that printed it: the families
+at batches as they are on an accelerator (`accelerator_batch_size` of configs/default.yaml), and the
+largest batch that the device holds by zoo and by what people use instead.
 """
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,9 +20,12 @@ from zoo.engine.devices import name_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gpu.md"
+BATCHES = Path("benchmarks/largest_batch.py")
 # what shows that this runs, and no more
 SMALL = ["--model", "densenet100", "--size", "32", "--batch-size", "2"]
-NOTE = """
+SMALL += ["--steps", "2", "--repeats", "1", "--largest-ratio", "1"]
+SMALL_BATCHES = ["--small", "--models", "GPT-2", "--memory-budget", "60MiB"]
+NOTE = """\
 Each *peak* is the baseline's → the checkpointed model's, as the device's allocator counts it. Where
 the allocator keeps no history, there is no activation peak. *Exact*: loss, every gradient, buffer
 and parameter and the random states are equal bit for bit after each optimizer step.
@@ -28,24 +33,42 @@ and parameter and the random states are equal bit for bit after each optimizer s
 
 
 def main(kind: str, page: Path) -> None:
-    """Compares on a kind of device and writes the page."""
-    options: list[str] = []
+    """Measures on a kind of device and writes the page."""
+    sizes: tuple[list[str], list[str]] = [], []
     if kind == software.NAME:
         if (fault := software.missing()) is not None:
-            print(f"nothing is compared on {kind}: {fault}")
+            print(f"nothing is measured on {kind}: {fault}")
             return
         software.register()
         software.offer()
-        options = [*SMALL, "--steps", "2", "--repeats", "1", "--largest-ratio", "1"]
+        sizes = SMALL, SMALL_BATCHES
+    comparison, batches = (
+        [program, "--device", kind, *size]
+        for program, size in zip(("test_memory_optimized.py", str(BATCHES)), sizes, strict=True)
+    )
     results = ROOT / "results" / f"gpu-{kind}"
-    words = ["test_memory_optimized.py", "--device", kind, *options]
-    subprocess.run([sys.executable, *words, "--output", str(results)], cwd=ROOT, check=True)
+    run([*comparison, "--output", str(results)])
     written = max(results.glob("*/report.md"), key=lambda path: path.stat().st_mtime)
     report = written.read_text().splitlines()
-    table = "\n".join(line for line in report if line.startswith("|"))
-    title = f"# {name_of(kind)}, torch {torch.__version__}"
+    families = "\n".join(line for line in report if line.startswith("|"))
+    parts = [
+        f"# {name_of(kind)}, torch {torch.__version__}",
+        "## Families",
+        f"`python {' '.join(comparison)}`",
+        families,
+        NOTE,
+        "## The largest batch",
+        f"`python {' '.join(batches)}`",
+        run(batches, stdout=subprocess.PIPE),
+    ]
     page.parent.mkdir(exist_ok=True)
-    page.write_text(f"{title}\n\n`python {' '.join(words)}`\n\n{table}\n{NOTE}")
+    page.write_text("\n\n".join(part.strip() for part in parts) + "\n")
+
+
+def run(words: list[str], **options: Any) -> str:
+    """Runs a program of this project and returns what it printed, if that is piped."""
+    found = subprocess.run([sys.executable, *words], cwd=ROOT, check=True, text=True, **options)
+    return found.stdout or ""
 
 
 if __name__ == "__main__":

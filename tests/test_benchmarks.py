@@ -90,3 +90,50 @@ def test_the_page_has_each_method_of_each_model(peers):
         if f"| {peers.shown_name(name, model)} " not in sections.get(model, "")
     ]
     assert gone == []
+
+
+@pytest.fixture
+def batches(peers, monkeypatch):
+    """The script that searches for the largest batch, with one tiny model."""
+    script = importlib.import_module("largest_batch")
+
+    def model(batch):
+        def build():
+            layers, _, settings, loss = tiny()
+            return layers, (torch.randn(batch, 4, 32, 32),), settings, loss
+
+        return peers.Model(build, "", "Block")
+
+    monkeypatch.setitem(script.MODELS, "tiny", (model, model))
+    return script
+
+
+def test_the_largest_batch_is_the_last_that_fits(batches):
+    """Every answer there can be, from every first size."""
+    for limit in range(12):
+        for first in range(8):
+            asked = []
+
+            def fits(index, limit=limit, asked=asked):
+                asked.append(index)
+                return index < limit
+
+            assert batches.last(fits, first) == max(limit, first) - 1
+            assert len(asked) == len(set(asked))
+
+
+def test_batches_are_four_for_each_power_of_two(batches):
+    assert batches.SIZES[:15] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28]
+
+
+def test_a_plan_reaches_a_larger_batch_within_the_same_bytes(batches):
+    ask = partial(batches.Search, "tiny", device="cpu", budget=2**21)
+    names = batches.METHODS.keys() - {"plain", batches.peers.OWN}
+    found = {name: batches.search(ask(name)) for name in names}
+    plain = batches.search(ask("plain"))
+    assert all(plain["batch"] < other["batch"] for other in found.values())
+    assert all(other["peak"] <= 2**21 for other in (plain, *found.values()))
+    larger = batches.SIZES[batches.SIZES.index(plain["batch"]) + 1]
+    assert batches.attempt(ask("plain"), larger).peak > 2**21
+    # nothing is so fast
+    assert batches.search(ask("zoo", least=1e12)) == {"status": "none fits"}

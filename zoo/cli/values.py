@@ -21,7 +21,7 @@ from zoo.planner.typed_json import read_file
 from zoo.policy.budget import Budget, check_bounds
 from zoo.policy.options import Checkpoint
 from zoo.policy.report import PlanReport
-from zoo.profiling.timeline import PICTURES
+from zoo.report import PICTURES
 
 # a mistyped axis must not end in an overflow
 LARGEST = 2**40

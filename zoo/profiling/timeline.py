@@ -26,10 +26,9 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from zoo.errors import ArgumentError, shortened
+from zoo.errors import ArgumentError
 from zoo.planner.typed_json import read, read_file, read_json, read_row
 from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, CudaPeaks, Event, replayed
-from zoo.report.escaping import visible
 from zoo.units import format_bytes
 
 WORKSPACE = "kernel workspace"
@@ -38,12 +37,9 @@ CATEGORIES = (
     *("parameters", "buffers", "optimizer state", "inputs", "gradients"),
     *("saved activations", "recomputed", "temporaries", WORKSPACE),
 )
-# by phase, colors of `report.plot`
-_SHADES = {"backward": "in-backward", "recompute": "in-recompute", "optimizer": "below"}
 RESIDENT = frozenset(CATEGORIES[:5])
 # names of categories in files of before, and what they are now
 RENAMED = {"unseen": WORKSPACE}
-PICTURES = (".svg", ".png", ".pdf")
 VERSION = 1
 MOST_BLOCKS = 16  # in a table
 Rows = list[tuple[str, ...]]
@@ -213,34 +209,20 @@ class Timeline:
     def __str__(self) -> str:
         return self.table()
 
-    def plot(self, path: str | Path) -> None:
-        """Draws categories over time, phases shaded and the peak marked, to an SVG, PNG or PDF.
+    def plot(self, target: Any) -> None:
+        """Draws categories over time, the peak marked, to an SVG, PNG or PDF file or into Axes.
 
         Raises:
-            ArgumentError: matplotlib is missing, or the path has another ending.
+            ArgumentError: matplotlib is missing, or a path has another ending.
         """
         try:
-            # an extra; a Figure without pyplot leaves the program's backend alone
-            from matplotlib import rc_context  # noqa: PLC0415
-            from matplotlib.figure import Figure  # noqa: PLC0415
-
-            from zoo.report.charts import scale  # noqa: PLC0415
-            from zoo.report.plot import COLORS, STYLE  # noqa: PLC0415
+            # an extra
+            from zoo.report.plot import draw_timeline  # noqa: PLC0415
         except ImportError as error:
             raise ArgumentError(
                 "drawing needs matplotlib: pip install 'zoo-checkpoint[compare]'"
             ) from error
-        suffix = Path(path).suffix.lower()
-        if suffix not in PICTURES:
-            raise ArgumentError(f"{shortened(str(path))} must end in one of {', '.join(PICTURES)}")
-        figure = Figure(figsize=(10, 4.6), layout="constrained")
-        title = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}
-        with rc_context(STYLE):
-            axes = figure.subplots()
-            figure.suptitle(visible(self.heading), **title)
-            self._shade(axes, COLORS)
-            self._stack(axes, COLORS, *scale(self.peak))
-            figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == ".svg" else {})
+        draw_timeline(target, self.summary(), self.title, self.heading)
 
     def summary(self, points: int = POINTS) -> dict[str, Any]:
         """Returns what a report draws, at about so many of the points, the peaks among them."""
@@ -344,34 +326,6 @@ class Timeline:
         phase = f" in the {self.phase_at(point)}" if self.phase_at(point) else ""
         peak = f"peak {format_bytes(self.peak)}{phase}, at event {point} of {self.length}"
         return f"{self.title} on {self.device}: {peak}"
-
-    def _stack(self, axes: Any, colors: Mapping[str, str], divisor: int, unit: str) -> None:
-        curves = {name: curve for name, curve in self.curves().items() if max(curve)}
-        scaled = [[size / divisor for size in curve] for curve in curves.values()]
-        areas = {"labels": curves, "colors": [colors[name.replace(" ", "-")] for name in curves]}
-        axes.stackplot(range(self.length + 1), *scaled, **areas, step="post", lw=0)
-        point, height = self.peak_point, self.peak / divisor
-        axes.plot(point, height, "v", color=colors["ink"], ms=7, clip_on=False)
-        axes.annotate(
-            f"peak {format_bytes(self.peak)}", (point, height), (0, 8), textcoords="offset points",
-            ha="center", fontsize=9,
-        )  # fmt: skip
-        axes.set_xlim(0, max(self.length, 1))
-        axes.set_ylim(0, height * 1.12 or 1)
-        axes.set_ylabel(unit)
-        axes.set_xlabel("allocations and releases, in their order")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=colors["grid"], lw=0.8)
-        axes.set_axisbelow(True)
-        axes.figure.legend(frameon=False, loc="outside right upper", reverse=True, fontsize=9)
-
-    def _shade(self, axes: Any, colors: Mapping[str, str]) -> None:
-        # each phase is in the legend once
-        labels = {phase: f"in {phase}" for phase in _SHADES}
-        for mark, following in itertools.pairwise([*self.phases, Mark(self.length, "")]):
-            if mark.phase in _SHADES and following.point > mark.point:
-                color, label = colors[_SHADES[mark.phase]], labels.pop(mark.phase, None)
-                axes.axvspan(mark.point, following.point, color=color, label=label, lw=0, zorder=0)
 
     def _by_category(self) -> Rows:
         at_most = {category: max(curve) for category, curve in self.curves().items()}

@@ -94,8 +94,7 @@ def table(head: Sequence[str], *rows: Sequence[Any]) -> None:
 def categories(title: str, timeline: Any) -> None:
     """Draws what a tracked step has allocated, by category."""
     with figure(title, 3.6) as (axes,):
-        draw_chart(axes, charts.categories_chart(timeline.summary(), timeline.peak))
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+        timeline.plot(axes)
 
 
 def timelines(title: str, baseline: Any, checkpointed: Any) -> None:

@@ -23,7 +23,7 @@ from matplotlib.transforms import Bbox
 
 from zoo.errors import ArgumentError, shortened_text
 from zoo.planner.plan import Plan
-from zoo.report import charts
+from zoo.report import PICTURES, charts
 from zoo.report.chain_axis import fitting, round_numbers
 from zoo.report.escaping import visible
 from zoo.report.rows import Heading, Row, size_or_why, variants
@@ -40,7 +40,6 @@ STYLE: Any = {
     # the same numbers make the same file
     "svg.hashsalt": "zoo",
 }
-PICTURES = (".svg", ".png", ".pdf")
 # of the categories of a peak, in their order
 PEAK = (
     *("parameters", "buffers", "inputs", "optimizer-state", "gradients"),
@@ -96,6 +95,24 @@ def draw_frontier(target: str | Path | Axes, frontier: Mapping[str, Any], title:
     )
     with _picture([target], (8.5, 5.2), title, subtitle) as figure:
         draw_chart(figure.subplots(), chart)
+
+
+def draw_timeline(
+    target: str | Path | Axes, timeline: charts.Timeline, title: str, subtitle: str
+) -> None:
+    """Draws the categories of a step over time, as `categories_chart` shows them.
+
+    Raises:
+        ArgumentError: a file of another format than SVG, PNG and PDF.
+    """
+    chart = charts.categories_chart(timeline, timeline["peak"]["bytes"])
+    if isinstance(target, Axes):
+        draw_chart(target, chart)
+        # the areas' names in their order
+        target.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+        return
+    with _picture([target], (10, 4.6), title, subtitle) as figure:
+        draw_timeline(figure.subplots(), timeline, title, subtitle)
 
 
 def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
