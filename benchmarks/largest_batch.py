@@ -86,12 +86,13 @@ def volumes(side: int, batch: int) -> peers.Model:
     return peers.Model(partial(unet, side, batch), f"MONAI's BasicUNet, {side}³", "TwoConv")
 
 
+TINY = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocabulary": 100}
 # as they are trained on an accelerator, and small
 MODELS: dict[str, tuple[MakeModel, MakeModel]] = {
     "ResNet-50": (partial(resnet, 224), partial(resnet, 64)),
     "DenseNet-121": (partial(densenet, 224), partial(densenet, 64)),
     "ViT": (partial(vit, "vit_base_patch16_224", 224), partial(vit, "vit_tiny_patch16_224", 64)),
-    "GPT-2": (partial(gpt2, 1024, {"vocab_size": 50257}), partial(gpt2, 64, peers.GPT2)),
+    "GPT-2": (partial(gpt2, 1024, {"vocabulary": 50257}), partial(gpt2, 64, TINY)),
     "U-Net": (partial(volumes, 96), partial(volumes, 32)),
 }
 
@@ -202,14 +203,16 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def table(models: Sequence[str], device: str, budget: int, *, small: bool) -> str:
+def table(
+    models: Sequence[str], methods: Sequence[str], device: str, budget: int, *, small: bool
+) -> str:
     """Searches for each model and method and returns the table."""
     rows = []
     for model in models:
         about = MODELS[model][small](1)
         known: dict[str, dict[str, Any]] = {}
         ask = partial(Search, model, device=device, budget=budget, small=small)
-        for method in METHODS:
+        for method in methods:
             if method != peers.OWN or about.switch is not None:
                 known[method] = run(ask(method))
         for other in OTHERS:
@@ -218,7 +221,7 @@ def table(models: Sequence[str], device: str, budget: int, *, small: bool) -> st
                 method = f"zoo, as fast as {other}"
                 known[method] = run(ask(method, first=first, least=least))
         rows += [
-            (f"{model} ({about.size})", method, *shown(found, known["plain"]))
+            (f"{model} ({about.size})", method, *shown(found, known.get("plain", {})))
             for method, found in known.items()
         ]
     return markdown_table(("model", "method", "batch", "of plain's", "taken", "samples/s"), rows)
@@ -233,12 +236,15 @@ def run(asked: Search) -> dict[str, Any]:
 def shown(found: dict[str, Any], plain: dict[str, Any]) -> list[str]:
     if "rate" not in found:
         return [": ".join(filter(None, (found["status"], found.get("reason")))), "", "", ""]
-    times, share = (found[key] / plain[key] if key in plain else 1 for key in ("batch", "rate"))
+    times, share = (
+        f"×{found[key] / plain[key]:.2f}" if key in plain else "" for key in ("batch", "rate")
+    )
+    rate = f"{found['rate']:.3g}"
     return [
         str(found["batch"]),
-        f"×{times:.2f}",
+        times,
         format_bytes(found["peak"]),
-        f"{found['rate']:.3g} (×{share:.2f})",
+        f"{rate} ({share})" if share else rate,
     ]
 
 
@@ -248,6 +254,7 @@ def main() -> None:
     parser.add_argument("--device", help="cuda, xpu, cpu, ...; the accelerator that torch finds")
     parser.add_argument("--memory-budget", help=f"{SHARE:.0%} of the device's free memory")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--small", action="store_true", help="smaller inputs and models")
     given = parser.parse_args()
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -261,7 +268,7 @@ def main() -> None:
         else int(SHARE * free_bytes(torch.device(device)))
     )
     print(LEGEND.format(budget=format_bytes(budget), equal=f"{EQUAL:.0%}"))
-    print(table(given.models, device, budget, small=given.small))
+    print(table(given.models, given.methods, device, budget, small=given.small))
 
 
 if __name__ == "__main__":

@@ -134,9 +134,11 @@ def classifier(model: nn.Module, shape: tuple[int, ...]) -> Built:
     return model, (torch.randn(shape),), {}, partial(F.cross_entropy, target=targets)
 
 
-def from_transformers(kind: Any, config: Any, *shape: int, **settings: Any) -> Built:
-    model = kind(config(**{"vocab_size": 4000, "use_cache": False} | settings))
-    tokens = torch.randint(0, 4000, shape)
+def from_transformers(
+    kind: Any, config: Any, *shape: int, vocabulary: int = 4000, **settings: Any
+) -> Built:
+    model = kind(config(vocab_size=vocabulary, use_cache=False, **settings))
+    tokens = torch.randint(0, vocabulary, shape)
     return model, (), {"input_ids": tokens, "labels": tokens}, lambda outputs: outputs.loss
 
 

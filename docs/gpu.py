@@ -8,6 +8,7 @@ at batches as they are on an accelerator (`accelerator_batch_size` of configs/de
 largest batch that the device holds by zoo and by what people use instead.
 """
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ BATCHES = Path("benchmarks/largest_batch.py")
 # what shows that this runs, and no more
 SMALL = ["--model", "densenet100", "--size", "32", "--batch-size", "2"]
 SMALL += ["--steps", "2", "--repeats", "1", "--largest-ratio", "1"]
-SMALL_BATCHES = ["--small", "--models", "GPT-2", "--memory-budget", "60MiB"]
+SMALL_BATCHES = ["--small", "--models", "GPT-2", "--memory-budget", "4MiB"]
+SMALL_BATCHES += ["--methods", "plain", "zoo, True"]
 NOTE = """\
 Each *peak* is the baseline's → the checkpointed model's, as the device's allocator counts it. Where
 the allocator keeps no history, there is no activation peak. *Exact*: loss, every gradient, buffer
@@ -54,11 +56,11 @@ def main(kind: str, page: Path) -> None:
     parts = [
         f"# {name_of(kind)}, torch {torch.__version__}",
         "## Families",
-        f"`python {' '.join(comparison)}`",
+        f"`python {shlex.join(comparison)}`",
         families,
         NOTE,
         "## The largest batch",
-        f"`python {' '.join(batches)}`",
+        f"`python {shlex.join(batches)}`",
         run(batches, stdout=subprocess.PIPE),
     ]
     page.parent.mkdir(exist_ok=True)

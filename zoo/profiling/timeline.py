@@ -24,12 +24,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zoo.errors import ArgumentError
 from zoo.planner.typed_json import read, read_file, read_json, read_row
 from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, CudaPeaks, Event, replayed
 from zoo.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WORKSPACE = "kernel workspace"
 # in the order in which they are stacked: what no plan changes is at the bottom
@@ -209,7 +212,7 @@ class Timeline:
     def __str__(self) -> str:
         return self.table()
 
-    def plot(self, target: Any) -> None:
+    def plot(self, target: "str | Path | Axes") -> None:
         """Draws categories over time, the peak marked, to an SVG, PNG or PDF file or into Axes.
 
         Raises:
