@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -217,8 +217,8 @@ def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
         return found
     last = found.blocks[-1] + 1 if found.blocks else 0
     held = (*found.held, Held((), ())) if found.held else ()
-    step = functools.partial(loss)
-    return Outline((*found.steps, step), (*found.blocks, last), found.whole, held)
+    steps = (*found.steps, functools.partial(loss))
+    return replace(found, steps=steps, blocks=(*found.blocks, last), held=held)
 
 
 def check_training(model: object, what: str) -> None:

@@ -206,9 +206,10 @@ def test_a_real_step_keeps_to_each_of_20_budgets(family: str, in_backward: bool)
 
     budgets = [least + (baseline - least) * part // 19 for part in range(20)]
     reports = {report.plan: report for report in (found.report(b, None) for b in budgets[::-1])}
+    # the optimizer's state is there after it
+    step()
     for plan, report in reports.items():
         zoo.checkpoint(model, plan)
-        step()
         measured = measure_step(step, model, optimizer, given).peak
         assert report.budget is not None
         assert measured <= report.budget, "the smallest of the budgets that get this plan"
