@@ -25,8 +25,8 @@ ON_DEVICE = tests/accelerator tests/engine/test_generators.py tests/engine/test_
 test-device: .venv/.installed
 	OMP_NUM_THREADS=1 $(python) -m pytest --device $(DEVICE) $(ON_DEVICE)
 
-# the same and the comparison of the families, whose table becomes docs/gpu.md; on the software
-# accelerator at small sizes, into build/
+# the same, the comparison of the families and the search for the largest batch, whose tables become
+# docs/gpu.md; on the software accelerator at small sizes, into build/
 gpu: test-device
 	PYTHONPATH=. $(python) docs/gpu.py $(DEVICE) $(if $(filter soft,$(DEVICE)),build/gpu.md)
 

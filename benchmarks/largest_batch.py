@@ -1,63 +1,56 @@
-"""The largest batch that a device's memory holds by each way to save memory, and how fast it is.
+"""The largest batch that fits a device's memory, for each way to save memory, and its speed.
 
-    python benchmarks/largest_batch.py                              # the accelerator that is here
-    python benchmarks/largest_batch.py --memory-budget 16GiB        # of which so much may be used
+    python benchmarks/largest_batch.py                          # the accelerator that is here
+    python benchmarks/largest_batch.py --memory-budget 16GiB    # with at most so much of its memory
     python benchmarks/largest_batch.py --device cpu --memory-budget 400MiB --small
 
-Each row is a search in a process of its own. A batch fits where the allocator's peak of a whole
-training step (weights, gradients and optimizer state among it) is within the budget, after two
-steps that did not run out of the device's memory. Batches are 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14,
-16, 20, ...: four for each power of two.
+It needs the `test` extra. Each row is a search in a process of its own. A batch fits where the
+allocator's peak of a whole training step (weights, gradients and optimizer state among it) is
+within the budget, after two steps that did not run out of the device's memory. Batches are 1, 2, 3,
+4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: four for each power of two.
 
-`zoo, as fast as ...` is the largest batch of those whose plan, made for the same budget, trains at
-least 97 % as many samples per second as that other way does at its own largest batch.
+`zoo, as fast as ...` is the largest batch at which a plan for the same budget trains at least 97 %
+of the samples per second that the other method reaches at its own largest batch; samples per second
+are taken to fall as the batch grows.
 """
 
 import argparse
-import contextlib
 import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import peers
 import torch
-from monai.networks.nets import BasicUNet
-from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import zoo
 from zoo.engine.devices import free_bytes, synchronize
-from zoo.harness.processes import outcome
+from zoo.harness.processes import outcome, ran_out
 from zoo.profiling.allocator_events import measure_step, tensors_in
 from zoo.report.escaping import markdown_table
 from zoo.units import format_bytes, parse_bytes
 
 SIZES = [size for size in range(1, 2**16) if size % (1 << max(0, size.bit_length() - 3)) == 0]
-# what the next size is tried at until one does not fit: twice the last
+# how many sizes further to try while all fit: from 4 on, twice the batch
 DOUBLED = 4
 STEPS, ROUNDS, TIMEOUT = 2, 5, 3600.0
-# the share of another's samples per second that counts as as many
+# a plan that reaches this share of a method's samples per second counts as equally fast
 EQUAL = 0.97
-# of the memory that is free
+# the default budget, as a share of the free memory
 SHARE = 0.9
 LEGEND = """\
-*batch*: the largest whose whole training step keeps to {budget} of the device's memory, by the
-allocator. *as fast as*: the largest batch at which a plan for that budget trains at least {equal}
-of the other way's samples per second at its own largest batch.
+*batch*: the largest whose training step peaks at {budget} at most, as the device's allocator counts
+it; *step peak*: that peak; (×): samples per second over the baseline's. *zoo, as fast as ...*: the
+largest batch at which a plan for that budget trains at least {equal} of the samples per second that
+the other method reaches at its own largest batch.
 """
-# a model for a batch
+# builds a model and its inputs for a batch size
 MakeModel = Callable[[int], peers.Model]
-
-
-def unet(side: int, batch: int) -> peers.Built:
-    """Returns MONAI's 3D U-Net on cubes, whose output is to be as its input."""
-    volume = torch.randn(batch, 1, side, side, side)
-    return BasicUNet(out_channels=1), (volume,), {}, partial(nn.functional.mse_loss, target=volume)
 
 
 def resnet(side: int, batch: int) -> peers.Model:
@@ -83,11 +76,11 @@ def gpt2(tokens: int, settings: dict[str, int], batch: int) -> peers.Model:
 
 
 def volumes(side: int, batch: int) -> peers.Model:
-    return peers.Model(partial(unet, side, batch), f"MONAI's BasicUNet, {side}³", "TwoConv")
+    return peers.Model(partial(peers.unet, batch, side), f"MONAI's BasicUNet, {side}³", "TwoConv")
 
 
 TINY = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocabulary": 100}
-# as they are trained on an accelerator, and small
+# name: (the size that people train on an accelerator, a small one)
 MODELS: dict[str, tuple[MakeModel, MakeModel]] = {
     "ResNet-50": (partial(resnet, 224), partial(resnet, 64)),
     "DenseNet-121": (partial(densenet, 224), partial(densenet, 64)),
@@ -97,23 +90,27 @@ MODELS: dict[str, tuple[MakeModel, MakeModel]] = {
 }
 
 
-def by_true_and_optimizer(training: peers.Training, asked: int | None) -> None:
+def by_true_and_optimizer(training: peers.Training, budget: int | None) -> None:
     """Checkpoints a model and updates its parameters in the backward."""
     zoo.checkpoint(training.model)
     zoo.optimizer_in_backward(training.model, training.optimizer)
 
 
-BY_BLOCK = "torch, each block"
 IN_BACKWARD = "zoo, True, optimizer in the backward"
-METHODS = {name: peers.METHODS[name].apply for name in ("plain", BY_BLOCK, peers.OWN, "zoo, True")}
+METHODS = {
+    name: peers.METHODS[name].apply for name in ("plain", peers.BY_BLOCK, peers.OWN, "zoo, True")
+}
 METHODS[IN_BACKWARD] = by_true_and_optimizer
-# what a plan is to be as fast as
-OTHERS = ("plain", BY_BLOCK, peers.OWN)
+# methods whose speed a plan must match
+OTHERS = ("plain", peers.BY_BLOCK, peers.OWN)
 
 
 @dataclass(frozen=True)
 class Search:
-    """Asks for the largest batch from `first` on that fits: in `budget` bytes, `least` a second."""
+    """A search for the largest batch, from `first` on.
+
+    It takes at most `budget` bytes and trains at least `least` samples a second.
+    """
 
     model: str
     method: str
@@ -149,7 +146,7 @@ def search(asked: Search) -> dict[str, Any]:
 
     found = tried.get(last(fits, SIZES.index(asked.first)))
     if found is None:
-        return {"status": "none fits"}
+        return {"status": "none is as fast" if asked.least else "none fits"}
     return {"status": "done", **asdict(found)}
 
 
@@ -170,29 +167,28 @@ def last(fits: Callable[[int], bool], first: int) -> int:
 def attempt(asked: Search, batch: int) -> Trial | None:
     """Trains a few steps with a batch; None where the memory or the budget does not suffice."""
     device = torch.device(asked.device)
+    free_memory(device)
     try:
-        with given_back(device):
-            training = asked.training(batch)
-            METHODS.get(asked.method, peers.by_budget)(training, asked.budget)
-            for step in range(STEPS):
-                training.step(step)
-            inputs = tensors_in((training.args, training.kwargs))
-            step = partial(training.step, STEPS)
-            memory = measure_step(step, training.model, training.optimizer, inputs)
-            seconds = statistics.median(timed(step, device) for _ in range(ROUNDS))
-            return Trial(batch, memory.peak, batch / seconds)
-    except (torch.OutOfMemoryError, zoo.BudgetError):
-        return None
+        training = asked.training(batch)
+        apply = peers.by_budget if asked.least else METHODS[asked.method]
+        apply(training, asked.budget)
+        for step in range(STEPS):
+            training.step(step)
+        inputs = tensors_in((training.args, training.kwargs))
+        last_step = partial(training.step, STEPS)
+        memory = measure_step(last_step, training.model, training.optimizer, inputs)
+        seconds = statistics.median(timed(last_step, device) for _ in range(ROUNDS))
+        return Trial(batch, memory.peak, batch / seconds)
+    except Exception as error:
+        if isinstance(error, zoo.BudgetError) or ran_out(error):
+            return None
+        raise
 
 
-@contextlib.contextmanager
-def given_back(device: torch.device) -> Iterator[None]:
-    """Gives the memory of a device that is no longer used back afterwards."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        getattr(torch.get_device_module(device), "empty_cache", int)()
+def free_memory(device: torch.device) -> None:
+    """Collects what the attempt before left and empties the allocator's cache."""
+    gc.collect()
+    getattr(torch.get_device_module(device), "empty_cache", int)()
 
 
 def timed(step: Callable[[], object], device: torch.device) -> float:
@@ -221,10 +217,16 @@ def table(
                 method = f"zoo, as fast as {other}"
                 known[method] = run(ask(method, first=first, least=least))
         rows += [
-            (f"{model} ({about.size})", method, *shown(found, known.get("plain", {})))
+            (f"{model} ({about.size})", renamed(method), *shown(found, known.get("plain", {})))
             for method, found in known.items()
         ]
-    return markdown_table(("model", "method", "batch", "of plain's", "taken", "samples/s"), rows)
+    return markdown_table(
+        ("model", "method", "batch", "of the baseline's", "step peak", "samples/s"), rows
+    )
+
+
+def renamed(method: str) -> str:
+    return method.replace("plain", "baseline")
 
 
 def run(asked: Search) -> dict[str, Any]:
@@ -251,15 +253,15 @@ def shown(found: dict[str, Any], plain: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", help="cuda, xpu, cpu, ...; the accelerator that torch finds")
-    parser.add_argument("--memory-budget", help=f"{SHARE:.0%} of the device's free memory")
+    parser.add_argument("--device", help="cuda, xpu, cpu, ...; default: the one found")
+    parser.add_argument("--memory-budget", help=f"such as 16GiB; default: {SHARE:.0%}% of the free")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--small", action="store_true", help="smaller inputs and models")
+    parser.add_argument("--small", action="store_true", help="small models and inputs")
     given = parser.parse_args()
     found = torch.accelerator.current_accelerator(check_available=True)
     device = given.device or (found.type if found else "cpu")
-    # the CPU tells what is free only to those who may have all of it
+    # torch does not count the free memory of the CPU
     if given.memory_budget is None and device == "cpu":
         parser.error("--memory-budget is needed on the CPU, such as 2GiB")
     budget = (

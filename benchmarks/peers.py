@@ -142,8 +142,9 @@ def from_transformers(
     return model, (), {"input_ids": tokens, "labels": tokens}, lambda outputs: outputs.loss
 
 
-def unet() -> Built:
-    volume, targets = torch.randn(1, 1, 32, 32, 32), torch.randint(0, 2, (1, 32, 32, 32))
+def unet(batch: int = 1, side: int = 32) -> Built:
+    shape = batch, side, side, side
+    volume, targets = torch.randn(batch, 1, *shape[1:]), torch.randint(0, 2, shape)
     loss = partial(F.cross_entropy, target=targets)
     return BasicUNet(), (volume,), {}, loss
 
@@ -397,7 +398,7 @@ SHARES = (0.05, 0.15, 0.3, 0.5)
 FEW = SHARES[:-1]
 
 
-OWN = "the library's own switch"
+OWN, BY_BLOCK = "the library's own switch", "torch, each block"
 
 
 def compiling(share: float, backend: str = "aot_eager", solver: str = DP, **limits: Any) -> Method:
@@ -414,7 +415,7 @@ def has_switch(model: Model) -> bool:
 
 METHODS: dict[str, Method] = {
     "plain": Method(lambda training, _: None),
-    "torch, each block": Method(partial(wrapped, by_block), TORCH),
+    BY_BLOCK: Method(partial(wrapped, by_block), TORCH),
     "torch, √n segments": Method(in_segments, TORCH, lambda model: model.rows is not None),
     "torch, selective: matmuls saved": Method(partial(wrapped, save_matmuls), TORCH, models=SOME),
     "torch, save_on_cpu": Method(on_cpu, HOOKS, models=PUBLIC),
@@ -438,7 +439,7 @@ METHODS: dict[str, Method] = {
     "zoo, budget 0.5": planning(share=0.5, models=SOME),
     **{f"zoo, budget {share:g}": planning(share=share, models=PUBLIC) for share in FEW},
     "zoo, at the memory of torch, each block": planning(
-        beside="torch, each block", applies=lambda model: model.switch is None
+        beside=BY_BLOCK, applies=lambda model: model.switch is None
     ),
     f"zoo, at the memory of {OWN}": planning(applies=has_switch, beside=OWN),
 }  # fmt: skip

@@ -21,7 +21,6 @@ from zoo.engine.devices import name_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gpu.md"
-BATCHES = Path("benchmarks/largest_batch.py")
 # what shows that this runs, and no more
 SMALL = ["--model", "densenet100", "--size", "32", "--batch-size", "2"]
 SMALL += ["--steps", "2", "--repeats", "1", "--largest-ratio", "1"]
@@ -36,18 +35,16 @@ and parameter and the random states are equal bit for bit after each optimizer s
 
 def main(kind: str, page: Path) -> None:
     """Measures on a kind of device and writes the page."""
-    sizes: tuple[list[str], list[str]] = [], []
+    sizes, batch_sizes = [], []
     if kind == software.NAME:
         if (fault := software.missing()) is not None:
             print(f"nothing is measured on {kind}: {fault}")
             return
         software.register()
         software.offer()
-        sizes = SMALL, SMALL_BATCHES
-    comparison, batches = (
-        [program, "--device", kind, *size]
-        for program, size in zip(("test_memory_optimized.py", str(BATCHES)), sizes, strict=True)
-    )
+        sizes, batch_sizes = SMALL, SMALL_BATCHES
+    comparison = ["test_memory_optimized.py", "--device", kind, *sizes]
+    batches = ["benchmarks/largest_batch.py", "--device", kind, *batch_sizes]
     results = ROOT / "results" / f"gpu-{kind}"
     run([*comparison, "--output", str(results)])
     written = max(results.glob("*/report.md"), key=lambda path: path.stat().st_mtime)

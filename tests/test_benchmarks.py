@@ -1,4 +1,4 @@
-"""`benchmarks/peers.py`: a cell sees what differs and what it costs; the page has every method."""
+"""benchmarks/: a cell sees what differs and what it costs; the largest batch is found."""
 
 import importlib
 import re
@@ -109,8 +109,8 @@ def batches(peers, monkeypatch):
 
 
 def test_the_largest_batch_is_the_last_that_fits(batches):
-    """Every answer there can be, from every first size."""
-    for limit in range(12):
+    """Every answer that there can be."""
+    for limit in range(len(batches.SIZES) + 1):
         for first in range(8):
             asked = []
 
@@ -119,7 +119,7 @@ def test_the_largest_batch_is_the_last_that_fits(batches):
                 return index < limit
 
             assert batches.last(fits, first) == max(limit, first) - 1
-            assert len(asked) == len(set(asked))
+            assert len(asked) == len(set(asked)) <= 24
 
 
 def test_batches_are_four_for_each_power_of_two(batches):
@@ -128,10 +128,23 @@ def test_batches_are_four_for_each_power_of_two(batches):
 
 def test_a_plan_reaches_a_larger_batch_within_the_same_bytes(batches):
     ask = partial(batches.Search, "tiny", device="cpu", budget=2**20)
-    plain, block, ours = map(batches.search, map(ask, ("plain", batches.BY_BLOCK, "zoo, True")))
+    plain, block, ours = map(
+        batches.search, map(ask, ("plain", batches.peers.BY_BLOCK, "zoo, True"))
+    )
     assert plain["batch"] < block["batch"] <= ours["batch"]
     assert max(found["peak"] for found in (plain, block, ours)) <= 2**20
     larger = batches.SIZES[batches.SIZES.index(plain["batch"]) + 1]
     assert batches.attempt(ask("plain"), larger).peak > 2**20
-    # nothing is so fast
-    assert batches.search(ask("zoo", least=1e12)) == {"status": "none fits"}
+    as_fast = partial(ask, "zoo", first=plain["batch"])
+    planned = batches.search(as_fast(least=0.01 * plain["rate"]))
+    assert plain["batch"] < planned["batch"]
+    assert planned["peak"] <= 2**20
+    # no plan is so fast
+    assert batches.search(as_fast(least=1e12)) == {"status": "none is as fast"}
+
+
+def test_the_search_explains_itself(batches, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["largest_batch.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        batches.main()
+    assert "default: 90% of the free" in capsys.readouterr().out

@@ -217,8 +217,8 @@ def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
         return found
     last = found.blocks[-1] + 1 if found.blocks else 0
     held = (*found.held, Held((), ())) if found.held else ()
-    steps = (*found.steps, functools.partial(loss))
-    return replace(found, steps=steps, blocks=(*found.blocks, last), held=held)
+    step: Callable[..., Any] = functools.partial(loss)
+    return replace(found, steps=(*found.steps, step), blocks=(*found.blocks, last), held=held)
 
 
 def check_training(model: object, what: str) -> None:

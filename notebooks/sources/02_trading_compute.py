@@ -180,7 +180,8 @@ table(["node", "bytes of its result", "multiplications and additions in products
 # In a DenseNet each layer reads the results of *all* layers before it, joined into one tensor and
 # normalized. Joined anew each time: a block of *n* layers keeps about *n²* pieces, though only *n*
 # different ones were made. (Its frontier is the first picture.) The scheme `cheap` keeps only the
-# convolutions. Guess: does it leave more of this network's peak or less than of the ResNet's?
+# results of convolutions. Guess: is the share of the peak that it leaves larger here than in the
+# ResNet, or smaller?
 
 # %% name="densenet"
 compare(densenet_frontier)
@@ -191,10 +192,11 @@ for frontier in (resnet_frontier, densenet_frontier):
 say(f"`cheap` leaves {left[0]:.0%} of the ResNet's peak, **{left[1]:.0%}** here.")
 
 # %% [markdown] name="densenet-answer"
-# Less: joined and normalized copies are quick to make again, and they are most of what is kept
+# Smaller: joined and normalized copies are quick to make again, and they are most of what is kept
 # here. In the ResNet, results of convolutions are a larger share. To recompute those copies is what
 # "memory-efficient DenseNet" means in other libraries, where it is a second version of the model,
-# written by hand. Here it falls out of the numbers, and the best plans take less time still.
+# written by hand. Here it falls out of the numbers, and at the same memory the best plans take less
+# time (last column).
 #
 # ## Do the predictions hold?
 #

@@ -110,7 +110,7 @@ MISTAKES = [
     (["plan", *RESIDUALS, "--max-overhead=1", "--save", "/no/x"], "'/no/x' cannot be written: No"),
     (
         ["plan", *RESIDUALS, "--max-overhead=1", "--plot", "x.gif"],
-        "'x.gif' must end in one of .svg",
+        "'x.gif' is no picture; end it with .svg",
     ),
     # said before any work: there is no such model either
     (["plan", "resnt", "--max-overhead=1", "--save", "/"], "--save: '/' cannot be written: Is a"),
@@ -120,7 +120,7 @@ MISTAKES = [
     (["frontier", "resnt", "--csv", "/no/x"], "--csv: '/no/x' cannot be written: No such"),
     (["frontier", "resnt", "--plot", "/no/x.svg"], "--plot: '/no/x.svg' cannot be written: No"),
     (["anatomy", "resnt", "--save", "/no/x"], "--save: '/no/x' cannot be written: No such"),
-    (["anatomy", "resnt", "--plot", "x.txt"], "'x.txt' must end in one of .svg"),
+    (["anatomy", "resnt", "--plot", "x.txt"], "'x.txt' is no picture; end it with .svg"),
     (["info", "resnet18", "--input", "-2,3"], "--input: takes a shape such as .*got '-2,3'"),
     (["anatomy", *RESIDUALS, "--device", "cdua"], "takes cpu or cuda.*Did you mean cuda"),
     (["anatomy", *RESIDUALS, "--checkpoint", "sqr"], "is no scheme.*Did you mean sqrt"),

@@ -206,7 +206,7 @@ def test_a_real_step_keeps_to_each_of_20_budgets(family: str, in_backward: bool)
 
     budgets = [least + (baseline - least) * part // 19 for part in range(20)]
     reports = {report.plan: report for report in (found.report(b, None) for b in budgets[::-1])}
-    # the optimizer's state is there after it
+    # makes the optimizer's state, which each report counts
     step()
     for plan, report in reports.items():
         zoo.checkpoint(model, plan)

@@ -21,7 +21,7 @@ from zoo.planner.typed_json import read_file
 from zoo.policy.budget import Budget, check_bounds
 from zoo.policy.options import Checkpoint
 from zoo.policy.report import PlanReport
-from zoo.report import PICTURES
+from zoo.report.pictures import check_picture
 
 # a mistyped axis must not end in an overflow
 LARGEST = 2**40
@@ -143,6 +143,5 @@ def file(text: str) -> str:
 
 def picture(text: str) -> str:
     """Reads the path of a picture to write: .svg, .png or .pdf."""
-    if Path(text).suffix.lower() not in PICTURES:
-        raise ArgumentError(f"{text!r} must end in one of {', '.join(PICTURES)}")
+    check_picture(text)
     return file(text)

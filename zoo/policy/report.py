@@ -6,7 +6,6 @@ a report. Pictures need matplotlib, which is imported when one is drawn.
 
 import csv
 import functools
-import importlib
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from zoo.errors import ArgumentError, PlanError
+from zoo.errors import PlanError
 from zoo.planner.plan import Plan, thinned
 from zoo.planner.typed_json import read, read_file, read_json
 from zoo.report.escaping import markdown_table
+from zoo.report.pictures import plots
 from zoo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class PlanReport:
         Raises:
             ArgumentError: matplotlib is not installed, or a file of no known kind.
         """
-        _plots().draw_plan(
+        plots().draw_plan(
             target,
             self.plan,
             {"names": self.names, "blocks": self.blocks, "saved": self.saved},
@@ -391,13 +391,4 @@ class Frontier(Sequence[Point]):
             "baseline": self.baseline.peak,
             "lower_bound": self.lower_bound,
         }
-        _plots().draw_frontier(target, frontier, f"Memory and time of {self.title}")
-
-
-def _plots() -> Any:
-    try:
-        return importlib.import_module("zoo.report.plot")
-    except ImportError as error:
-        raise ArgumentError(
-            "a picture needs matplotlib: pip install 'zoo-checkpoint[compare]'"
-        ) from error
+        plots().draw_frontier(target, frontier, f"Memory and time of {self.title}")

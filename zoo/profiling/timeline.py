@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from zoo.errors import ArgumentError
 from zoo.planner.typed_json import read, read_file, read_json, read_row
 from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, CudaPeaks, Event, replayed
+from zoo.report.pictures import plots
 from zoo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -218,14 +219,9 @@ class Timeline:
         Raises:
             ArgumentError: matplotlib is missing, or a path has another ending.
         """
-        try:
-            # an extra
-            from zoo.report.plot import draw_timeline  # noqa: PLC0415
-        except ImportError as error:
-            raise ArgumentError(
-                "drawing needs matplotlib: pip install 'zoo-checkpoint[compare]'"
-            ) from error
-        draw_timeline(target, self.summary(), self.title, self.heading)
+        title = f"Memory of a training step of {self.title}"
+        subtitle = self.heading.removeprefix(f"{self.title} ")
+        plots().draw_timeline(target, self.summary(), title, subtitle)
 
     def summary(self, points: int = POINTS) -> dict[str, Any]:
         """Returns what a report draws, at about so many of the points, the peaks among them."""

@@ -21,11 +21,12 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import FormatStrFormatter
 from matplotlib.transforms import Bbox
 
-from zoo.errors import ArgumentError, shortened_text
+from zoo.errors import shortened_text
 from zoo.planner.plan import Plan
-from zoo.report import PICTURES, charts
+from zoo.report import charts
 from zoo.report.chain_axis import fitting, round_numbers
 from zoo.report.escaping import visible
+from zoo.report.pictures import check_picture
 from zoo.report.rows import Heading, Row, size_or_why, variants
 from zoo.units import format_bytes
 
@@ -107,9 +108,10 @@ def draw_timeline(
     """
     chart = charts.categories_chart(timeline, timeline["peak"]["bytes"])
     if isinstance(target, Axes):
-        draw_chart(target, chart)
-        # the areas' names in their order
+        _draw(target, chart)
+        # beside the areas, in the order in which they are stacked
         target.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+        _place_names(target, chart)
         return
     with _picture([target], (10, 4.6), title, subtitle) as figure:
         draw_timeline(figure.subplots(), timeline, title, subtitle)
@@ -135,8 +137,7 @@ def _picture(
     """Yields a figure, its size in inches, with a title and a line below it; then saves it."""
     files = [Path(path) for path in paths]
     for file in files:
-        if file.suffix.lower() not in PICTURES:
-            raise ArgumentError(f"{file.name!r} is no picture; end it with .svg, .png or .pdf")
+        check_picture(file)
     with rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         inch = 1 / size[1]
@@ -156,6 +157,10 @@ def _picture(
 def draw_chart(axes: Axes, chart: charts.Chart) -> None:
     """Draws a chart into axes, the texts of its marks where there is room for them."""
     _draw(axes, chart)
+    _place_names(axes, chart)
+
+
+def _place_names(axes: Axes, chart: charts.Chart) -> None:
     # where there is room is known when the layout is
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]
     _name_marks(axes, chart)

@@ -1,0 +1,31 @@
+"""Which files pictures are written to, and the module that draws them, which needs matplotlib."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from zoo.errors import ArgumentError, shortened
+
+# endings of the files that `plot.py` writes
+PICTURES = (".svg", ".png", ".pdf")
+
+
+def check_picture(path: str | Path) -> None:
+    """Raises ArgumentError where a path does not end as that of a picture."""
+    if Path(path).suffix.lower() not in PICTURES:
+        name = shortened(Path(path).name)
+        raise ArgumentError(f"{name} is no picture; end it with .svg, .png or .pdf")
+
+
+def plots() -> Any:
+    """Imports `zoo.report.plot`.
+
+    Raises:
+        ArgumentError: matplotlib is not installed.
+    """
+    try:
+        return importlib.import_module("zoo.report.plot")
+    except ImportError as error:
+        raise ArgumentError(
+            "a picture needs matplotlib: pip install 'zoo-checkpoint[compare]'"
+        ) from error
