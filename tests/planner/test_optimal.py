@@ -116,9 +116,8 @@ def test_a_frontier_falls_from_the_least_peak_to_plain_training() -> None:
     assert all(p.peak < q.peak for p, q in pairwise(points))
     assert all(p.recomputed_seconds > q.recomputed_seconds for p, q in pairwise(points))
     assert points[0].peak == simulate(least(costs), costs).peak
-    assert points[-1] == (baseline_of(costs), 0.0, Plan.keep_all(len(costs)))
-    for point in points:
-        assert measures(point.plan, costs)[:2] == point[:2]
+    assert points[-1].plan == Plan.keep_all(len(costs))
+    assert all(simulate(point.plan, costs) == point.result for point in points)
 
 
 def test_a_long_chain_is_cut_at_its_blocks_and_inside_long_ones() -> None:

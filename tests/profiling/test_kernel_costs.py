@@ -81,9 +81,9 @@ def test_a_state_of_an_expanded_tensor_is_measured() -> None:
 
 def test_each_kind_of_kernel_runs_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
-    real = kernels._span
+    real = kernels._run
     monkeypatch.setattr(kernels, "_known", {True: {}, False: {}})
-    monkeypatch.setattr(kernels, "_span", lambda spec: runs.append(spec) or real(spec))
+    monkeypatch.setattr(kernels, "_run", lambda spec, timed: runs.append(spec) or real(spec, timed))
 
     class Many(Chain):
         def __init__(self) -> None:
@@ -171,3 +171,10 @@ def test_half_precision_is_as_fast_as_the_device_makes_it() -> None:
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:
     with pytest.raises(ArgumentError, match=r"device='h200'.*Did you mean nvidia-h200"):
         device_named("h200")
+
+
+def test_what_torch_asks_of_a_tensor_is_no_kernel() -> None:
+    model, x = Residuals(), images()
+    profile = Profile(model, outline(model.steps_for(x)), (x,))
+    assert None not in profile.specs
+    assert {spec.operator for spec in profile.specs if spec} > {"aten.convolution.default"}

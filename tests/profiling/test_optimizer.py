@@ -103,3 +103,25 @@ def test_many_equal_layers_take_no_more_steps_than_one(
     assert optimizer_bytes(make, parameters).state == 30 * alone
     # after a bias there is a weight
     assert stepped - one <= one + 2
+
+
+def test_making_an_optimizer_leaves_nothing_behind() -> None:
+    made: list[Any] = []
+
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        made.append(parameters)
+        torch.rand(3)
+        return torch.optim.AdamW(parameters)
+
+    model, stream = network(), torch.get_rng_state()
+    assert optimizer_bytes(make, model.parameters()).state > 0
+    assert not made
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_what_making_an_optimizer_raises_is_told() -> None:
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        raise KeyError("warmup")
+
+    with pytest.raises(ArgumentError, match=r"optimizer= raised KeyError: 'warmup'"):
+        optimizer_bytes(make, network().parameters())

@@ -21,6 +21,7 @@ from zoo.invocation import Invocation
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet, basic
 from zoo.profiling.allocator_events import measure_step
+from zoo.profiling.optimizer import OptimizerBytes, optimizer_bytes
 from zoo.sizing.max_size import Largest, largest, train_twice
 
 SEARCH = "zoo.sizing.max_size"
@@ -362,23 +363,24 @@ def test_a_size_is_looked_at_once_and_the_optimizer_is_the_same_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
-    made: list[Any] = []
+    counted: list[Any] = []
 
     def look(model: Any, inputs: Any, **options: Any) -> Any:
         sizes.append(len(inputs.args[0]))
         return planner_for(model, inputs, **options)
 
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made.append(parameters)
-        return sgd(parameters)
+    def bytes_of(*arguments: Any) -> OptimizerBytes:
+        counted.append(arguments)
+        return optimizer_bytes(*arguments)
 
     monkeypatch.setattr("zoo.sizing.size_estimate.planner_for", look)
+    monkeypatch.setattr("zoo.policy.budget.optimizer_bytes", bytes_of)
     taken = iter([2**20 + 2**17, 2**20])  # the first real step takes too much: it searches again
     monkeypatch.setattr(f"{SEARCH}.train_twice", lambda *_: next(taken))
-    largest(Residuals(), images(2, 4, 16), memory_budget=2**20, optimizer=optimizer)
+    largest(Residuals(), images(2, 4, 16), memory_budget=2**20, optimizer=sgd)
     assert next(taken, None) is None
     assert sorted(sizes) == sorted(set(sizes))
-    assert len(made) == 1
+    assert len(counted) == 1
 
 
 def test_a_slow_step_is_only_run_if_asked_for(

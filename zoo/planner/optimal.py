@@ -63,11 +63,20 @@ def _silently(_: str, items: Collection[Any]) -> Iterable[Any]:
 
 
 class Point(NamedTuple):
-    """A plan, the peak bytes of its activations, and the seconds of its recomputation."""
+    """A plan, and what it costs."""
 
-    peak: int
-    recomputed_seconds: float
     plan: Plan
+    result: Simulation
+
+    @property
+    def peak(self) -> int:
+        """The peak bytes of its activations."""
+        return self.result.peak
+
+    @property
+    def recomputed_seconds(self) -> float:
+        """The seconds of its recomputation."""
+        return self.result.recomputed_seconds
 
 
 def frontier(
@@ -115,14 +124,15 @@ def frontier(
 
 def _best(plans: Mapping[Plan, Simulation]) -> list[Point]:
     """Returns the plans that no other is better than, by rising peak."""
-    candidates = [
-        (result.peak, result.recomputed_seconds, result.recomputed_flops, plan)
-        for plan, result in plans.items()
-    ]
+
+    def key(entry: tuple[Plan, Simulation]) -> tuple[int, float, int]:
+        result = entry[1]
+        return result.peak, result.recomputed_seconds, result.recomputed_flops
+
     points: list[Point] = []
-    for peak, seconds, _, plan in sorted(candidates, key=lambda entry: entry[:3]):
-        if not points or seconds < points[-1].recomputed_seconds:
-            points.append(Point(peak, seconds, plan))
+    for plan, result in sorted(plans.items(), key=key):
+        if not points or result.recomputed_seconds < points[-1].recomputed_seconds:
+            points.append(Point(plan, result))
     return points
 
 

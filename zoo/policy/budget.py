@@ -27,7 +27,7 @@ from zoo.engine.devices import counts_memory, free_bytes
 from zoo.errors import ArgumentError, BudgetError, Interrupted
 from zoo.invocation import place_of, title_of, with_loss
 from zoo.planner import schemes
-from zoo.planner.costs import least_possible, simulate
+from zoo.planner.costs import Simulation, least_possible, simulate
 from zoo.planner.plan import Item, Plan, thinned
 from zoo.policy.report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.allocator_events import resident_bytes
@@ -196,8 +196,10 @@ class BudgetPlanner:
                 raise Interrupted(text, self._frontier(best)) from None
 
     def _best(self, table: Sequence[Any]) -> list[Point]:
-        plans = dict.fromkeys(_loss_kept(point.plan, self.steps) for point in table)
-        points = sorted(map(self._point, plans), key=lambda p: (p.time_ratio, p.peak))
+        results = {point.plan: point.result for point in table}
+        plans = dict.fromkeys(_loss_kept(plan, self.steps) for plan in results)
+        points = [self._point(plan, result=results.get(plan)) for plan in plans]
+        points.sort(key=lambda p: (p.time_ratio, p.peak))
         best: list[Point] = []
         for point in points:
             if not best or point.peak < best[-1].peak:
@@ -229,8 +231,8 @@ class BudgetPlanner:
         # of tiny activations the random states of a segment take more than it saves
         return min(self.baseline, point, key=lambda point: point.peak)
 
-    def _point(self, plan: Plan, name: str = "optimal") -> Point:
-        result, draws = simulate(plan, self.whole), sum(self.costs.draws)
+    def _point(self, plan: Plan, name: str = "optimal", result: Simulation | None = None) -> Point:
+        result, draws = result or simulate(plan, self.whole), sum(self.costs.draws)
         # random states that segments keep, and one that a replay restores: as if each kernel that
         # draws had a segment of its own, so that plans compare by the rest
         streams = KEPT_STREAM * draws + STREAM if draws and plan.depth() else 0

@@ -306,16 +306,26 @@ def storages_of(tensor: Any) -> list[Any]:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Lists the tensors in nested containers and dataclasses, or of a single one."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, VALUES):
-        return []
+    found: list[Tensor] = []
+    _collect((value,), found)
+    return found
+
+
+def _collect(parts: Iterable[Any], found: list[Tensor]) -> None:
+    for part in parts:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif not isinstance(part, VALUES):
+            _collect(_parts_of(part), found)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if type(value) in (tuple, list):
+        return value  # type: ignore[no-any-return]
     if type(value) is dict:
-        value = list(value.values())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, part.name) for part in dataclasses.fields(value)]
-    if type(value) not in (tuple, list):
-        # it knows all containers, and takes ten times as long
-        leaves = pytree.tree_leaves(value)
-        value = [] if len(leaves) == 1 and leaves[0] is value else leaves
-    return [tensor for part in value for tensor in tensors_in(part)]
+        return list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, part.name) for part in dataclasses.fields(value)]
+    # it knows all containers, and takes ten times as long
+    leaves = pytree.tree_leaves(value)
+    return [] if len(leaves) == 1 and leaves[0] is value else leaves

@@ -13,7 +13,6 @@ see `isolation`.
 import contextlib
 import copy
 import functools
-import importlib
 import itertools
 import math
 import operator
@@ -27,6 +26,7 @@ from zoo._torch import (
     FakeTensor,
     FakeTensorMode,
     disable_current_modes,
+    fake_of,
     is_any_autocast_enabled,
     unset_fake_temporarily,
 )
@@ -34,7 +34,7 @@ from zoo.chain import HOOKS, Held, NamedStep, Outline, PassThrough, State, Step
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.caching_allocator import rounded_up
-from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, copied
+from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, copied, import_for_fakes
 from zoo.profiling.isolation import Died, Raised, isolated
 from zoo.profiling.kernel_costs import (
     Curve,
@@ -129,7 +129,8 @@ class Profile:
         self.outline, self.gradient_bytes = outline, sum(trained.values())
         tensors = (*(value for value in inputs if value is not None), *chain.parameters())
         self.device = tensors[0].device if tensors else torch.device("cpu")
-        _import_all()
+        import_for_fakes()
+        flop_formulas()
         with shown("measuring steps on fake tensors"):
             answer = isolated(functools.partial(_run_steps, chain, outline, inputs, block))
         if isinstance(answer, Raised) and answer.error is not None:
@@ -326,13 +327,6 @@ def _parameters_of(step: Step) -> list[int]:
     return found
 
 
-@functools.cache
-def _import_all() -> None:
-    """Has torch import once, and not in each process, what fake tensors need."""
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    flop_formulas()
-
-
 def _told(answer: Raised | Died) -> str:
     if isinstance(answer, Raised):
         return f"{answer.kind}: {answer.text}"
@@ -360,7 +354,7 @@ def _run_steps(
         else:
             steps = _copies(chain, steps, made)
         owned = [made.get(id(value), value) for value in (*chain.parameters(), *chain.buffers())]
-        fakes = [v if isinstance(v, FakeTensor) else mode.from_tensor(v) for v in owned]
+        fakes = [v if isinstance(v, FakeTensor) else fake_of(mode, v) for v in owned]
         real = [v for v in (*inputs, *owned) if v is not None and type(v) in REAL]
         fixed = {v.untyped_storage()._cdata for v in (*fakes, *real)}
         return follower.run(steps, outline.held, fixed)
@@ -401,7 +395,7 @@ def _fake_buffer(fixes: FakeTensorFixes, buffer: Tensor) -> Tensor:
     if buffer.ndim == 0 and buffer.device.type in ("cpu", "meta"):
         with unset_fake_temporarily():
             return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.clone()
-    fake: Tensor = fixes.mode.from_tensor(buffer)
+    fake: Tensor = fake_of(fixes.mode, buffer)
     if buffer.ndim == 0 and not isinstance(buffer, FakeTensor):
         fixes.know(fake, copied(buffer))
     return fake

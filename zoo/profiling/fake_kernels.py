@@ -13,12 +13,15 @@ from torch import Tensor
 
 from zoo._torch import DisableTorchDispatch, FakeTensor, FakeTensorMode, in_kernel_invocation
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 BATCH_NORM = torch.ops.aten.native_batch_norm.default
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 # makes a fake tensor of a real one
 LIFT = torch.ops.aten.lift_fresh.default
 EMPTY = torch.ops.aten.empty_strided.default
+# what torch asks of a tensor itself, before it runs a kernel: no kernels
+DEVICE = torch.ops.prim.device.default
+QUESTIONS = frozenset({DEVICE, torch.ops.prim.layout.default})
 # element by element; the result has the type of arguments that all have one type
 POINTWISE = frozenset(
     getattr(torch.ops.aten, name).default
@@ -39,6 +42,14 @@ IN_PLACE = frozenset(
     | {getattr(torch.ops.aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_")}
 )
 ARITHMETIC = POINTWISE | IN_PLACE
+
+
+def answer(question: Any, tensor: Tensor) -> Any:
+    """Answers a question, as a `FakeTensorMode` does."""
+    if question is not DEVICE or type(tensor) is not FakeTensor:
+        return question(tensor)
+    is_inside = tensor.fake_mode.in_kernel_invocation  # type: ignore[attr-defined]
+    return META if is_inside else tensor.fake_device  # type: ignore[attr-defined]
 
 
 def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:

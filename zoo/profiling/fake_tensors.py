@@ -18,6 +18,8 @@ Of three kinds of kernels torch gets the memory wrong when tensors are fake:
 """
 
 import contextlib
+import functools
+import importlib
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -40,7 +42,14 @@ from zoo._torch import (
 from zoo.engine.operators import effects_of
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
 from zoo.profiling.allocator_events import tensors_in
-from zoo.profiling.fake_kernels import BATCH_NORM, CPU, result_by_rule, statistics_type
+from zoo.profiling.fake_kernels import (
+    BATCH_NORM,
+    CPU,
+    QUESTIONS,
+    answer,
+    result_by_rule,
+    statistics_type,
+)
 from zoo.profiling.tensor_spec import KernelSpec
 
 # numbers of a constant, at most; who reads more reads data
@@ -53,6 +62,12 @@ OF_SHAPES = frozenset(
     f"aten::{name}"
     for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 )
+
+
+@functools.cache
+def import_for_fakes() -> None:
+    """Has torch import once, and not in each forked process, what fake tensors need."""
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 class NumbersNeeded(BaseException):
@@ -117,6 +132,8 @@ class FakeTensorFixes(KernelMode):
         if types and not all(map(has_own_storage, types)):
             return NotImplemented
         kwargs = kwargs or {}
+        if func in QUESTIONS:
+            return answer(func, args[0])
         given = tensors_in((args, kwargs))
         is_known = _repeats(func) and self._knows(func, given)
         if is_known and given and torch.Tag.data_dependent_output in func.tags:

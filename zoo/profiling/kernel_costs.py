@@ -43,9 +43,11 @@ from zoo.verification.state_comparison import random_state_restored
 
 # a quick kernel is timed so often; a slow one only until so many seconds went by
 RUNS = 10
-SECONDS = 0.01
+SECONDS = 0.005
 # what its first run takes longer, to choose and build it, is little beside this
-LONG = 0.05
+LONG = 0.01
+# beside this the time of the profiler is nothing, which is at work when a kernel runs first
+QUICK = 0.001
 # kernels whose costs are known at once, at most
 MOST_KNOWN = 1 << 14
 
@@ -250,24 +252,31 @@ def measure_kernels(
 
 def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[KernelCosts | None]:
     with AllocatorEvents() as record:
-        spans = [_span(spec) for spec in each("running kernels", specs)]
-    workspaces = _workspaces(record.events, spans)
+        runs = [_run(spec, timed) for spec in each("running kernels", specs)]
+    workspaces = _workspaces(record.events, runs)
     costs: list[KernelCosts | None] = []
-    for spec, span, workspace in zip(
-        each("timing kernels", specs) if timed else specs, spans, workspaces, strict=True
-    ):
-        if span is None:
+    for spec, run, workspace in zip(specs, runs, workspaces, strict=True):
+        if run is None:
             costs.append(None)
             continue
-        seconds = (span[1] - span[0]) / 1e9
-        if timed and seconds <= LONG:
-            seconds = _seconds(spec)
+        seconds = run.seconds
+        if timed and seconds < QUICK:
+            operator, args, kwargs = spec.prepared()
+            seconds = _seconds(lambda: operator(*args, **kwargs))  # noqa: B023
         costs.append(KernelCosts(seconds, workspace))
     return costs
 
 
-def _span(spec: KernelSpec) -> tuple[int, int] | None:
-    """Runs a kernel; returns the nanoseconds when it began and ended, None where it fails."""
+class _Run(NamedTuple):
+    """A run of a kernel: the nanoseconds when it began and ended, and the seconds that it takes."""
+
+    start: int
+    end: int
+    seconds: float
+
+
+def _run(spec: KernelSpec, timed: bool) -> _Run | None:
+    """Runs a kernel; None where it fails."""
     try:
         operator, args, kwargs = spec.prepared()
         start = time.time_ns()
@@ -277,17 +286,18 @@ def _span(spec: KernelSpec) -> tuple[int, int] | None:
         # numbers that it does not take, such as those of a matrix without an inverse
         return None
     del result
-    return start, end
+    seconds = (end - start) / 1e9
+    if timed and QUICK <= seconds <= LONG:
+        seconds = _seconds(lambda: operator(*args, **kwargs))
+    return _Run(start, end, seconds)
 
 
-def _workspaces(
-    events: Sequence[tuple[int, int, int]], spans: Sequence[tuple[int, int] | None]
-) -> list[int]:
-    """Returns for each span the most bytes above those that are left at its end."""
+def _workspaces(events: Sequence[tuple[int, int, int]], runs: Sequence[_Run | None]) -> list[int]:
+    """Returns for each run the most bytes above those that are left at its end."""
     peaks, index = [], 0
-    for span in spans:
+    for run in runs:
         total = peak = 0
-        start, end = span or (0, 0)
+        start, end = run[:2] if run else (0, 0)
         while index < len(events) and events[index][0] < end:
             if events[index][0] >= start:
                 total += events[index][2]
@@ -297,12 +307,11 @@ def _workspaces(
     return peaks
 
 
-def _seconds(spec: KernelSpec) -> float:
-    operator, args, kwargs = spec.prepared()
+def _seconds(run: Callable[[], object]) -> float:
     times: list[float] = []
     while len(times) < RUNS and sum(times) < SECONDS:
         start = time.perf_counter()
-        operator(*args, **kwargs)
+        run()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 

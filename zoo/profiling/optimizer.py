@@ -21,7 +21,8 @@ from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.caching_allocator import block_of, rounded_up
-from zoo.profiling.fake_tensors import FakeTensorFixes
+from zoo.profiling.fake_tensors import FakeTensorFixes, import_for_fakes
+from zoo.profiling.isolation import Died, Raised, isolated
 from zoo.profiling.kernel_costs import UpdateBytes
 from zoo.profiling.step_profile import AllocationMode
 
@@ -105,6 +106,24 @@ def optimizer_bytes(
     check_maker(make)
     tensors = list(parameters)
     block = block_of(device or next((p.device.type for p in tensors), "cpu"))
+    import_for_fakes()
+    answer = isolated(lambda _: _on_fakes(make, tensors, in_backward, device, block))
+    if isinstance(answer, Raised):
+        raise answer.error or ArgumentError(
+            f"optimizer= raised {answer.kind}: {answer.text}. It is called with a list of fake "
+            "parameters; pass None and take the bytes of its state off the budget"
+        )
+    if isinstance(answer, Died):
+        raise ArgumentError(
+            f"optimizer= ended the process in which it was tried (status {answer.status}); pass "
+            "None and take the bytes of its state off the budget"
+        )
+    return answer  # type: ignore[no-any-return]
+
+
+def _on_fakes(
+    make: MakeOptimizer, tensors: list[Tensor], in_backward: bool, device: str | None, block: int
+) -> OptimizerBytes:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
         # made anew: a fake of a parameter shares its version, which a graph may have noted
         fakes = [
