@@ -19,6 +19,7 @@ import contextlib
 import io
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,5 +103,7 @@ def rewritten(text: str, name: str) -> str:
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        page = Path(argument)
-        page.write_text(rewritten(page.read_text("utf-8"), argument), "utf-8")
+        page = Path(argument).absolute()
+        # some snippets write files
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            page.write_text(rewritten(page.read_text("utf-8"), argument), "utf-8")

@@ -185,7 +185,10 @@ def leave_out_compiler() -> None:
 
 
 def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
-    """Returns what `mode.from_tensor` does, in a tenth of its time for a whole, plain tensor."""
+    """Returns the fake that a mode has for a tensor, made in a tenth of the time if it is plain.
+
+    It then has no `.grad` and none of the marks that torch leaves beside shape, type and class.
+    """
     memo = mode.fake_tensor_converter.meta_converter
     if not _fills_a_storage(tensor):
         return mode.from_tensor(tensor)
@@ -212,7 +215,8 @@ def _fills_a_storage(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.is_leaf
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_inference())
-        and not (tensor._is_view() or tensor._is_zerotensor() or tensor.is_conj())
+        and not (tensor._is_view() or tensor._is_zerotensor())
+        and not (tensor.is_conj() or tensor.is_neg())
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
 

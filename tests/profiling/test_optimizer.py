@@ -1,4 +1,5 @@
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
 from zoo.profiling import optimizer
 from zoo.profiling.allocator_events import resident_bytes, trace
+from zoo.profiling.isolation import can_fork
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
 
 MAKES: list[MakeOptimizer] = [
@@ -105,6 +107,10 @@ def test_many_equal_layers_take_no_more_steps_than_one(
     assert stepped - one <= one + 2
 
 
+in_a_child = pytest.mark.skipif(not can_fork(), reason="a process that uses a device cannot fork")
+
+
+@in_a_child
 def test_making_an_optimizer_leaves_nothing_behind() -> None:
     made: list[Any] = []
 
@@ -117,6 +123,12 @@ def test_making_an_optimizer_leaves_nothing_behind() -> None:
     assert optimizer_bytes(make, model.parameters()).state > 0
     assert not made
     assert torch.equal(torch.get_rng_state(), stream)
+
+
+@in_a_child
+def test_an_optimizer_that_ends_the_process_ends_only_a_child() -> None:
+    with pytest.raises(ArgumentError, match="ended the process"):
+        optimizer_bytes(lambda parameters: os._exit(3), network().parameters())
 
 
 def test_what_making_an_optimizer_raises_is_told() -> None:

@@ -232,7 +232,7 @@ def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:
         make = functools.partial(alike, attached)
         return optimizer_bytes(make, chain.parameters(), in_backward=True)
     except ArgumentError:
-        # one that cannot step on fake tensors is taken to need what AdamW does
+        # one that cannot be made again, or step on fake tensors, is taken to need what AdamW does
         return optimizer_bytes(torch.optim.AdamW, chain.parameters(), in_backward=True)
 
 

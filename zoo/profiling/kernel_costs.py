@@ -45,7 +45,7 @@ from zoo.verification.state_comparison import random_state_restored
 RUNS = 10
 SECONDS = 0.005
 # what its first run takes longer, to choose and build it, is little beside this
-LONG = 0.01
+LONG = 0.05
 # beside this the time of the profiler is nothing, which is at work when a kernel runs first
 QUICK = 0.001
 # kernels whose costs are known at once, at most

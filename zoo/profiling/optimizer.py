@@ -98,8 +98,8 @@ def optimizer_bytes(
     each tensor takes whole blocks of the allocator.
 
     Raises:
-        ArgumentError: it makes none, or its step needs more than gradients: a closure, or numbers
-            in them.
+        ArgumentError: `make` makes none, raises or ends the process, or a step needs more than
+            gradients: a closure, or numbers in them.
     """
     if make is None:
         return OptimizerBytes(updates={} if in_backward else None)
@@ -115,8 +115,8 @@ def optimizer_bytes(
         )
     if isinstance(answer, Died):
         raise ArgumentError(
-            f"optimizer= ended the process in which it was tried (status {answer.status}); pass "
-            "None and take the bytes of its state off the budget"
+            "optimizer= ended the process in which it was tried; pass None and take the bytes of "
+            "its state off the budget"
         )
     return answer  # type: ignore[no-any-return]
 
