@@ -22,7 +22,7 @@ from zoo._torch import (
     FakeTensorMode,
     pytree,
 )
-from zoo.chain import Chain, Held, Outline, Runner, State
+from zoo.chain import Chain, Held, NamedStep, Outline, Runner, State
 from zoo.errors import ArgumentError, ZooError, shortened, shortened_text
 from zoo.profiling.fake_tensors import NumbersNeeded, as_data
 
@@ -217,7 +217,7 @@ def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
         return found
     last = found.blocks[-1] + 1 if found.blocks else 0
     held = (*found.held, Held((), ())) if found.held else ()
-    step: Callable[..., Any] = functools.partial(loss)
+    step = loss if isinstance(loss, NamedStep) else functools.partial(loss)
     return replace(found, steps=(*found.steps, step), blocks=(*found.blocks, last), held=held)
 
 

@@ -65,6 +65,24 @@ def test_least_memory_is_the_least_of_all_plans_without_nesting(costs: StepCosts
     )
 
 
+@settings(deadline=None, max_examples=300)
+@given(chains(), st.data())
+def test_least_memory_knows_the_outputs_that_the_caller_holds(
+    costs: StepCosts, data: st.DataObject
+) -> None:
+    """Some are made early and handed on to the end, such as a language model's cache of keys."""
+    last = {storage: state for state, live in enumerate(costs.live) for storage in live}
+    early = data.draw(st.sets(st.sampled_from(sorted(last))) if last else st.just(set()))
+    returned = costs.live[-1] | early
+    held = tuple(
+        frozenset(storage for storage in returned if last[storage] < step)
+        for step in range(len(costs))
+    )
+    costs = replace(costs, returned=returned, held=held)
+    least = min(simulate(other, costs).peak for other in flat_plans(len(costs)))
+    assert simulate(least_memory(costs), costs).peak == least
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_of_equal_peaks_the_least_arithmetic_is_recomputed(seed: int) -> None:
     numbers = random.Random(seed)

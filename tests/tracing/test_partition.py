@@ -145,7 +145,7 @@ def test_what_equal_steps_only_hand_on_does_not_tell_them_apart() -> None:
         model = AllStates(depth)
         steps = cut(model, Invocation.of(torch.rand(2, 8)))
         found = Profile(model, steps.outline, steps.fake_state()).found
-        assert len(found.live[-1]) == depth
+        assert len(found.handed[-1]) == depth
         return len(found.runs)
 
     assert runs(8) == runs(4)
@@ -165,8 +165,9 @@ def test_the_steps_can_be_measured(name: str) -> None:
 
 def costs_of(model: nn.Module, given: Invocation, loss: Any) -> StepCosts:
     steps = cut(model, given, loss=loss)
-    found = Profile(model, with_loss(steps.outline, steps.loss), steps.fake_state()).costs()
-    return replace(found, returned=found.live[len(steps.names)] | found.live[-1])
+    profile = Profile(model, with_loss(steps.outline, steps.loss), steps.fake_state())
+    handed = profile.found.handed
+    return replace(profile.costs(), returned=handed[len(steps.names)] | handed[-1])
 
 
 def square(output: Any) -> Tensor:

@@ -10,6 +10,8 @@ Bytes are counted by distinct storage. States share storage (a skip connection i
 steps, DenseNet's features by all that follow), so a sum over shapes would count it many times.
 """
 
+import functools
+import itertools
 import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
@@ -97,10 +99,17 @@ class StepCosts:
             gradients_made=(),
         )
 
+    @functools.cached_property
     def present(self) -> tuple[frozenset[int], ...]:
-        """Returns for each step the storages that are there in the forward under every plan."""
+        """For each step the storages that are there in the forward under every plan."""
         live = self.live[:-1]
         return tuple(map(frozenset.union, live, self.held)) if self.held else live
+
+    @functools.cached_property
+    def newly_held(self) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
+        """For each step of `held`, and the end, what is and is no longer held since the last."""
+        around = itertools.pairwise((frozenset[int](), *self.held, frozenset[int]()))
+        return tuple((now - before, before - now) for before, now in around) if self.held else ()
 
     def newly_saved(self) -> tuple[int, ...]:
         """Returns for each step the bytes that it saves and no step before it did."""
@@ -162,6 +171,7 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     plan.check(len(costs))
     clock = _Clock(costs)
     clock.run(plan)
+    clock.hold_names(len(costs))
     for casts in costs.casts:
         clock.release(casts)
     given = _given_casts(plan, costs)
@@ -191,7 +201,7 @@ def least_possible(costs: StepCosts) -> int:
     plan holds comes on top, also in any other order of the steps that keeps states on the device.
     """
     peaks = [0]
-    for step, (present, saved) in enumerate(zip(costs.present(), costs.saved, strict=True)):
+    for step, (present, saved) in enumerate(zip(costs.present, costs.saved, strict=True)):
         behind = costs.bytes_of(saved | costs.returned) + costs.gradients[step + 1]
         peaks += costs.bytes_of(present) + costs.forward[step], behind + costs.backward[step]
     return max(peaks)
@@ -216,7 +226,7 @@ class _Clock:
     """The storages held, by how many holders, and the peak since `peak` was last set to 0."""
 
     def __init__(self, costs: StepCosts) -> None:
-        self.costs, self.present = costs, costs.present()
+        self.costs = costs
         self.holders = [0] * len(costs.sizes)
         self.held = self.kept = self.peak = self.flops = 0
         self.moment = Moment(FORWARD, 0, 0, 0, 0, 0, 0, None)
@@ -226,14 +236,15 @@ class _Clock:
         """Runs the forward of items; in a recomputation the gradient of state `end` is in hand."""
         costs, live, forward = self.costs, self.costs.live, self.costs.forward
         phase = FORWARD if end is None else RECOMPUTE
-        present = self.present if end is None else live
         for item in items:
             steps = _steps(item)
             if isinstance(item, tuple):
                 self.hold(live[steps[0]])
             for step in steps:
+                if end is None:
+                    self.hold_names(step)
                 work = forward[step] - self.held_casts(step)
-                self.tick(phase, step, self.extra(present[step]), work, end)
+                self.tick(phase, step, self.extra(live[step]), work, end)
                 if end is None and costs.casts:
                     self.hold(costs.casts[step])
             if end is not None:
@@ -314,6 +325,13 @@ class _Clock:
         """Returns the storages of the states inside and behind a segment that it was not given."""
         states = (self.costs.live[step + 1] for step in indices(item))
         return frozenset().union(*states) - self.costs.live[next(indices(item))]
+
+    def hold_names(self, step: int) -> None:
+        """Holds what names in the forward hold during a step; n of n steps is the end."""
+        if self.costs.held:
+            held, left = self.costs.newly_held[step]
+            self.hold(held)
+            self.release(left)
 
     def release(self, storages: Iterable[int]) -> None:
         for storage in storages:

@@ -64,27 +64,29 @@ Narrow = Callable[[Labels, int, StepCosts], tuple[Labels, Labels]]
 
 def least_memory(costs: StepCosts) -> Plan:
     """Returns a plan of least peak that recomputes no step more than once, and few operations."""
-    costs = replace(costs, returned=frozenset())  # the caller holds them under every plan
     low = middle = least_possible(costs)  # tried first: where gradients are large it is reached
     everything = Plan.keep_all(len(costs))
     if simulate(everything, costs).peak <= low + low // 1000:
         return everything
     plan, high = _uniform(costs)
-    segments = Segments(costs, high)
+    inner = _without_returned(costs)
+    outputs = costs.bytes_of(costs.returned)
+    low, middle, high = low - outputs, middle - outputs, high - outputs
+    segments = Segments(costs, inner, high)
     best = None
-    while high - low > high // 1000:
-        path = _path(_counting(costs, 0, 0), middle, _by_bytes, segments.ends)
+    while high - low > (high + outputs) // 1000:
+        path = _path(_counting(inner, 0, 0), middle, _by_bytes, segments.ends)
         if path is None:
             low = middle + 1
         else:
             best, high = path, path.peak
         middle = (low + high) // 2
-    best = _path(costs, high, _by_arithmetic, segments.few_ends) or best
+    best = _path(inner, high, _by_arithmetic, segments.few_ends) or best
     if best is None:
         return plan
     stops = {label.steps.start: label.steps.stop for label in best.items()}
     scale = len(costs) + 1
-    kept = _path(_counting(costs, scale, 1), high, _by_arithmetic, segments.ends_among(stops))
+    kept = _path(_counting(inner, scale, 1), high, _by_arithmetic, segments.ends_among(stops))
     if kept is not None and kept.recomputed // scale <= best.recomputed:
         best = kept
     items: list[Item] = []
@@ -105,6 +107,24 @@ def _uniform(costs: StepCosts) -> tuple[Plan, int]:
         best = plan, peak
     assert best is not None
     return best
+
+
+def _without_returned(costs: StepCosts) -> StepCosts:
+    """Returns costs of paths beside the outputs, which the caller holds under every plan.
+
+    In the forward of a step only those are there that the steps before it made.
+    """
+    outputs = costs.bytes_of(costs.returned)
+    made = (costs.bytes_of(present & costs.returned) for present in costs.present)
+    return replace(
+        costs,
+        live=tuple(live - costs.returned for live in costs.live),
+        saved=tuple(saved - costs.returned for saved in costs.saved),
+        forward=tuple(
+            new + there - outputs for new, there in zip(costs.forward, made, strict=True)
+        ),
+        returned=frozenset(),
+    )
 
 
 def _counting(costs: StepCosts, scale: int, step: int) -> StepCosts:
@@ -157,7 +177,10 @@ def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> Label | No
 def _by_bytes(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
     """Extends all labels that may hold least by a kept step; by a segment that which does."""
     best: Labels = []
+    first: dict[Storages, Label] = {}
     for label in sorted(labels, key=operator.attrgetter("beside", "peak")):
+        first.setdefault(label.storages, label)
+    for label in first.values():
         if all(
             other.beside + costs.bytes_of(other.storages - label.storages) > label.beside
             for other in best

@@ -10,7 +10,7 @@ A tensor that is saved by several steps and in no state counts for each of them.
 
 import itertools
 import operator
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from zoo.planner.costs import StepCosts
@@ -20,21 +20,24 @@ from zoo.planner.plan import LARGEST
 Ends = Callable[[int, int], Iterable[tuple[int, int]]]
 
 # more ends improve hardly any plan
-FEW = 8
+FEW = 16
 
 
 class Segments:
-    """The segments that fit a ceiling: the bytes that they need, and which of their ends matter."""
+    """The segments that fit a ceiling: the bytes that they need, and which of their ends matter.
 
-    def __init__(self, costs: StepCosts, ceiling: int) -> None:
+    A segment that begins with a state holds it as in `forward`, costs of what no plan changes less.
+    """
+
+    def __init__(self, costs: StepCosts, forward: StepCosts, ceiling: int) -> None:
         # by first step and length, and the least that one of that length or longer needs
-        self.needs = list(_needs(costs, ceiling))
+        self.needs = list(_needs(costs, forward, ceiling))
         self.least = [_least_from(needs) for needs in self.needs]
-        # by state the last one that shares a storage with it, and the last before it of fewer bytes
-        last = _last_states(costs)
-        self.shares = [max((last[storage] for storage in live), default=0) for live in costs.live]
+        # by state, in order, the last states of its storages, and the last before it of fewer bytes
+        last = _last_states(forward)
+        self.lasts = [sorted({last[storage] for storage in live}) for live in forward.live]
         self.smaller: list[int] = []
-        sizes = [costs.bytes_of(live) for live in costs.live]
+        sizes = list(map(costs.bytes_of, forward.live))
         for state, size in enumerate(sizes):
             before = state - 1
             while before >= 0 and sizes[before] >= size:
@@ -49,18 +52,18 @@ class Segments:
     def ends(self, start: int, slack: int, limit: int = LARGEST) -> Iterator[tuple[int, int]]:
         """Yields the ends that matter up to a limit, the last one first, and what they need.
 
-        Of states that share storages with the first one, any may be the cheapest to hold.
+        What two states share with the first one differs only if one of its storages ends between.
         """
-        needs, shares = self.needs[start], self.shares[start]
+        needs, lasts = self.needs[start], self.lasts[start]
         stop = min(start + bisect_right(self.least[start], slack), limit)
         while stop > start:
             need = needs[stop - start - 1]
-            if need <= slack:
-                yield stop, need
-            if need > slack or stop <= shares:
+            if need > slack:
                 stop -= 1
-            else:
-                stop = max(self.smaller[stop], shares)
+                continue
+            yield stop, need
+            before = bisect_left(lasts, stop)
+            stop = max(self.smaller[stop], lasts[before - 1] if before else 0)
 
     def few_ends(self, start: int, slack: int) -> Iterator[tuple[int, int]]:
         """Yields few of the last ends, and of those that recompute no operations; all of few."""
@@ -86,7 +89,7 @@ def _last_states(costs: StepCosts) -> dict[int, int]:
     return {storage: state for state, live in enumerate(costs.live) for storage in live}
 
 
-def _needs(costs: StepCosts, ceiling: int) -> Iterator[list[int]]:
+def _needs(costs: StepCosts, in_forward: StepCosts, ceiling: int) -> Iterator[list[int]]:
     """Yields for each step what the segments need that begin there, up to where none fits.
 
     The bytes of a step are those of a segment that holds nothing before it begins. As the start
@@ -101,14 +104,15 @@ def _needs(costs: StepCosts, ceiling: int) -> Iterator[list[int]]:
         unsaved.append(costs.bytes_of(live[step] - held))
         new.append(costs.bytes_of(saved[step] - held))
         held = (held | saved[step]) & live[step + 1]
-    handed = list(map(operator.add, map(costs.bytes_of, live), costs.forward))
+    handed = list(map(operator.add, map(costs.bytes_of, in_forward.live), in_forward.forward))
     turns = list(map(operator.add, costs.gradients[1:], costs.backward))
     fixed = turns, costs.forward, costs.forward_until_saved, costs.gradients[1:]
     for start in steps:
         for storage in live[start] - (live[start - 1] if start else frozenset()):
             size, save = costs.sizes[storage], first_saved.get(storage, len(costs))
+            is_held = storage in in_forward.live[start]
             for step in steps[start : last[storage] + 1]:
-                handed[step] -= size
+                handed[step] -= size if is_held else 0
                 if step <= save:
                     unsaved[step] -= size
             if save < len(costs):

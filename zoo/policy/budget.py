@@ -117,7 +117,8 @@ class BudgetPlanner:
         self.kernels_measured = bool(self.kernels)
         costs = self.profile.costs(self.device, self.kernels, self.optimizer.updates)
         # a training loop's names for the outputs and the loss outlive the backward
-        self.costs = replace(costs, returned=costs.live[self.steps] | costs.live[-1])
+        handed = self.profile.found.handed
+        self.costs = replace(costs, returned=handed[self.steps] | handed[-1])
         self.whole = self.costs.with_parameter_gradients()
         self.baseline = self._point(Plan.keep_all(len(self.costs)))
 

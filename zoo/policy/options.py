@@ -219,7 +219,7 @@ def _least(chain: Chain, outline: Outline, inputs: State, foreseen: OptimizerByt
         updates=None if optimizer is None else optimizer.updates,
     )
     # a training loop's name for the output outlives the backward
-    costs = replace(costs, returned=costs.live[-1])
+    costs = replace(costs, returned=profile.found.handed[-1])
     return least_memory(costs.with_parameter_gradients())
 
 

@@ -93,12 +93,14 @@ class ChainRun(NamedTuple):
     """What the steps of a chain do, as data.
 
     `runs` are those of different steps, `numbers` their places in it for all steps of the chain.
-    The others are as in `StepCosts`; `kernels` are the different ones.
+    The others are as in `StepCosts`; `kernels` are the different ones, `handed` are all storages of
+    each state, also those of outputs that no later step reads.
     """
 
     runs: tuple[StepRun, ...]
     numbers: tuple[int, ...]
     sizes: tuple[int, ...]
+    handed: tuple[frozenset[int], ...]
     live: tuple[frozenset[int], ...]
     saved: tuple[frozenset[int], ...]
     gradients: tuple[int, ...]
@@ -416,7 +418,8 @@ class _Follower:
         self.inputs = frozenset(range(len(self.sizes)))
         self.tensors = len({entry.tensor for entry in self.state if entry is not None})
         self.states = [self.state]
-        # for each step the tensors that it returned
+        # for each step the places of the state that it reads, None for all, and what it returned
+        self.reads: list[tuple[int, ...] | None] = []
         self.made: list[StateSpec] = []
         self.saved: list[frozenset[int]] = []
         self.casts: list[tuple[tuple[int, int], ...]] = []
@@ -435,13 +438,20 @@ class _Follower:
             self._advance(step, described)
             self.states.append(self.state)
         gradients = self._gradients()
-        storages_held = tuple(map(self._held, held))
+        handed = tuple(map(self._storages, self.states))
+        live = self._live()
+        held = held or (Held((), ()),) * len(steps)
+        storages_held = tuple(
+            self._held(in_forward) | (all_storages - read)
+            for in_forward, all_storages, read in zip(held, handed[:-1], live[:-1], strict=True)
+        )
         places = {key: place for place, key in enumerate(self.known)}
         return ChainRun(
             tuple(self.known.values()),
             tuple(places[key] for key in self.keys),
             tuple(self.sizes),
-            tuple(map(self._live, self.states)),
+            handed,
+            live,
             tuple(self.saved),
             gradients,
             tuple(spec for _, spec in self.kernels.values()),
@@ -454,6 +464,7 @@ class _Follower:
     def _advance(self, step: Step, described: Callable[[nn.Module], Hashable]) -> None:
         """Runs a step on the state, or on the part of it that the step reads, and follows."""
         given, part = self.state, getattr(step, "func", None)
+        self.reads.append(part.reads if isinstance(part, PassThrough) else None)
         if isinstance(part, PassThrough):
             step = functools.partial(part.function, *cast(NamedStep, step).args)
             given = tuple(given[place] for place in part.reads)
@@ -555,7 +566,25 @@ class _Follower:
         size = math.prod(entry.spec.shape) * entry.spec.dtype.itemsize
         return GradientSpec(("own", entry.tensor), rounded_up(size, self.block))
 
-    def _live(self, state: StateSpec) -> frozenset[int]:
+    def _live(self) -> tuple[frozenset[int], ...]:
+        """Returns for each state the storages that later steps read; of the last one, its own.
+
+        Without those that are handed on because the chain returns them, such as a cache of keys.
+        """
+        read = {entry.tensor for entry in self.made[-1] if entry} if self.made else set()
+        found = []
+        for number in reversed(range(len(self.states))):
+            state = self.states[number]
+            if number < len(self.made):
+                read -= {entry.tensor for entry in self.made[number] if entry}
+                reads = self.reads[number]
+                given = state if reads is None else [state[place] for place in reads]
+                read |= {entry.tensor for entry in given if entry}
+            kept = tuple(entry for entry in state if entry and entry.tensor in read)
+            found.append(self._storages(kept))
+        return tuple(reversed(found))
+
+    def _storages(self, state: StateSpec) -> frozenset[int]:
         return frozenset(entry.storage for entry in state if entry is not None) - self.inputs
 
 

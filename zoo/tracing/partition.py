@@ -14,6 +14,7 @@ the same `StepProgram` with other modules, so that each is measured once.
 """
 
 import bisect
+import contextlib
 import functools
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -101,9 +102,12 @@ class Steps:
     graph: Graph
 
     def fake_state(self) -> tuple[Tensor, ...]:
-        """Returns the first state as fake tensors like the graph's inputs."""
-        with FakeTensorMode():
-            return tuple(self.graph.inputs[number].empty() for number in self.live_in)
+        """Returns the first state as fake tensors like the graph's inputs, or as meta tensors."""
+        specs = [self.graph.inputs[number] for number in self.live_in]
+        are_meta = all(spec.device.type == "meta" for spec in specs)
+        # a mode of fake tensors imports the compiler
+        with contextlib.nullcontext() if are_meta else FakeTensorMode():
+            return tuple(spec.empty() for spec in specs)
 
 
 def partition(model: nn.Module, graph: Graph, blocks: Sequence[str]) -> Steps:
