@@ -141,12 +141,14 @@ class AllStates(nn.Module):
 
 
 def test_what_equal_steps_only_hand_on_does_not_tell_them_apart() -> None:
-    def runs(depth: int) -> int:
+    def runs(depth: int) -> tuple[int, int]:
         model = AllStates(depth)
         steps = cut(model, Invocation.of(torch.rand(2, 8)))
         found = Profile(model, steps.outline, steps.fake_state()).found
         assert len(found.handed[-1]) == depth
-        return len(found.runs)
+        # what nobody reads again is held, and in no state that a segment would begin with
+        assert len(found.live[-1] | found.held[-1]) == depth
+        return len(found.runs), max(map(len, found.live))
 
     assert runs(8) == runs(4)
 

@@ -152,10 +152,10 @@ def _amounts(first: int, last: int, count: int) -> Bytes:
     return np.unique(np.clip([first, *amounts, last], first, last))
 
 
-def _around(amounts: Bytes, dtype: type, paid: int) -> tuple[Bytes, Bytes, Seconds]:
-    """Returns the amounts around each less `paid` bytes, and the share of the lower one."""
-    left = amounts - paid
-    upper = np.minimum(amounts.searchsorted(left), len(left) - 1)
+def _around(amounts: Bytes, dtype: type, payments: tuple[int, ...]) -> tuple[Bytes, Bytes, Seconds]:
+    """Returns for each payment the amounts around what it leaves, and the lower one's share."""
+    left = amounts - np.array(payments, np.int64)[:, None]
+    upper = np.minimum(amounts.searchsorted(left), len(amounts) - 1)
     lower = np.maximum(upper - 1, 0)
     width = np.maximum(amounts[upper] - amounts[lower], 1)
     share = np.clip((amounts[upper] - left) / width, 0, 1)
@@ -302,10 +302,12 @@ class DPTable:
             behind = slice(int(ends.searchsorted(last, "right")), None)
             if ends[behind].size:
                 self._offer_segments(state, part, ends[behind], own.of(behind), choices[behind])
-        for row, place in zip(rows, places, strict=True):
-            if row.missing:
-                # the rest of the state may be held first
-                held = self._read(np.arange(places[number].start, places[number].stop), row.missing)
+        others = [(row.missing, at) for row, at in zip(rows, places, strict=True) if row.missing]
+        if others:
+            # the rest of the state may be held first
+            payments = tuple(missing for missing, _ in others)
+            whole = np.arange(places[number].start, places[number].stop)
+            for held, (_, place) in zip(self._read_after(payments, whole), others, strict=True):
                 values = self.values.of(place)
                 np.minimum(values.seconds, held.seconds, out=values.seconds)
                 values.lower_needs(held.needs, held.at_need)
@@ -411,22 +413,32 @@ class DPTable:
 
     def _read(self, entries: NDArray[Any], paid: int) -> Values:
         """Returns the values of entries where `paid` bytes are paid before."""
-        seconds, needs = self.values.seconds[entries], self.values.needs[entries] + paid
-        at_need = self.values.at_need[entries]
-        if not paid:
-            return Values(seconds, needs, at_need)
-        lower, upper, share = self.around(paid)
-        moved = seconds.take(upper, axis=-1)
+        if paid:
+            return self._read_after((paid,), entries)[0]
+        return Values(*(values[entries] for values in self.values))
+
+    def _read_after(self, payments: tuple[int, ...], entries: NDArray[Any]) -> list[Values]:
+        """Returns the values of entries for each payment of so many bytes before."""
+        paid = np.array(payments, np.int64)
+        seconds, needs, at_need = (values[entries] for values in self.values)
+        lower, upper, share = self.around(payments)
+        moved = np.moveaxis(seconds.take(upper, axis=-1), -2, 0)
         if share.any():
-            below = seconds.take(lower, axis=-1)
+            below = np.moveaxis(seconds.take(lower, axis=-1), -2, 0)
             below -= moved
-            below *= share
+            around = (len(payments), *(1,) * entries.ndim, -1)
+            below *= share.reshape(around)
             moved += below
         # between what an entry needs and the next amount
-        edge = (upper == self.amounts.searchsorted(needs - paid)[..., None]).nonzero()
+        fitting = self.amounts.searchsorted(needs)[..., None]
+        upper = upper.reshape(len(payments), *(1,) * entries.ndim, -1)
+        edge = (upper == fitting).nonzero()
         if edge[0].size:
-            moved[edge] = self._at(entries[edge[:-1]], self.amounts[edge[-1]] - paid)
-        return Values(moved, needs, at_need)
+            moved[edge] = self._at(entries[edge[1:-1]], self.amounts[edge[-1]] - paid[edge[0]])
+        return [
+            Values(of_payment, needs + payment, at_need)
+            for of_payment, payment in zip(moved, payments, strict=True)
+        ]
 
     def _at(self, entries: NDArray[Any], free: Bytes) -> Seconds:
         """Returns the seconds of each entry with so much memory free."""
