@@ -187,18 +187,23 @@ def leave_out_compiler() -> None:
 def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     """Returns the fake that a mode has for a tensor, made in a tenth of the time if it is plain.
 
-    It then has no `.grad` and none of the marks that torch leaves beside shape, type and class.
+    It then has no `.grad` and none of the marks that torch leaves beside shape, type and class. One
+    of a meta tensor is on the CPU, whose kernels stand for those of any device.
     """
     memo = mode.fake_tensor_converter.meta_converter
-    if not _fills_a_storage(tensor):
-        return mode.from_tensor(tensor)
-    storage = memo.describer.get_storage_id(tensor.untyped_storage())
-    if storage in memo.storage_memo:
-        return mode.from_tensor(tensor)
+    place = torch.device("cpu") if tensor.is_meta else tensor.device
+    storage = None
+    if _fills_a_storage(tensor):
+        storage = memo.describer.get_storage_id(tensor.untyped_storage())
+    if storage is None or storage in memo.storage_memo:
+        fake = mode.from_tensor(tensor)
+        if tensor.is_meta:
+            fake.fake_device = place
+        return fake
     with no_dispatch():
         shape, stride = tensor.shape, tensor.stride()
         sizes = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-        fake = FakeTensor(mode, sizes, tensor.device)
+        fake = FakeTensor(mode, sizes, place)
     fake.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
         fake._is_param = True

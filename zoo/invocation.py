@@ -211,6 +211,15 @@ def place_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+def kernel_place(model: nn.Module) -> torch.device:
+    """Returns the device whose kernels a model is planned by: its own, the CPU's for meta's.
+
+    Of attention and LSTMs meta tensors run other kernels than any device.
+    """
+    place = place_of(model)
+    return torch.device("cpu") if place.type == "meta" else place
+
+
 def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
     """Adds the loss, a function of the last state, as a last step, a block of its own."""
     if loss is None:

@@ -386,13 +386,39 @@ def test_no_optimizer_counts_no_state() -> None:
     assert isinstance(without, FixedBytes)
 
 
-def test_meta_inputs_give_the_plans_of_real_ones() -> None:
-    planned = functools.partial(zoo.plan, memory_budget=0.5, device="a100")
-    model, x = zoo.resnet110(), torch.rand(8, 3, 32, 32)
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(16, 16, 2), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.rnn(x)[0])
+
+
+def attention() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 3)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (zoo.resnet110, (8, 3, 32, 32)),
+        (functools.partial(zoo.vit_tiny_patch16, image_size=64, classes=10), (2, 3, 64, 64)),
+        (attention, (2, 64, 32)),
+        (Tagger, (20, 4, 16)),
+    ],
+)
+def test_meta_inputs_give_the_plans_of_real_ones(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    """Also where the kernels of meta tensors are others: of attention and of LSTMs."""
+    planned = functools.partial(zoo.plan, max_overhead=0.2, device="a100")
+    model, x = build(), torch.rand(shape)
     real = planned(model, x)
     assert planned(model, x.to("meta")) == real
     with torch.device("meta"):
-        nowhere = zoo.resnet110()
+        nowhere = build()
     assert planned(nowhere, x.to("meta")) == real
 
 

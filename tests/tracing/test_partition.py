@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.tracing.runs import MODELS, Keeping, traced
 from zoo.chain import fold
 from zoo.engine.recompute import segment
-from zoo.invocation import Invocation, own_loss, with_loss
+from zoo.invocation import Invocation, own_loss, place_of, with_loss
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
 from zoo.profiling.allocator_events import trace
@@ -122,7 +122,7 @@ def test_equal_steps_of_equal_blocks_are_one_part() -> None:
     assert steps.outline.blocks == (0, *(n for n in range(1, 5) for _ in range(5)), 5, 5)
     parts = [id(step.func.function) for step in steps.outline.steps]  # type: ignore[union-attr]
     assert parts[1:6] == parts[6:11] == parts[11:16]
-    runs = Profile(model, steps.outline, steps.fake_state()).found.runs
+    runs = Profile(model, steps.outline, steps.fake_state(place_of(model))).found.runs
     assert len(runs) == 1 + 5 + 2
 
 
@@ -144,7 +144,7 @@ def test_what_equal_steps_only_hand_on_does_not_tell_them_apart() -> None:
     def runs(depth: int) -> tuple[int, int]:
         model = AllStates(depth)
         steps = cut(model, Invocation.of(torch.rand(2, 8)))
-        found = Profile(model, steps.outline, steps.fake_state()).found
+        found = Profile(model, steps.outline, steps.fake_state(place_of(model))).found
         assert len(found.handed[-1]) == depth
         # what nobody reads again is held, and in no state that a segment would begin with
         assert len(found.live[-1] | found.held[-1]) == depth
@@ -158,7 +158,7 @@ def test_the_steps_can_be_measured(name: str) -> None:
     model, given = made(name)
     before = [value.clone() for value in model.state_dict().values()]
     steps = cut(model, given)
-    found = Profile(model, steps.outline, steps.fake_state())
+    found = Profile(model, steps.outline, steps.fake_state(place_of(model)))
     costs = found.costs(kernels=found.kernels() if name in ("net", "deciding") else ())
     assert len(costs) == len(steps.names) == len(steps.boundaries)
     after = model.state_dict().values()
@@ -167,7 +167,8 @@ def test_the_steps_can_be_measured(name: str) -> None:
 
 def costs_of(model: nn.Module, given: Invocation, loss: Any) -> StepCosts:
     steps = cut(model, given, loss=loss)
-    profile = Profile(model, with_loss(steps.outline, steps.loss), steps.fake_state())
+    state = steps.fake_state(place_of(model))
+    profile = Profile(model, with_loss(steps.outline, steps.loss), state)
     handed = profile.found.handed
     return replace(profile.costs(), returned=handed[len(steps.names)] | handed[-1])
 

@@ -413,7 +413,7 @@ class _Follower:
         self.outside: Outside = {}
         self.caches_casts = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
         storages = Storages(block)
-        self.state = storages.specs(inputs)
+        self.state = tuple(entry and entry.on_cpu() for entry in storages.specs(inputs))
         self.sizes = storages.sizes
         self.inputs = frozenset(range(len(self.sizes)))
         self.tensors = len({entry.tensor for entry in self.state if entry is not None})

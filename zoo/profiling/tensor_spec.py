@@ -81,6 +81,12 @@ class NumberedSpec(NamedTuple):
             storage=storages.setdefault(self.storage, len(storages)),
         )
 
+    def on_cpu(self) -> "NumberedSpec":
+        """Puts a tensor of the meta device on the CPU, whose kernels stand for those of any."""
+        if self.spec.device.type != "meta":
+            return self
+        return self._replace(spec=self.spec._replace(device=torch.device("cpu")))
+
 
 StateSpec = tuple[NumberedSpec | None, ...]
 
@@ -194,7 +200,7 @@ def _of_arguments(tensors: Sequence[Tensor]) -> dict[int, NumberedSpec]:
 
     Where one lies in a larger storage that no other looks at is nothing to a kernel.
     """
-    state = [entry for entry in Storages().specs(tensors) if entry is not None]
+    state = [entry.on_cpu() for entry in Storages().specs(tensors) if entry is not None]
     views = Counter(entry.storage for entry in state)
     found = {}
     for tensor, entry in zip(tensors, state, strict=True):

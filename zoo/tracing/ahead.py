@@ -27,7 +27,14 @@ from zoo.chain import Chain
 from zoo.engine.recording import KernelMode, thread
 from zoo.engine.references import detached
 from zoo.errors import ArgumentError, ZooError, shortened
-from zoo.invocation import Invocation, Loss, UnknownTargets, own_loss, place_of, with_loss_errors
+from zoo.invocation import (
+    Invocation,
+    Loss,
+    UnknownTargets,
+    kernel_place,
+    own_loss,
+    with_loss_errors,
+)
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, NumbersNeeded, copied
 from zoo.profiling.isolation import Died, Raised, isolated
@@ -93,7 +100,7 @@ class _Forward:
 
     def __init__(self, model: nn.Module, given: Invocation, loss: Loss | None) -> None:
         self.model, self.given = model, given
-        self.device = place_of(model)
+        self.device = kernel_place(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
 
     def isolated(self, trace: Callable[[bool], Graph | None]) -> Graph | None:
@@ -205,7 +212,7 @@ class _Forward:
         return real.requires_grad_(tensor.requires_grad)
 
     def _spec(self, tensor: Tensor) -> TensorSpec:
-        """Describes a tensor; for one on the meta device, as if it were on the model's device."""
+        """Describes a tensor; one on the meta device as if it were where the kernels are."""
         device = self.device if tensor.is_meta else tensor.device
         return TensorSpec.of(plain(tensor))._replace(device=device, requires_grad=False)
 

@@ -8,7 +8,14 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, Outline, State, step_names
 from zoo.errors import ArgumentError, shortened
-from zoo.invocation import Invocation, Loss, capture_first_state, place_of, with_loss_errors
+from zoo.invocation import (
+    Invocation,
+    Loss,
+    capture_first_state,
+    kernel_place,
+    place_of,
+    with_loss_errors,
+)
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, attach, runner_for
@@ -187,11 +194,11 @@ class Entry:
             return cls(model, outline, state, names, loss and _of_last_state(model, loss))
         graph = graph_of(model, given, loss)
         steps = partition(model, graph, paths_of(model, named_steps(model)))
-        return cls(model, steps.outline, steps.fake_state(), steps.names, steps.loss)
+        return cls(model, steps.outline, steps.fake_state(place_of(model)), steps.names, steps.loss)
 
 
 def _of_last_state(model: Chain, loss: Loss) -> Callable[..., Tensor]:
-    loss = with_loss_errors(loss, place_of(model))
+    loss = with_loss_errors(loss, kernel_place(model))
     return lambda *state: loss(model.returned(*state))
 
 

@@ -14,13 +14,13 @@ the same `StepProgram` with other modules, so that each is measured once.
 """
 
 import bisect
-import contextlib
 import functools
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
@@ -101,12 +101,12 @@ class Steps:
     loss: Step | None
     graph: Graph
 
-    def fake_state(self) -> tuple[Tensor, ...]:
-        """Returns the first state as fake tensors like the graph's inputs, or as meta tensors."""
+    def fake_state(self, place: torch.device) -> tuple[Tensor, ...]:
+        """Returns the first state as fake tensors; as meta tensors for a model in that place."""
         specs = [self.graph.inputs[number] for number in self.live_in]
-        are_meta = all(spec.device.type == "meta" for spec in specs)
-        # a mode of fake tensors imports the compiler
-        with contextlib.nullcontext() if are_meta else FakeTensorMode():
+        if place.type == "meta":
+            return tuple(spec._replace(device=place).empty() for spec in specs)
+        with FakeTensorMode():
             return tuple(spec.empty() for spec in specs)
 
 
