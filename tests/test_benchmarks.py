@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.documents import ROOT
+from zoo.profiling.isolation import in_fork
 
 UNAVAILABLE = (ImportError, RuntimeError)
 
@@ -148,3 +149,19 @@ def test_the_search_explains_itself(batches, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         batches.main()
     assert "default: 90% of the free" in capsys.readouterr().out
+
+
+def test_the_memory_of_planning_is_that_of_the_call_or_of_what_it_forked(monkeypatch):
+    pytest.importorskip("transformers", exc_type=UNAVAILABLE)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spent = importlib.import_module("planning").spent
+    large = 200 * 2**20
+
+    def fill():
+        return torch.ones(large, dtype=torch.uint8).numel()
+
+    # in a child, which has no earlier children of its own; the order is part of the test
+    runs = (fill, lambda: None, lambda: in_fork(fill))
+    here, nothing, forked = in_fork(lambda: [spent(run)["memory"] for run in runs])
+    assert here - nothing > large // 2, "what was freed before a call is not its own"
+    assert forked - nothing > large // 2
