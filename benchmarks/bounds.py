@@ -48,7 +48,9 @@ def makers_of(costs: StepCosts) -> dict[int, int]:
     """Returns the step that makes each storage; what comes from outside has none."""
     makers: dict[int, int] = {}
     for step, saved in enumerate(costs.saved):
-        for storage in (saved | costs.live[step + 1]) - costs.live[0]:
+        # an output that no step reads is held from the step behind its own
+        held = costs.held[step + 1] if step + 1 < len(costs.held) else costs.returned
+        for storage in (saved | costs.live[step + 1] | (held & costs.returned)) - costs.live[0]:
             makers.setdefault(storage, step)
     return makers
 

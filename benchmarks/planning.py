@@ -1,20 +1,21 @@
-"""What planning takes: seconds and resident memory, each row in processes of its own.
+"""What planning takes: seconds and resident memory, each number of a process of its own.
 
-    python benchmarks/planning.py                  # all rows, three times: ten minutes on 2 cores
-    python benchmarks/planning.py --rounds 1 --rows resnet50
+    python benchmarks/planning.py                    # all rows, three times: five minutes, 2 cores
+    python benchmarks/planning.py --rounds 1 --rows "resnet50, batch 8"
 
-For `checkpoint=True` a row compares the first training step by a plan, which is planned in it, with
+For `checkpoint=True` a row compares the first training step by a plan, which is made in it, with
 the first step of plain training: forward, backward and a step of SGD. For a budget it times the
 call of `zoo.plan`, which runs no step. Seconds are medians over the rounds, with the least and the
-most. Memory is the largest resident set of the process, and of any that it forked, in that step or
-call; next to it that of a plain training step, where one runs. Both hold torch and the model.
+most. Memory is the largest resident set of the process in that step or call, or of one that it
+forked; next to it that of a plain training step, where one runs. Both hold torch and the model.
+Linux alone tells it.
 """
 
 import argparse
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,47 +60,35 @@ def gpt2_xl() -> Built:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
+@dataclass(frozen=True)
+class Row:
+    """What is planned: `asked` of `zoo.plan`, or a first step of `checkpoint=True` if it is None.
+
+    A model `on_meta` has no plain step beside it.
+    """
+
+    build: Callable[[], Built]
+    asked: dict[str, Any] | None = None
+    on_meta: bool = False
+
+
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
 LARGE = {"num_key_value_heads": 8, "vocab_size": 128_256}
-# by name: the model and what it is called with, and what `zoo.plan` is asked for; None for `True`
-ROWS: dict[str, tuple[Callable[[], Built], dict[str, Any] | None]] = {
-    "encoder of 100 layers, width 64": (partial(encoder, 100), None),
-    "Llama of 64 layers, width 64": (partial(llama, 64, 4, 64, **SMALL), None),
-    "densenet264, batch 4": (partial(image, zoo.densenet264, 4, 3, 224, 224), None),
-    "resnet1001, batch 8": (partial(image, zoo.resnet1001, 8, 3, 32, 32), None),
-    "resnet50, batch 8": (partial(image, zoo.resnet50, 8, 3, 224, 224), None),
-    "resnet50, batch 8, 60 %": (
-        partial(image, zoo.resnet50, 8, 3, 224, 224),
-        {"memory_budget": 0.6},
-    ),
-    "GPT-2 XL on meta, A100": (gpt2_xl, {"max_overhead": 0.2, "device": "a100"}),
-    "Llama of 80 layers on meta, A100": (
-        partial(
-            llama,
-            80,
-            1,
-            4096,
-            device="meta",
-            hidden_size=8192,
-            intermediate_size=28_672,
-            num_attention_heads=64,
-            **LARGE,
-        ),
-        {"max_overhead": 0.2, "device": "a100"},
-    ),
-    "Llama of 126 layers on meta, A100": (
-        partial(
-            llama,
-            126,
-            1,
-            4096,
-            device="meta",
-            hidden_size=16_384,
-            intermediate_size=53_248,
-            num_attention_heads=128,
-            **LARGE,
-        ),
-        {"max_overhead": 0.2, "device": "a100"},
+B70 = {"hidden_size": 8192, "intermediate_size": 28_672, "num_attention_heads": 64, **LARGE}
+B405 = {"hidden_size": 16_384, "intermediate_size": 53_248, "num_attention_heads": 128, **LARGE}
+on_a100 = partial(Row, asked={"max_overhead": 0.2, "device": "a100"}, on_meta=True)
+resnet50 = partial(image, zoo.resnet50, 8, 3, 224, 224)
+ROWS = {
+    "encoder of 100 layers, width 64": Row(partial(encoder, 100)),
+    "Llama of 64 layers, width 64": Row(partial(llama, 64, 4, 64, **SMALL)),
+    "densenet264, batch 4": Row(partial(image, zoo.densenet264, 4, 3, 224, 224)),
+    "resnet1001, batch 8": Row(partial(image, zoo.resnet1001, 8, 3, 32, 32)),
+    "resnet50, batch 8": Row(resnet50),
+    "resnet50, batch 8, 60 %": Row(resnet50, {"memory_budget": 0.6}),
+    "GPT-2 XL on meta, A100": on_a100(gpt2_xl),
+    "Llama of 80 layers on meta, A100": on_a100(partial(llama, 80, 1, 4096, device="meta", **B70)),
+    "Llama of 126 layers on meta, A100": on_a100(
+        partial(llama, 126, 1, 4096, device="meta", **B405)
     ),
 }
 
@@ -115,11 +104,10 @@ class Cell:
 def measure(cell: Cell) -> dict[str, Any]:
     """Returns the seconds and the largest resident set of a first step, or of a call."""
     torch.manual_seed(0)
-    build, asked = ROWS[cell.row]
-    model, inputs = build()
+    row = ROWS[cell.row]
+    model, inputs = row.build()
     if cell.way == BUDGET:
-        assert asked is not None
-        return spent(lambda: zoo.plan(model, inputs, **asked))
+        return spent(lambda: zoo.plan(model, inputs, **(row.asked or {})))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if cell.way == TRUE:
         model = zoo.checkpoint(model)
@@ -144,45 +132,39 @@ def spent(run: Callable[[], Any]) -> dict[str, Any]:
     return {"seconds": seconds, "memory": max(own, forked) * 1024}
 
 
-def lines(rows: list[str], rounds: int) -> Iterator[list[str]]:
-    """Yields for each row what planning takes."""
-    for row in rows:
-        build_only = ROWS[row][1] is not None
-        ways = (BUDGET,) if build_only else (PLAIN, TRUE)
-        if build_only and "meta" not in row:
-            ways = (PLAIN, BUDGET)
-        found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-        for _ in range(rounds):
-            for way in ways:
-                found[way].append(outcome(measure, Cell(row, way), TIMEOUT))
-        failed = [result["reason"] for way in ways for result in found[way] if "reason" in result]
-        if failed:
-            yield [row, failed[0], "", "", ""]
-            continue
-        taken = found[ways[-1]]
-        plain = found.get(PLAIN)
-        planning = [result["seconds"] for result in taken]
-        if TRUE in found and plain:
-            start = statistics.median(result["seconds"] for result in plain)
-            planning = [seconds - start for seconds in planning]
-        yield [
-            row,
-            f"{statistics.median(result['seconds'] for result in plain):.1f}" if plain else "",
-            f"{statistics.median(planning):.1f} [{min(planning):.1f}, {max(planning):.1f}]",
-            format_bytes(max(result["memory"] for result in plain)) if plain else "",
-            format_bytes(max(result["memory"] for result in taken)),
-        ]
+def line(name: str, rounds: int) -> list[str]:
+    """Returns what planning takes in a row."""
+    row = ROWS[name]
+    planned = TRUE if row.asked is None else BUDGET
+    ways = (planned,) if row.on_meta else (PLAIN, planned)
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for _ in range(max(rounds, 1)):
+        for way in ways:
+            found[way].append(outcome(measure, Cell(name, way), TIMEOUT))
+    for result in (result for way in ways for result in found[way] if "reason" in result):
+        return [name, result["reason"], "", "", ""]
+    seconds = {way: [result["seconds"] for result in found[way]] for way in ways}
+    memory = {way: format_bytes(max(result["memory"] for result in found[way])) for way in ways}
+    plain = statistics.median(seconds[PLAIN]) if PLAIN in seconds else None
+    first = plain if plain is not None and planned == TRUE else 0.0
+    beyond = [taken - first for taken in seconds[planned]]
+    return [
+        name,
+        "" if plain is None else f"{plain:.1f}",
+        f"{statistics.median(beyond):.1f} [{min(beyond):.1f}, {max(beyond):.1f}]",
+        memory.get(PLAIN, ""),
+        memory[planned],
+    ]
 
 
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", nargs="+", default=[""], help="beginnings of names; all if none")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rounds", type=int, default=3, help="at least one")
     arguments = parser.parse_args()
-    rows = [row for row in ROWS if row.startswith(tuple(arguments.rows))]
     columns = ["planned", "plain step, s", "planning, s", "plain step, memory", "planning, memory"]
-    print(markdown_table(columns, list(lines(rows, arguments.rounds))))
+    print(markdown_table(columns, [line(name, arguments.rounds) for name in arguments.rows]))
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
         storage = memo.describer.get_storage_id(tensor.untyped_storage())
     if storage is None or storage in memo.storage_memo:
         fake = mode.from_tensor(tensor)
-        if tensor.is_meta:
+        if tensor.is_meta and isinstance(fake, FakeTensor):
             fake.fake_device = place
         return fake
     with no_dispatch():

@@ -211,10 +211,10 @@ def place_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def kernel_place(model: nn.Module) -> torch.device:
-    """Returns the device whose kernels a model is planned by: its own, the CPU's for meta's.
+def kernel_device(model: nn.Module) -> torch.device:
+    """Returns the device whose kernels a model is planned by: its own, for the meta device the CPU.
 
-    Of attention and LSTMs meta tensors run other kernels than any device.
+    Meta tensors run other kernels for attention and LSTMs than any device does.
     """
     place = place_of(model)
     return torch.device("cpu") if place.type == "meta" else place

@@ -72,6 +72,8 @@ def test_least_memory_knows_the_outputs_that_the_caller_holds(
 ) -> None:
     """Some are made early and handed on to the end, such as a language model's cache of keys."""
     last = {storage: state for state, live in enumerate(costs.live) for storage in live}
+    for step, saved in enumerate(costs.saved):
+        last = dict.fromkeys(saved, step) | last
     early = data.draw(st.sets(st.sampled_from(sorted(last))) if last else st.just(set()))
     returned = costs.live[-1] | early
     held = tuple(

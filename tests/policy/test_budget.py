@@ -413,13 +413,13 @@ def test_meta_inputs_give_the_plans_of_real_ones(
     build: Callable[[], nn.Module], shape: tuple[int, ...]
 ) -> None:
     """Also where the kernels of meta tensors are others: of attention and of LSTMs."""
-    planned = functools.partial(zoo.plan, max_overhead=0.2, device="a100")
     model, x = build(), torch.rand(shape)
-    real = planned(model, x)
-    assert planned(model, x.to("meta")) == real
     with torch.device("meta"):
         nowhere = build()
-    assert planned(nowhere, x.to("meta")) == real
+    for asked in ({"max_overhead": 0.2}, {"memory_budget": 1.0}):
+        planned = functools.partial(zoo.plan, device="a100", **asked)
+        real = planned(model, x)
+        assert planned(model, x.to("meta")) == planned(nowhere, x.to("meta")) == real
 
 
 def test_overhead_asks_for_the_least_memory_in_that_time() -> None:

@@ -11,10 +11,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import zoo
 from tests.tracing.runs import MODELS, Keeping, traced
 from zoo.chain import fold
 from zoo.engine.recompute import segment
-from zoo.invocation import Invocation, own_loss, place_of, with_loss
+from zoo.invocation import Invocation, own_loss, with_loss
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
 from zoo.profiling.allocator_events import trace
@@ -122,7 +123,7 @@ def test_equal_steps_of_equal_blocks_are_one_part() -> None:
     assert steps.outline.blocks == (0, *(n for n in range(1, 5) for _ in range(5)), 5, 5)
     parts = [id(step.func.function) for step in steps.outline.steps]  # type: ignore[union-attr]
     assert parts[1:6] == parts[6:11] == parts[11:16]
-    runs = Profile(model, steps.outline, steps.fake_state(place_of(model))).found.runs
+    runs = Profile(model, steps.outline, steps.fake_state()).found.runs
     assert len(runs) == 1 + 5 + 2
 
 
@@ -144,7 +145,7 @@ def test_what_equal_steps_only_hand_on_does_not_tell_them_apart() -> None:
     def runs(depth: int) -> tuple[int, int]:
         model = AllStates(depth)
         steps = cut(model, Invocation.of(torch.rand(2, 8)))
-        found = Profile(model, steps.outline, steps.fake_state(place_of(model))).found
+        found = Profile(model, steps.outline, steps.fake_state()).found
         assert len(found.handed[-1]) == depth
         # what nobody reads again is held, and in no state that a segment would begin with
         assert len(found.live[-1] | found.held[-1]) == depth
@@ -158,7 +159,7 @@ def test_the_steps_can_be_measured(name: str) -> None:
     model, given = made(name)
     before = [value.clone() for value in model.state_dict().values()]
     steps = cut(model, given)
-    found = Profile(model, steps.outline, steps.fake_state(place_of(model)))
+    found = Profile(model, steps.outline, steps.fake_state())
     costs = found.costs(kernels=found.kernels() if name in ("net", "deciding") else ())
     assert len(costs) == len(steps.names) == len(steps.boundaries)
     after = model.state_dict().values()
@@ -167,7 +168,7 @@ def test_the_steps_can_be_measured(name: str) -> None:
 
 def costs_of(model: nn.Module, given: Invocation, loss: Any) -> StepCosts:
     steps = cut(model, given, loss=loss)
-    state = steps.fake_state(place_of(model))
+    state = steps.fake_state()
     profile = Profile(model, with_loss(steps.outline, steps.loss), state)
     handed = profile.found.handed
     return replace(profile.costs(), returned=handed[len(steps.names)] | handed[-1])
@@ -232,3 +233,75 @@ def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
     measured = trace(step).peak
     predicted = simulate(Plan.keep_all(len(costs)), costs).peak
     assert predicted == pytest.approx(measured, rel=0.01)
+
+
+class Features(nn.Module):
+    """Returns early what its own kernel saves and no later step reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        found = []
+        for layer in self.layers:
+            x = layer(x)
+            found.append(x.tanh())
+            x = x.sin()
+        return (x, *found)
+
+
+@pytest.mark.parametrize("plan", [Plan([tuple(range(9))]), Plan([*range(6), (6, 7, 8)])], ids=str)
+def test_an_output_that_is_recomputed_counts_twice(plan: Plan) -> None:
+    """The caller holds the first one."""
+    torch.manual_seed(0)
+    model, given = Features(), Invocation((torch.rand(512, 64),))
+    costs = costs_of(model, given, square).with_parameter_gradients()
+    zoo.checkpoint(model, plan)
+
+    def step() -> None:
+        outputs = given.on(model)
+        square(outputs).backward()
+
+    step()
+    model.zero_grad()
+    predicted = simulate(Plan([*plan, 9]), costs).peak
+    assert predicted == pytest.approx(trace(step).peak, rel=0.01)
+
+
+class OnMeta(nn.Module):
+    """Computes with a tensor that is neither a parameter nor an input, and with a new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.frequencies = nn.Linear(16, 16), torch.rand(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.frequencies + torch.ones(16)).sin()
+
+
+class OnMetaInSteps(zoo.Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = OnMeta(), nn.Linear(16, 16)
+
+    def steps(self) -> Any:
+        return [self.first, self.last]
+
+
+@pytest.mark.parametrize("build", [OnMeta, OnMetaInSteps])
+def test_what_a_model_on_meta_makes_there_is_planned_for(build: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"):
+        model, x = build(), torch.rand(8, 16)
+        inside = zoo.plan(model, x, max_overhead=0.5, device="a100")
+    on_cpu = zoo.plan(build(), torch.rand(8, 16), max_overhead=0.5, device="a100")
+    assert inside == on_cpu == zoo.plan(model, x, max_overhead=0.5, device="a100")
+
+
+def test_a_real_step_on_meta_is_planned_for(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        model, x = nn.LSTM(8, 8, 2), torch.rand(5, 2, 8)
+    zoo.checkpoint(model)
+    for _ in range(2):
+        model(x)[0].sum().backward()
+    assert "block by block" not in caplog.text

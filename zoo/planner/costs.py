@@ -32,7 +32,8 @@ class StepCosts:
 
     Attributes:
         sizes: bytes of each storage; the sets below hold indices into it.
-        live: for each of the n + 1 states (before step 0, ..., after the last) its storages.
+        live: for each of the n + 1 states (before step 0, ..., after the last) its storages that a
+            later step reads.
         saved: for each step, the storages that autograd saves for its backward.
         forward: for each step, the largest number of new bytes during its forward.
         forward_until_saved: the same, until saved.
@@ -57,8 +58,9 @@ class StepCosts:
             ends: casts of weights, which autocast caches; none where it is empty.
         copied: for each step, storages of its inputs of which a segment that it is in keeps a copy
             until its backward is over, unless it makes them; none where it is empty.
-        held: for each step, storages that names in the user's forward hold beside the state, which
-            a recomputation of kernels does not; none where it is empty.
+        held: for each step, storages that the forward holds beside the state and a recomputation of
+            kernels does not: of names in the user's forward, and of outputs that were made early;
+            none where it is empty.
     """
 
     sizes: tuple[int, ...]
@@ -107,7 +109,7 @@ class StepCosts:
 
     @functools.cached_property
     def newly_held(self) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
-        """For each step of `held`, and the end, what is and is no longer held since the last."""
+        """For each step, and the end: what of `held` is held since then, and what is released."""
         around = itertools.pairwise((frozenset[int](), *self.held, frozenset[int]()))
         return tuple((now - before, before - now) for before, now in around) if self.held else ()
 
@@ -322,12 +324,13 @@ class _Clock:
         return self.costs.bytes_of(copied - self.made_by(item))
 
     def made_by(self, item: tuple[Item, ...]) -> frozenset[int]:
-        """Returns the storages of the states inside and behind a segment that it was not given."""
-        states = (self.costs.live[step + 1] for step in indices(item))
-        return frozenset().union(*states) - self.costs.live[next(indices(item))]
+        """Returns the storages inside and behind a segment that it was not given."""
+        live, saved = self.costs.live, self.costs.saved
+        inside = (live[step + 1] | saved[step] for step in indices(item))
+        return frozenset().union(*inside) - live[next(indices(item))]
 
     def hold_names(self, step: int) -> None:
-        """Holds what names in the forward hold during a step; n of n steps is the end."""
+        """Goes on to what the forward holds during a step beside its state; n is the end."""
         if self.costs.held:
             held, left = self.costs.newly_held[step]
             self.hold(held)

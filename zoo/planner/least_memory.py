@@ -8,12 +8,13 @@ all states between them. A label is dropped when another could hold the same for
     segment [i, j)   holds live(i); its backward needs  need(i, j)  beside the bytes held
     kept step i      holds saved(i); needs bytes in its forward, and later in its backward
 
-The least peak for which a path reaches the end is found by bisection, to a thousandth. Where all
-steps can be kept within it, as gradients take most, they are. A second search within that peak
-looks for the path that recomputes the fewest operations. It extends few labels of a state, from
-those that hold least to those that recompute least, by few segments, the longest and those that
-recompute no operations; so it may miss the best path. A third search keeps what it can of these
-segments, since steps without operations take time, too.
+Outputs of the chain are left out of what a path holds: the caller holds them under every plan. The
+least peak for which a path reaches the end is found by bisection, to a thousandth. Where all steps
+can be kept within it, as gradients take most, they are. A second search within that peak looks for
+the path that recomputes the fewest operations. It extends few labels of a state, from those that
+hold least to those that recompute least, by few segments, the longest and those that recompute no
+operations; so it may miss the best path. A third search keeps what it can of these segments, since
+steps without operations take time, too.
 
 Source: the dynamic programs of Feng and Huang 2018 (arXiv:1808.00079) and Kusumoto et al. 2019
 (arXiv:1905.11722), here over tuple states with shared storage.
@@ -69,24 +70,25 @@ def least_memory(costs: StepCosts) -> Plan:
     if simulate(everything, costs).peak <= low + low // 1000:
         return everything
     plan, high = _uniform(costs)
-    inner = _without_returned(costs)
+    beside_outputs = _beside_outputs(costs)
     outputs = costs.bytes_of(costs.returned)
     low, middle, high = low - outputs, middle - outputs, high - outputs
-    segments = Segments(costs, inner, high)
+    segments = Segments(costs, beside_outputs, high)
     best = None
     while high - low > (high + outputs) // 1000:
-        path = _path(_counting(inner, 0, 0), middle, _by_bytes, segments.ends)
+        path = _path(_counting(beside_outputs, 0, 0), middle, _by_bytes, segments.ends)
         if path is None:
             low = middle + 1
         else:
             best, high = path, path.peak
         middle = (low + high) // 2
-    best = _path(inner, high, _by_arithmetic, segments.few_ends) or best
+    best = _path(beside_outputs, high, _by_arithmetic, segments.few_ends) or best
     if best is None:
         return plan
     stops = {label.steps.start: label.steps.stop for label in best.items()}
     scale = len(costs) + 1
-    kept = _path(_counting(inner, scale, 1), high, _by_arithmetic, segments.ends_among(stops))
+    counting, same = _counting(beside_outputs, scale, 1), segments.ends_among(stops)
+    kept = _path(counting, high, _by_arithmetic, same)
     if kept is not None and kept.recomputed // scale <= best.recomputed:
         best = kept
     items: list[Item] = []
@@ -109,10 +111,10 @@ def _uniform(costs: StepCosts) -> tuple[Plan, int]:
     return best
 
 
-def _without_returned(costs: StepCosts) -> StepCosts:
-    """Returns costs of paths beside the outputs, which the caller holds under every plan.
+def _beside_outputs(costs: StepCosts) -> StepCosts:
+    """Returns the costs without the outputs, which the caller holds under every plan.
 
-    In the forward of a step only those are there that the steps before it made.
+    During the forward an output counts once an earlier step has made it.
     """
     outputs = costs.bytes_of(costs.returned)
     made = (costs.bytes_of(present & costs.returned) for present in costs.present)
@@ -121,7 +123,8 @@ def _without_returned(costs: StepCosts) -> StepCosts:
         live=tuple(live - costs.returned for live in costs.live),
         saved=tuple(saved - costs.returned for saved in costs.saved),
         forward=tuple(
-            new + there - outputs for new, there in zip(costs.forward, made, strict=True)
+            allocated + made_before - outputs
+            for allocated, made_before in zip(costs.forward, made, strict=True)
         ),
         returned=frozenset(),
     )

@@ -14,6 +14,9 @@ recomputed, and those seconds are 0. The last step of a recomputation stops earl
 that ends with a segment is not considered: it hands that one over without running it, and with the
 items of the segment in its place it does the same work in no more memory.
 
+The outputs, which the caller holds, and what only the forward holds are not known here; the plans
+are judged by `simulate`, which knows them.
+
 Bytes are exact where they decide whether something fits: `needs` holds the least m of each entry,
 `at_need` the seconds there. Other seconds are known at given amounts, closer together where they
 are small, and interpolated between. To round bytes instead would waste a large part of the budget
@@ -152,10 +155,10 @@ def _amounts(first: int, last: int, count: int) -> Bytes:
     return np.unique(np.clip([first, *amounts, last], first, last))
 
 
-def _around(amounts: Bytes, dtype: type, payments: tuple[int, ...]) -> tuple[Bytes, Bytes, Seconds]:
-    """Returns for each payment the amounts around what it leaves, and the lower one's share."""
-    left = amounts - np.array(payments, np.int64)[:, None]
-    upper = np.minimum(amounts.searchsorted(left), len(amounts) - 1)
+def _around(amounts: Bytes, dtype: type, paid: int) -> tuple[Bytes, Bytes, Seconds]:
+    """Returns the amounts around each less `paid` bytes, and the share of the lower one."""
+    left = amounts - paid
+    upper = np.minimum(amounts.searchsorted(left), len(left) - 1)
     lower = np.maximum(upper - 1, 0)
     width = np.maximum(amounts[upper] - amounts[lower], 1)
     share = np.clip((amounts[upper] - left) / width, 0, 1)
@@ -302,15 +305,18 @@ class DPTable:
             behind = slice(int(ends.searchsorted(last, "right")), None)
             if ends[behind].size:
                 self._offer_segments(state, part, ends[behind], own.of(behind), choices[behind])
-        others = [(row.missing, at) for row, at in zip(rows, places, strict=True) if row.missing]
-        if others:
+        payments: dict[int, list[slice]] = {}
+        for row, place in zip(rows, places, strict=True):
+            if row.missing:
+                payments.setdefault(row.missing, []).append(place)
+        if payments:
             # the rest of the state may be held first
-            payments = tuple(missing for missing, _ in others)
-            whole = np.arange(places[number].start, places[number].stop)
-            for held, (_, place) in zip(self._read_after(payments, whole), others, strict=True):
-                values = self.values.of(place)
-                np.minimum(values.seconds, held.seconds, out=values.seconds)
-                values.lower_needs(held.needs, held.at_need)
+            entries = np.arange(places[number].start, places[number].stop)
+            held = self._read_after(tuple(payments), entries)
+            for values, places_of_payment in zip(held, payments.values(), strict=True):
+                for known in map(self.values.of, places_of_payment):
+                    np.minimum(known.seconds, values.seconds, out=known.seconds)
+                    known.lower_needs(values.needs, values.at_need)
 
     def _parts(self, state: int, ends: Bytes) -> Iterator[slice]:
         """Yields numbers of stops to offer at once: of one copy, or one of the ends alone.
@@ -421,18 +427,17 @@ class DPTable:
         """Returns the values of entries for each payment of so many bytes before."""
         paid = np.array(payments, np.int64)
         seconds, needs, at_need = (values[entries] for values in self.values)
-        lower, upper, share = self.around(payments)
+        lower, upper, share = map(np.stack, zip(*map(self.around, payments), strict=True))
         moved = np.moveaxis(seconds.take(upper, axis=-1), -2, 0)
+        by_payment = (len(payments), *(1,) * entries.ndim, -1)
         if share.any():
             below = np.moveaxis(seconds.take(lower, axis=-1), -2, 0)
             below -= moved
-            around = (len(payments), *(1,) * entries.ndim, -1)
-            below *= share.reshape(around)
+            below *= share.reshape(by_payment)
             moved += below
         # between what an entry needs and the next amount
         fitting = self.amounts.searchsorted(needs)[..., None]
-        upper = upper.reshape(len(payments), *(1,) * entries.ndim, -1)
-        edge = (upper == fitting).nonzero()
+        edge = (upper.reshape(by_payment) == fitting).nonzero()
         if edge[0].size:
             moved[edge] = self._at(entries[edge[1:-1]], self.amounts[edge[-1]] - paid[edge[0]])
         return [

@@ -209,8 +209,10 @@ def _least(chain: Chain, outline: Outline, inputs: State, foreseen: OptimizerByt
     out.
     """
     profile = Profile(chain, outline, inputs)
+    # a training loop's name for the output outlives the backward
+    returned = profile.found.handed[-1]
     if any(map(is_spread, chain.parameters())):
-        return least_memory(profile.costs())
+        return least_memory(replace(profile.costs(), returned=returned))
     is_here = profile.device.type != "meta" and active_fake_mode() is None
     measures = foreseen is None and is_here and not is_profiling()
     optimizer = foreseen or _optimizer_in_backward(chain)
@@ -218,9 +220,7 @@ def _least(chain: Chain, outline: Outline, inputs: State, foreseen: OptimizerByt
         kernels=profile.kernels(timed=False) if measures else (),
         updates=None if optimizer is None else optimizer.updates,
     )
-    # a training loop's name for the output outlives the backward
-    costs = replace(costs, returned=profile.found.handed[-1])
-    return least_memory(costs.with_parameter_gradients())
+    return least_memory(replace(costs, returned=returned).with_parameter_gradients())
 
 
 def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:

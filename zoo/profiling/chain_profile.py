@@ -1,9 +1,10 @@
 """The bytes and operations of each step of a chain, from one run on fake tensors.
 
 A fake tensor has a shape, a dtype, a device and a storage of the right size with nothing behind it,
-so a model is measured that would not fit, and the kernels chosen are those of the real device
-(plain meta tensors choose others for attention and LSTMs). Between steps not even fake tensors are
-kept, only their specs; so steps that do the same to the same specs are run once.
+so a model is measured that would not fit, and the kernels chosen are those of the real device. For
+a model on the meta device they are those of the CPU, since meta tensors choose others for attention
+and LSTMs. Between steps not even fake tensors are kept, only their specs; so steps that do the same
+to the same specs are run once.
 
 Kernel workspaces (oneDNN's reordered tensors, cuDNN's) are not seen, unless each different kernel
 also runs for real: see `kernel_costs`. The steps run in another process, or copies of them here:
@@ -340,10 +341,11 @@ def _run_steps(
 ) -> ChainRun:
     """Runs the steps on fake tensors: in a child (`is_apart`) themselves, else copies of them."""
     follower = _Follower(inputs, block)
+    on_meta = any(parameter.is_meta for parameter in chain.parameters())
     with (
         contextlib.ExitStack() as restored,
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        FakeTensorFixes(mode) as fixes,
+        FakeTensorFixes(mode, moves_meta=on_meta) as fixes,
     ):
         restored.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         # it would keep fake casts of real weights

@@ -36,6 +36,7 @@ from zoo._torch import (
     FakeTensor,
     FakeTensorMode,
     dispatch_modes,
+    fake_of,
     pytree,
     unset_fake_temporarily,
 )
@@ -77,12 +78,17 @@ class NumbersNeeded(BaseException):
 class FakeTensorFixes(KernelMode):
     """Corrects what a `FakeTensorMode` makes of kernels; enter it inside of one.
 
-    `strict` raises NumbersNeeded where torch raises exceptions of its own.
+    `strict` raises NumbersNeeded where torch raises exceptions of its own. With `moves_meta` the
+    model is on the meta device: tensors there, also those that its forward makes, are on the CPU,
+    whose kernels stand for those of any device.
     """
 
-    def __init__(self, mode: FakeTensorMode, strict: bool = False) -> None:
+    def __init__(
+        self, mode: FakeTensorMode, *, strict: bool = False, moves_meta: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
+        self.moves_meta = moves_meta
         self.strict = strict
         self.most = SMALL if strict else MOST
         # whether unknown numbers were asked for, also where the forward went on all the same
@@ -132,6 +138,8 @@ class FakeTensorFixes(KernelMode):
         if types and not all(map(has_own_storage, types)):
             return NotImplemented
         kwargs = kwargs or {}
+        if self.moves_meta:
+            args, kwargs = pytree.tree_map(self._moved, (args, kwargs))
         if func in QUESTIONS:
             return answer(func, args[0])
         given = tensors_in((args, kwargs))
@@ -153,6 +161,14 @@ class FakeTensorFixes(KernelMode):
             for tensor in written_by(effects_of(func), args, kwargs):
                 self.forget(tensor)
         return result
+
+    def _moved(self, leaf: Any) -> Any:
+        """Returns what stands on the CPU for a tensor on the meta device, or for that device."""
+        if isinstance(leaf, torch.device):
+            return CPU if leaf.type == "meta" else leaf
+        if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and leaf.is_meta:
+            return fake_of(self.mode, leaf)
+        return leaf
 
     def _on_fakes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a kernel on fake tensors, those that torch gets wrong as they are for real."""

@@ -31,8 +31,9 @@ from zoo.invocation import (
     Invocation,
     Loss,
     UnknownTargets,
-    kernel_place,
+    kernel_device,
     own_loss,
+    place_of,
     with_loss_errors,
 )
 from zoo.profiling.allocator_events import tensors_in
@@ -100,7 +101,7 @@ class _Forward:
 
     def __init__(self, model: nn.Module, given: Invocation, loss: Loss | None) -> None:
         self.model, self.given = model, given
-        self.device = kernel_place(model)
+        self.device = kernel_device(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
 
     def isolated(self, trace: Callable[[bool], Graph | None]) -> Graph | None:
@@ -130,7 +131,8 @@ class _Forward:
     def on_fakes(self, is_apart: bool) -> Graph | None:
         """Traces on fake tensors; None where the forward needs data that these do not have."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        constants = FakeTensorFixes(mode, strict=True)
+        on_meta = place_of(self.model).type == "meta"
+        constants = FakeTensorFixes(mode, strict=True, moves_meta=on_meta)
         fakes: dict[int, Tensor] = {}
         fake = functools.partial(self._fake, fakes, mode, constants)
         for tensor in (*self.model.parameters(), *self.model.buffers()):

@@ -12,8 +12,7 @@ from zoo.invocation import (
     Invocation,
     Loss,
     capture_first_state,
-    kernel_place,
-    place_of,
+    kernel_device,
     with_loss_errors,
 )
 from zoo.planner.plan import Plan
@@ -194,11 +193,11 @@ class Entry:
             return cls(model, outline, state, names, loss and _of_last_state(model, loss))
         graph = graph_of(model, given, loss)
         steps = partition(model, graph, paths_of(model, named_steps(model)))
-        return cls(model, steps.outline, steps.fake_state(place_of(model)), steps.names, steps.loss)
+        return cls(model, steps.outline, steps.fake_state(), steps.names, steps.loss)
 
 
 def _of_last_state(model: Chain, loss: Loss) -> Callable[..., Tensor]:
-    loss = with_loss_errors(loss, kernel_place(model))
+    loss = with_loss_errors(loss, kernel_device(model))
     return lambda *state: loss(model.returned(*state))
 
 

@@ -26,6 +26,7 @@ from torch.fx.node import map_aggregate
 
 from zoo._torch import DisableAutocast, FakeTensorMode
 from zoo.chain import Held, NamedStep, Outline, PassThrough, Source, Step
+from zoo.invocation import place_of
 from zoo.profiling.allocator_events import tensors_in
 from zoo.tracing.blocks import block_of_each
 from zoo.tracing.graph import OWNED, Attribute, Call, Graph, Value
@@ -91,6 +92,7 @@ class Steps:
         live_in: numbers of the graph's inputs in the first state, in order.
         live_out: numbers of the values in the last state: what the model or the loss needs.
         loss: a function of the last state, where the graph has a loss.
+        device: that of the model.
     """
 
     outline: Outline
@@ -99,13 +101,14 @@ class Steps:
     live_in: tuple[int, ...]
     live_out: tuple[int, ...]
     loss: Step | None
+    device: torch.device
     graph: Graph
 
-    def fake_state(self, place: torch.device) -> tuple[Tensor, ...]:
-        """Returns the first state as fake tensors; as meta tensors for a model in that place."""
+    def fake_state(self) -> tuple[Tensor, ...]:
+        """Returns the first state as fake tensors; as meta tensors if the model is on meta."""
         specs = [self.graph.inputs[number] for number in self.live_in]
-        if place.type == "meta":
-            return tuple(spec._replace(device=place).empty() for spec in specs)
+        if self.device.type == "meta":
+            return tuple(spec._replace(device=self.device).empty() for spec in specs)
         with FakeTensorMode():
             return tuple(spec.empty() for spec in specs)
 
@@ -117,7 +120,7 @@ def partition(model: nn.Module, graph: Graph, blocks: Sequence[str]) -> Steps:
 
 class _Partition:
     def __init__(self, model: nn.Module, graph: Graph, blocks: Sequence[str]) -> None:
-        self.graph = graph
+        self.graph, self.device = graph, place_of(model)
         self.modules = dict(model.named_modules())
         # numbers of views of parameters and the calls that make them
         self.views = _views_of_owned(graph.calls)
@@ -152,6 +155,7 @@ class _Partition:
             tuple(live[0]),
             tuple(live[-1]),
             None if loss is None else self._step(self.loss_calls, live[-1], [loss], "the loss"),
+            self.device,
             self.graph,
         )
 

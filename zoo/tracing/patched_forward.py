@@ -29,7 +29,7 @@ from zoo.chain import Chain, Runner
 from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
 from zoo.engine.recording import thread
 from zoo.errors import ArgumentError, BudgetError, PlanError
-from zoo.invocation import InputSpec, Invocation, place_of
+from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
@@ -119,7 +119,7 @@ class OptionPlanner(NamedTuple):
         self, model: nn.Module, graph: Graph, operators: Sequence[Any], visits: dict[Visit, int]
     ) -> Script:
         steps = partition(model, graph, paths_of(model, self.patterns))
-        state = steps.fake_state(place_of(model))
+        state = steps.fake_state()
         with torch.enable_grad():
             plan = self.runner().settle(model, steps.outline, state)  # type: ignore[arg-type]
         return Script(operators, steps.boundaries, plan, visits)
