@@ -23,7 +23,7 @@ from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import attach
 from zoo.policy.report import FixedBytes, PlanReport
 from zoo.profiling.allocator_events import measure_step
-from zoo.profiling.caching_allocator import block_bytes
+from zoo.profiling.caching_allocator import BLOCK, rounded_up
 
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
@@ -101,9 +101,9 @@ def test_the_peak_is_told_apart_to_the_byte(family: str) -> None:
 def test_for_a_cuda_device_each_storage_takes_whole_blocks_and_on_the_cpu_its_bytes() -> None:
     model, x = nn.Sequential(nn.Linear(13, 515), nn.GELU(), nn.Linear(515, 3)), torch.rand(31, 13)
     here, there = (planner_for(model, x, device=device) for device in ("cpu", "a100"))
-    assert there.costs.sizes == tuple(block_bytes(size) for size in here.costs.sizes)
+    assert there.costs.sizes == tuple(rounded_up(size, BLOCK) for size in here.costs.sizes)
     assert here.fixed.parameters == sum(p.nbytes for p in model.parameters())
-    assert there.fixed.parameters == sum(block_bytes(p.nbytes) for p in model.parameters())
+    assert there.fixed.parameters == sum(rounded_up(p.nbytes, BLOCK) for p in model.parameters())
     assert there.fixed.gradients == there.fixed.parameters
     counted = (*there.costs.forward, *there.costs.backward, *there.whole.gradients)
     assert not any(size % 512 for size in (*counted, *vars(there.fixed).values()))

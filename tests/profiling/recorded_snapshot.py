@@ -37,31 +37,27 @@ class Replay:
     def __init__(self, snapshot: Snapshot, device: int = 0) -> None:
         self.events = snapshot["device_traces"][device]
         self.allocator, self.blocks = CachingAllocator(), dict[int, Block]()
-        self.segments = _segments_before(snapshot, device, self.events)
+        self.allocator.segments = _segments_before(snapshot, device, self.events)
         used = _used_before(snapshot, device, self.events)
-        for address, size in sorted(self.segments.items()):
+        for address, size in self.allocator.segments.items():
             inside = {a: sizes for a, sizes in used.items() if address <= a < address + size}
             self._fill(address, size, inside)
 
     def _fill(self, address: int, size: int, used: dict[int, tuple[int, int]]) -> None:
-        """Adds a segment with the blocks that are in use there."""
+        """Adds the blocks of a segment: those in use, and the free ones between them."""
         allocator = self.allocator
-        pool = allocator._small if size == SMALL_SEGMENT else allocator._large
+        cached = allocator.small if size == SMALL_SEGMENT else allocator.large
         allocator.reserved.add(size)
-        block: Block | None = Block(pool, address, size)
+        end = address
         for start, (length, requested) in sorted(used.items()):
-            assert block is not None
-            if start > block.address:
-                free, block = block, block.cut(start - block.address)
-                pool.add(free)
-            here = block
-            block = here.cut(length) if length < here.size else None
-            here.requested = requested
+            if start > end:
+                cached[end] = start - end
+            self.blocks[start] = Block(start, length, requested)
             allocator.requested.add(requested)
             allocator.allocated.add(length)
-            self.blocks[start] = here
-        if block is not None:
-            pool.add(block)
+            end = start + length
+        if end < address + size:
+            cached[end] = address + size - end
 
     def play(self) -> int:
         """Plays the events; returns how many allocations and releases there were.
@@ -70,19 +66,20 @@ class Replay:
         torch's did.
         """
         events, made = _without_requests(self.events), 0
+        segments = dict(self.allocator.segments)
         for number, event in enumerate(events):
             action, address, size = event["action"], event["addr"], event["size"]
             if action == "segment_alloc":
-                self.allocator._end = address
-                self.segments[address] = size
+                self.allocator.end = address
+                segments[address] = size
             elif action == "segment_free":
                 if events[number - 1]["action"] != "segment_free":
                     self.allocator.release_cached()
-                del self.segments[address]
+                del segments[address]
             elif action == "alloc":
                 block = self.blocks[address] = self.allocator.allocate(size)
                 assert block.address == address, f"event {number}: a block at another address"
-                assert self.allocator.reserved.now == sum(self.segments.values())
+                assert self.allocator.segments == segments
                 made += 1
             elif action == "free_completed":
                 self.allocator.free(self.blocks.pop(address))

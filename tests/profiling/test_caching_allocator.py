@@ -13,7 +13,6 @@ from zoo.profiling.caching_allocator import (
     MIB,
     Block,
     CachingAllocator,
-    block_bytes,
     segment_bytes,
 )
 from zoo.profiling.timeline import WORKSPACE, Allocation, Mark, Timeline
@@ -83,7 +82,7 @@ def play(made: list[tuple[int, int]], limit: int | None) -> list[Any]:
     ("size", "block"), [(1, 512), (512, 512), (513, 1024), (40000, 40448), (MIB, MIB)]
 )
 def test_a_block_is_rounded_up_to_512_bytes(size: int, block: int) -> None:
-    assert block_bytes(size) == block
+    assert CachingAllocator().allocate(size).size == block
 
 
 @pytest.mark.parametrize(
@@ -147,8 +146,8 @@ def test_once_all_is_freed_each_segment_is_one_block(seed: int) -> None:
     random.Random(seed).shuffle(blocks)
     for block in blocks:
         allocator.free(block)
-    assert all(block.is_segment for block in allocator.free_blocks)
-    assert sum(block.size for block in allocator.free_blocks) == allocator.reserved.now
+    assert allocator.small | allocator.large == allocator.segments
+    assert sum(allocator.segments.values()) == allocator.reserved.now
     assert allocator.allocated.now == allocator.requested.now == 0
     allocator.release_cached()
     assert allocator.reserved.now == 0
@@ -189,7 +188,8 @@ def test_the_snapshot_that_a_user_of_a_gpu_published() -> None:
     allocator.free(product)
     assert allocator.allocated.now == 45568 + 8519680
     assert allocator.reserved.now == 2097152 + 20971520
-    assert [block.size for block in allocator.free_blocks] == [512, 2051072, 12451840]
+    assert sorted(allocator.small.values()) == [512, 2051072]
+    assert [*allocator.large.values()] == [12451840]
 
 
 def test_a_step_has_its_tensors_and_a_workspace_for_each_thread() -> None:

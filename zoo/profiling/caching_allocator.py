@@ -19,9 +19,7 @@ garbage collection), blocks that other streams use, pools of CUDA graphs. docs/c
 was compared with torch's own allocator.
 """
 
-import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from zoo.errors import ArgumentError
@@ -49,11 +47,6 @@ def rounded_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def block_bytes(size: int) -> int:
-    """Returns the bytes of the block that a request gets."""
-    return rounded_up(size, BLOCK)
-
-
 def segment_bytes(block: int) -> int:
     """Returns the bytes of a new segment for a block."""
     if block <= SMALL:
@@ -61,64 +54,12 @@ def segment_bytes(block: int) -> int:
     return LARGE_SEGMENT if block < ALONE else rounded_up(block, SMALL_SEGMENT)
 
 
-@dataclass(eq=False, repr=False, slots=True)
-class Block:
-    """A part of a segment, next to those `before` and `after` it there; free without a request."""
+class Block(NamedTuple):
+    """A block in use: its address, its bytes, and those that were requested."""
 
-    pool: "Pool"
     address: int
     size: int
-    requested: int = 0
-    before: "Block | None" = None
-    after: "Block | None" = None
-
-    @property
-    def is_segment(self) -> bool:
-        """Says whether it is a whole segment."""
-        return self.before is None and self.after is None
-
-    def cut(self, size: int) -> "Block":
-        """Keeps so many bytes; returns the rest, a free block behind it."""
-        rest = Block(self.pool, self.address + size, self.size - size, 0, self, self.after)
-        if self.after is not None:
-            self.after.before = rest
-        self.size, self.after = size, rest
-        return rest
-
-    def merge(self, other: "Block") -> None:
-        """Takes in the block behind it."""
-        self.size, self.after = self.size + other.size, other.after
-        if other.after is not None:
-            other.after.before = self
-
-
-class Pool:
-    """Free blocks of segments of a kind, the smallest first, of equal ones that of least address.
-
-    `leaves`: a block is cut where so many bytes are left of it.
-    """
-
-    def __init__(self, leaves: int) -> None:
-        self.leaves, self.free = leaves, list[Block]()
-
-    def add(self, block: Block) -> None:
-        """Adds a free block."""
-        bisect.insort(self.free, block, key=_order)
-
-    def remove(self, block: Block) -> None:
-        """Removes a free block."""
-        del self.free[bisect.bisect_left(self.free, _order(block), key=_order)]
-
-    def take(self, size: int) -> Block | None:
-        """Removes and returns the first block that is large enough; None if there is none."""
-        place = bisect.bisect_left(self.free, (size, 0), key=_order)
-        return self.free.pop(place) if place < len(self.free) else None
-
-    def release(self) -> int:
-        """Forgets the free blocks that are whole segments; returns their bytes."""
-        released = sum(block.size for block in self.free if block.is_segment)
-        self.free = [block for block in self.free if not block.is_segment]
-        return released
+    requested: int
 
 
 class Count:
@@ -137,23 +78,21 @@ class CachingAllocator:
     """Hands out blocks as torch does on a GPU where it may reserve `limit` bytes; None: any.
 
     Attributes:
-        requested: bytes that were asked for and not freed.
+        requested: bytes that were requested and not freed.
         allocated: bytes of their blocks, `torch.cuda.memory_allocated`.
         reserved: bytes of all segments, `torch.cuda.memory_reserved`.
-        free: the blocks that are cached.
+        segments: bytes of each segment, by its address.
+        small, large: bytes of each cached block in segments of a kind, by its address.
+        end: the address of the next segment; no address is used again.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.requested, self.allocated, self.reserved = Count(), Count(), Count()
-        self._small, self._large = Pool(BLOCK), Pool(SMALL + 1)
-        # of the last segment; no address is used again
-        self._end = 0
-
-    @property
-    def free_blocks(self) -> tuple[Block, ...]:
-        """The blocks that are cached."""
-        return (*self._small.free, *self._large.free)
+        self.segments: dict[int, int] = {}
+        self.small: dict[int, int] = {}
+        self.large: dict[int, int] = {}
+        self.end = 0
 
     def allocate(self, size: int) -> Block:
         """Returns a block for a request of at least a byte.
@@ -161,37 +100,41 @@ class CachingAllocator:
         Raises:
             ArgumentError: the limit leaves no room, also when all is released that is cached.
         """
-        need = block_bytes(size)
-        pool = self._small if need <= SMALL else self._large
-        block = pool.take(need) or self._segment(pool, need)
-        if block.size - need >= pool.leaves:
-            pool.add(block.cut(need))
-        block.requested = size
+        need = rounded_up(size, BLOCK)
+        cached, least_rest = (self.small, BLOCK) if need <= SMALL else (self.large, SMALL + 1)
+        if all(free < need for free in cached.values()):
+            cached[self._new_segment(need)] = segment_bytes(need)
+        # of blocks of the same size that of the least address
+        taken, address = min((free, start) for start, free in cached.items() if free >= need)
+        del cached[address]
+        if taken - need >= least_rest:
+            cached[address + need] = taken - need
+            taken = need
         self.requested.add(size)
-        self.allocated.add(block.size)
-        return block
+        self.allocated.add(taken)
+        return Block(address, taken, size)
 
     def free(self, block: Block) -> None:
-        """Takes a block back and merges it with free neighbors."""
-        assert block.requested, "a block was freed twice"
+        """Caches a block, merged with its free neighbors in the segment."""
         self.requested.add(-block.requested)
         self.allocated.add(-block.size)
-        block.requested = 0
-        before, after, pool = block.before, block.after, block.pool
-        if after is not None and not after.requested:
-            pool.remove(after)
-            block.merge(after)
-        if before is not None and not before.requested:
-            pool.remove(before)
-            before.merge(block)
-            block = before
-        pool.add(block)
+        cached = self.small if block.size <= SMALL else self.large
+        start, end = block.address, block.address + block.size
+        if end not in self.segments:
+            end += cached.pop(end, 0)
+        if start not in self.segments:
+            start = next((free for free, size in cached.items() if free + size == start), start)
+        cached[start] = end - start
 
     def release_cached(self) -> None:
         """Gives back the segments of which no byte is in use, as `torch.cuda.empty_cache` does."""
-        self.reserved.add(-self._large.release() - self._small.release())
+        for address, size in list(self.segments.items()):
+            cached = self.small if size == SMALL_SEGMENT else self.large
+            if cached.get(address) == size:
+                del cached[address], self.segments[address]
+                self.reserved.add(-size)
 
-    def _segment(self, pool: Pool, need: int) -> Block:
+    def _new_segment(self, need: int) -> int:
         size = segment_bytes(need)
         if not self._has_room(size):
             self.release_cached()
@@ -203,9 +146,10 @@ class CachingAllocator:
                 "a smaller budget"
             )
         self.reserved.add(size)
-        block = Block(pool, self._end, size)
-        self._end += size
-        return block
+        address = self.end
+        self.segments[address] = size
+        self.end += size
+        return address
 
     def _has_room(self, size: int) -> bool:
         return self.limit is None or self.reserved.now + size <= self.limit
@@ -226,15 +170,12 @@ class CudaPeaks(NamedTuple):
     workspaces: int
 
 
-class Event(NamedTuple):
-    """A storage that comes, of so many bytes, or goes (0); `storage` is any number for it."""
+def replayed(
+    events: Iterable[tuple[int, int]], workspaces: int, limit: int | None = None
+) -> CudaPeaks:
+    """Returns what storages take that come and go in this order; cuBLAS has `workspaces` of it.
 
-    storage: int
-    size: int
-
-
-def replayed(events: Iterable[Event], workspaces: int, limit: int | None = None) -> CudaPeaks:
-    """Returns what events take in their order; `workspaces` of their bytes belong to cuBLAS.
+    An event is any number for a storage and the bytes that it comes with, 0 where it goes.
 
     Raises:
         ArgumentError: the limit leaves no room.
@@ -245,10 +186,5 @@ def replayed(events: Iterable[Event], workspaces: int, limit: int | None = None)
             blocks[storage] = allocator.allocate(size)
         elif storage in blocks:
             allocator.free(blocks.pop(storage))
-    return CudaPeaks(
-        allocator.requested.peak, allocator.allocated.peak, allocator.reserved.peak, workspaces
-    )
-
-
-def _order(block: Block) -> tuple[int, int]:
-    return block.size, block.address
+    counts = (allocator.requested, allocator.allocated, allocator.reserved)
+    return CudaPeaks(*(count.peak for count in counts), workspaces)

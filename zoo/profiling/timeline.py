@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.errors import ArgumentError
 from zoo.planner.typed_json import read, read_file, read_json, read_row
-from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, CudaPeaks, Event, replayed
+from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, CudaPeaks, replayed
 from zoo.report.pictures import plots
 from zoo.units import format_bytes
 
@@ -300,12 +300,12 @@ class Timeline:
         starts = {mark.phase: mark.point for mark in reversed(self.phases)}
         points = [starts[phase] for phase in ("forward", "backward") if phase in starts]
         # a storage is freed before another one comes at the same point
-        events = [(point, 1, Event(~point, workspace)) for point in points]
+        events = [(point, 1, (~point, workspace)) for point in points]
         for number, a in enumerate(self.allocations):
             if a.category != WORKSPACE:
-                events.append((a.start, 1, Event(number, a.bytes)))
+                events.append((a.start, 1, (number, a.bytes)))
                 if a.end is not None:
-                    events.append((a.end, 0, Event(number, 0)))
+                    events.append((a.end, 0, (number, 0)))
         ordered = sorted(events, key=operator.itemgetter(0, 1))
         return replayed((event for *_, event in ordered), len(points) * workspace, limit)
 
