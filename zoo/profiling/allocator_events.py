@@ -17,12 +17,13 @@ Left out: memory that other libraries allocate by themselves; on an accelerator 
 caching allocator rounds up and reserves, see `torch.accelerator.max_memory_reserved`.
 """
 
+import contextlib
 import dataclasses
 import gc
 import itertools
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ from zoo.profiling.caching_allocator import rounded_up
 # otherwise the profiler writes to stderr that it runs and that there is no GPU
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+# an address, and the bytes allocated there; below 0 where they are freed
 Event = tuple[int, int]
 # what holds no tensor
 VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -53,10 +55,9 @@ VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """What was allocated and freed while a callable ran: (address, bytes) in the order of time.
+    """What was allocated and freed while a callable ran, in the order of time.
 
-    Bytes are negative where a block is freed. Blocks that existed before are left out. Without a
-    history there is only the peak, as an event.
+    Blocks that existed before are left out. Without a history there is only the peak, as an event.
     """
 
     events: tuple[Event, ...]
@@ -78,26 +79,20 @@ class MemoryTrace:
         """The most bytes that were allocated at once, above those at the start."""
         return max(self._allocated(), default=0)
 
-    @property
-    def kept(self) -> int:
-        """The bytes that the callable allocated and that outlived it."""
-        return sum(size for _, size in self.events)
-
     def blocks_at_peak(self) -> list[int]:
         """Lists the bytes of each block that was allocated at the peak, the largest first."""
         if not self.events:
             return []
-        until_peak = self.events[: self._allocated().index(self.peak) + 1]
-        alive = _allocations_alive(until_peak).values()
-        return sorted((until_peak[index][1] for index in alive), reverse=True)
+        alive = _alive_after(self.events[: self._allocated().index(self.peak) + 1])
+        return sorted((self.events[index][1] for index in alive.values()), reverse=True)
 
     def activation_peak(self, gradients: Iterable[int] = ()) -> int:
         """Returns the most bytes at once without gradients.
 
         `gradients` are `gradient_addresses(model)` after the step: the blocks there outlive it.
         """
-        alive = _allocations_alive(self.events)
-        left_out = {alive[address] for address in gradients if address in alive}
+        alive = _alive_after(self.events)
+        left_out = {alive.get(address) for address in gradients}
         events = (event for index, event in enumerate(self.events) if index not in left_out)
         return MemoryTrace(tuple(events)).peak
 
@@ -105,15 +100,10 @@ class MemoryTrace:
         return list(itertools.accumulate(size for _, size in self.events))
 
 
-def _allocations_alive(events: Iterable[Event]) -> dict[int, int]:
+def _alive_after(events: Sequence[Event]) -> dict[int, int]:
     """Maps the address of each block that outlives the events to the index of its allocation."""
-    alive: dict[int, int] = {}
-    for index, (address, size) in enumerate(events):
-        if size > 0:
-            alive[address] = index
-        else:
-            alive.pop(address, None)
-    return alive
+    latest = {address: index for index, (address, _) in enumerate(events)}
+    return {address: index for address, index in latest.items() if events[index][1] > 0}
 
 
 @dataclass(frozen=True)
@@ -151,24 +141,34 @@ def trace(function: Callable[[], object], device: torch.device | str = "cpu") ->
     if place.type != "cpu":
         check_counts_memory(place)
     gc.collect()
-    if place.type != "cpu":
-        return _trace_accelerator(function, indexed(place))
-    with AllocatorEvents() as record:
+    if place.type == "cpu":
+        with cpu_events() as events:
+            function()
+        return MemoryTrace.within((address, size) for _, address, size in events)
+    place = indexed(place)
+    synchronize(place)
+    reset_peak(place)
+    start = allocated(place)
+    with allocator_history(place) as history:
         function()
-    return record.trace
+        synchronize(place)
+    most = peak(place) - start
+    record = MemoryTrace.within(history_events(history))
+    # another allocator has no history, only a peak
+    return record if record.events or not most else MemoryTrace(((0, most),), has_history=False)
 
 
 def measure_step(
     step: Callable[[], object],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     inputs: Iterable[Tensor],
 ) -> StepMemory:
     """Measures a training step: `step` runs forward, backward and optimizer, with no gradients yet.
 
     Run a step before, so that the optimizer has its state.
     """
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     before = resident_bytes(model, optimizer, inputs)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     record = trace(step, device)
@@ -218,65 +218,39 @@ def _gradients(model: nn.Module) -> Iterator[Tensor]:
     return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
-class AllocatorEvents:
-    """Records the CPU allocator's events inside a block: (`time.time_ns`, address, bytes) in order.
+@contextlib.contextmanager
+def cpu_events() -> Iterator[list[tuple[int, int, int]]]:
+    """Yields a list, in the end of the CPU allocator's events: `time.time_ns`, address, bytes.
 
-    `events` is empty until the block ends. torch's C++ logs the first and every thousandth free of
-    an older block, a "memory block of unknown size", on stderr; the level of such lines,
-    TORCH_CPP_LOG_LEVEL, is read when torch is imported.
+    torch's C++ logs the first and every thousandth free of an older block, a "memory block of
+    unknown size", on stderr; the level of such lines, TORCH_CPP_LOG_LEVEL, is read when torch is
+    imported.
 
     Raises:
         ArgumentError: a block inside of another, or of a profiler.
     """
-
-    def __init__(self) -> None:
-        self.events: list[tuple[int, int, int]] = []
-        self._profiler = profile(use_cpu=True, profile_memory=True)
-
-    def __enter__(self) -> "AllocatorEvents":
-        """Starts to record."""
-        # torch would let a second profiler begin, and end the first with it
-        if is_profiling():
-            raise ArgumentError(
-                "memory on the CPU is measured by torch's profiler, which is at work already: put "
-                "the block outside of it, and not inside of another; where a plan for a budget is "
-                "made at the first step, run that step before"
-            )
-        self._profiler.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Stops, and reads what was recorded."""
-        self._profiler.__exit__(*error)  # type: ignore[no-untyped-call]
-        results: Any = self._profiler.kineto_results
+    # torch would let a second profiler begin, and end the first with it
+    if is_profiling():
+        raise ArgumentError(
+            "memory on the CPU is measured by torch's profiler, which is at work already: put "
+            "the block outside of it, and not inside of another; where a plan for a budget is "
+            "made at the first step, run that step before"
+        )
+    events: list[tuple[int, int, int]] = []
+    profiler: Any = profile(use_cpu=True, profile_memory=True)
+    try:
+        with profiler:
+            yield events
+    finally:
         # a stack, since a deep model's backward nests deeper than Python recurses
-        waiting = [*reversed(results.experimental_event_tree())]
+        waiting = [*reversed(profiler.kineto_results.experimental_event_tree())]
         while waiting:
             event = waiting.pop()
             waiting.extend(reversed(event.children))
             fields = event.extra_fields
             if event.name == "[memory]" and fields.device.type == "cpu":
-                self.events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-        self.events.sort(key=operator.itemgetter(0))
-
-    @property
-    def trace(self) -> MemoryTrace:
-        """The events without their times."""
-        return MemoryTrace.within((address, size) for _, address, size in self.events)
-
-
-def _trace_accelerator(function: Callable[[], object], device: torch.device) -> MemoryTrace:
-    synchronize(device)
-    device = indexed(device)
-    reset_peak(device)
-    start = allocated(device)
-    with allocator_history(device) as history:
-        function()
-        synchronize(device)
-    most = peak(device) - start
-    record = MemoryTrace.within(history_events(history))
-    # another allocator has no history, only a peak
-    return record if record.events or not most else MemoryTrace(((0, most),), has_history=False)
+                events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        events.sort(key=operator.itemgetter(0))
 
 
 def history_events(entries: Iterable[dict[str, Any]]) -> list[Event]:
@@ -306,26 +280,16 @@ def storages_of(tensor: Any) -> list[Any]:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Lists the tensors in nested containers and dataclasses, or of a single one."""
-    found: list[Tensor] = []
-    _collect((value,), found)
-    return found
-
-
-def _collect(parts: Iterable[Any], found: list[Tensor]) -> None:
-    for part in parts:
-        if isinstance(part, Tensor):
-            found.append(part)
-        elif not isinstance(part, VALUES):
-            _collect(_parts_of(part), found)
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Tensor):
+        return [value]
     if type(value) in (tuple, list):
-        return value  # type: ignore[no-any-return]
-    if type(value) is dict:
-        return list(value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, part.name) for part in dataclasses.fields(value)]
-    # it knows all containers, and takes ten times as long
-    leaves = pytree.tree_leaves(value)
-    return [] if len(leaves) == 1 and leaves[0] is value else leaves
+        parts = value
+    elif type(value) is dict:
+        parts = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, part.name) for part in dataclasses.fields(value)]
+    else:
+        # it knows all containers, and takes ten times as long
+        parts = [leaf for leaf in pytree.tree_leaves(value) if leaf is not value]
+    parts = (part for part in parts if not isinstance(part, VALUES))
+    return [tensor for part in parts for tensor in tensors_in(part)]

@@ -26,7 +26,7 @@ from zoo.engine.devices import (
     reset_peak,
     synchronize,
 )
-from zoo.profiling.allocator_events import AllocatorEvents
+from zoo.profiling.allocator_events import MemoryTrace, cpu_events
 
 
 @dataclass
@@ -66,10 +66,11 @@ def spending(device: str | None = None) -> Iterator[Spending]:
             reset_peak(place)
             before[place] = allocated(place)
     if on_cpu:
-        with AllocatorEvents() as record:
+        with cpu_events() as events:
             yield spent
-        spent.peaks["cpu"] = record.trace.peak
-        spent.largest["cpu"] = record.trace.blocks_at_peak()
+        record = MemoryTrace.within((address, size) for _, address, size in events)
+        spent.peaks["cpu"] = record.peak
+        spent.largest["cpu"] = record.blocks_at_peak()
     else:
         yield spent
     for place in () if on_cpu and device is not None else devices_in_use():

@@ -186,5 +186,6 @@ def replayed(
             blocks[storage] = allocator.allocate(size)
         elif storage in blocks:
             allocator.free(blocks.pop(storage))
-    counts = (allocator.requested, allocator.allocated, allocator.reserved)
-    return CudaPeaks(*(count.peak for count in counts), workspaces)
+    return CudaPeaks(
+        allocator.requested.peak, allocator.allocated.peak, allocator.reserved.peak, workspaces
+    )

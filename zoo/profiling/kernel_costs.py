@@ -36,7 +36,7 @@ from zoo.engine.devices import (
 )
 from zoo.engine.operators import Settings, read_settings
 from zoo.errors import ArgumentError, nearest, shortened
-from zoo.profiling.allocator_events import AllocatorEvents
+from zoo.profiling.allocator_events import cpu_events
 from zoo.profiling.progress import each
 from zoo.profiling.tensor_spec import KernelSpec
 from zoo.verification.state_comparison import random_state_restored
@@ -251,9 +251,9 @@ def measure_kernels(
 
 
 def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[KernelCosts | None]:
-    with AllocatorEvents() as record:
+    with cpu_events() as events:
         runs = [_run(spec, timed) for spec in each("running kernels", specs)]
-    workspaces = _workspaces(record.events, runs)
+    workspaces = _workspaces(events, runs)
     costs: list[KernelCosts | None] = []
     for spec, run, workspace in zip(specs, runs, workspaces, strict=True):
         if run is None:

@@ -63,7 +63,7 @@ from zoo._torch import (
 from zoo.engine.recompute import is_replaying, observed, origin
 from zoo.errors import ArgumentError, shortened
 from zoo.optimizer import in_backward, independence
-from zoo.profiling.allocator_events import AllocatorEvents, storages_of, tensors_in
+from zoo.profiling.allocator_events import cpu_events, storages_of, tensors_in
 from zoo.profiling.optimizer import is_optimizer
 from zoo.profiling.sharded import sharded_modules
 from zoo.profiling.source_location import NOWHERE, Place, Places, is_differentiated
@@ -162,16 +162,17 @@ class Tracker(ContextDecorator):
     def _tracked(self, timeline: Timeline) -> Iterator[None]:
         recorder = Recorder(self.model)
         recorder.record_resident(self.optimizer, self.inputs)
-        events = AllocatorEvents() if self.allocator else None
+        events = None
         try:
-            with events or contextlib.nullcontext(), recorder.listening():
+            recorded = cpu_events() if self.allocator else contextlib.nullcontext()
+            with recorded as events, recorder.listening():
                 yield
         except BaseException as error:
             timeline.error = repr(error)
             raise
         finally:
             recorder.record_states(self.optimizer)
-            recorder.fill(timeline, None if events is None else events.events)
+            recorder.fill(timeline, events)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
