@@ -18,7 +18,7 @@ from zoo.report.charts import CATEGORIES, categories_chart
 from zoo.report.html_page import page
 from zoo.report.interactive import interactive
 from zoo.report.rows import Heading, rows
-from zoo.report.text_report import models_csv
+from zoo.report.text_report import csv_files
 from zoo.units import format_bytes
 
 HEADING = Heading("mine", "A processor, 2 threads", "python test_memory_optimized.py mine.yaml")
@@ -97,15 +97,17 @@ def test_what_follows_from_the_results_is_computed_right(text: str) -> None:
     (row, _) = rows([comparison(), comparison(name="vnet")])
     derived = [found for found in Elements(text).all("data") if "data-from" not in found[0]]
     shown = {written: float(str(attributes["value"])) for attributes, written in derived}
-    ratios = [peaks.ratio for peaks in (row.peak, row.activation_peak, row.tensor_activation_peak)]
-    whole = row.peak.ratio_of("optimizer_in_backward")
+    ratios = [
+        peaks.ratio() for peaks in (row.peak, row.activation_peak, row.tensor_activation_peak)
+    ]
+    whole = row.peak.ratio("optimizer_in_backward")
     for ratio in (whole, *ratios):
         assert ratio is not None
         assert shown[f"{ratio:.3f}"] in (whole, *ratios)
     assert whole is not None
     assert shown[f"−{100 * (1 - whole):.1f} %"] == 1 - whole
     for kind, median in (("checkpointed", 1.3), ("optimizer_in_backward", 1.25)):
-        spread = row.times[kind].spread
+        spread = row.time(kind).spread
         assert spread is not None
         assert shown[f"×{spread.median:.2f}"] == spread.median == median
     assert shown["25.56 M"] == 25_557_032
@@ -145,7 +147,7 @@ def test_a_page_of_older_results_shows_their_two_variants() -> None:
 def test_the_results_and_tables_are_in_the_page(text: str) -> None:
     found, made = files(text), [comparison(), comparison(name="vnet")]
     assert json.loads(found["mine.json"])["comparisons"] == made
-    assert found["models.csv"] == models_csv(rows(made))
+    assert found["models.csv"] == csv_files(rows(made), None)["models.csv"]
     memory = list(csv.DictReader(io.StringIO(found["memory.csv"])))
     baseline = made[0]["baseline"]["timeline"]
     shown = [int(row["saved activations"]) for row in memory[:12]]

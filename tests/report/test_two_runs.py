@@ -25,7 +25,7 @@ def earlier(**seconds: list[float]) -> dict[str, Any]:
 
 
 def changes(runs: TwoRuns) -> dict[str, list[str]]:
-    return {cell.name: [*map(str, cell.changes.values())] for cell in runs.cells}
+    return {cell.name: [str(c.cell) for c in cell.changes.values()] for cell in runs.cells}
 
 
 def test_each_cell_of_both_has_its_numbers_before_and_now() -> None:
@@ -92,7 +92,7 @@ def test_another_plan_and_a_step_that_no_longer_fits_are_said() -> None:
     now["baseline"] |= UNFIT
     runs = two_runs([now], [earlier()], "old.jsonl")
     baseline, checkpointed, third = runs.cells
-    assert str(baseline.changes["step peak"]) == "13.0 MiB → does not fit"
+    assert str(baseline.changes["step peak"].cell) == "13.0 MiB → does not fit"
     assert [cell.replanned for cell in (baseline, checkpointed, third)] == [False, True, False]
     assert "4×224×224, another plan" in page([now], HEADING, runs)
 

@@ -26,7 +26,7 @@ from zoo.harness.regression import beside, has_grown, read_earlier, read_old
 from zoo.harness.results import Results, comparisons
 from zoo.harness.run import results_of, run
 from zoo.report.html_page import page
-from zoo.report.rows import Row, TimeRatios, heading, rows
+from zoo.report.rows import Row, heading, rows
 from zoo.report.text_report import show, write_report
 from zoo.report.two_runs import TwoRuns, as_entries
 
@@ -140,19 +140,18 @@ def _report(
 
 def _row_data(row: Row) -> dict[str, Any]:
     """Returns the measurements of a model, and the properties that follow from them."""
+    _, *others = row.variants
+    times = {kind: row.time(kind).spread for kind in others}
+    spreads = {kind: spread and asdict(spread) for kind, spread in times.items()}
     return {
-        **asdict(row),
-        "step_ratio": row.peak.ratio,
-        "step_ratios": {kind: row.peak.ratio_of(kind) for kind in row.times},
-        "ratio": row.activation_peak.ratio,
-        "tensor_ratio": row.tensor_activation_peak.ratio,
-        "time": _spread(row.times["checkpointed"]),
-        "times": {kind: _spread(ratios) for kind, ratios in row.times.items()},
+        **{name: value for name, value in asdict(row).items() if name != "number"},
+        "step_ratio": row.peak.ratio(),
+        "step_ratios": {kind: row.peak.ratio(kind) for kind in others},
+        "ratio": row.activation_peak.ratio(),
+        "tensor_ratio": row.tensor_activation_peak.ratio(),
+        "time": spreads["checkpointed"],
+        "times": spreads,
     }
-
-
-def _spread(ratios: TimeRatios) -> dict[str, float] | None:
-    return None if ratios.spread is None else asdict(ratios.spread)
 
 
 def _console(as_json: bool) -> Console:

@@ -11,11 +11,11 @@ where, as a path into the JSON that the page carries. Each chart has a table.
 import base64
 import gzip
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import Any, cast
 
 from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -27,29 +27,33 @@ from zoo.report.chain_axis import chain_axis
 from zoo.report.interactive import interactive
 from zoo.report.rows import (
     DEFINITIONS,
-    KINDS,
-    MISSING,
     VARIANTS,
     Comparison,
     Heading,
+    Number,
     Row,
+    measured,
     rows,
     variants,
 )
-from zoo.report.text_report import models_csv, timings_csv, to_csv
-from zoo.report.two_runs import ABOUT, COLUMNS, TITLE, TwoRuns, as_entries
-from zoo.units import format_bytes
+from zoo.report.text_report import csv_files, to_csv
+from zoo.report.two_runs import ABOUT, COLUMNS, TITLE, TwoRuns
 
 HERE = Path(__file__).parent
+# the files in a page beside the results, and what they hold
+FILES = {
+    "memory.perfetto.json": "bytes by category for ui.perfetto.dev",
+    "memory.csv": "bytes over the step by category",
+    "models.csv": "a line per model",
+    "timings.csv": "a line per timed pair of steps",
+    "compared.csv": "a line per cell of both runs",
+}
 
 
 def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | None = None) -> str:
     """Returns the page of a comparison, beside an earlier run if one is given: HTML."""
-    table = rows(comparisons)
-    sections = [
-        {"number": number, "id": f"model-{number}", "row": row, **_section(comparison, row)}
-        for number, (comparison, row) in enumerate(zip(comparisons, table, strict=True))
-    ]
+    table, results = rows(comparisons), cast(Any, comparisons)
+    sections = [*map(_section, comparisons, table)]
     pictures = {
         f"{section['id']}-{name}": interactive(chart)
         for section in sections
@@ -70,12 +74,12 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
         library=_library(),
-        size=lambda path: _size(comparisons, path),
-        number=Markup('<data value="{}">{}</data>').format,
-        words=format_bytes,
+        # of the results, by the keys that lead there
+        size=lambda *keys: Number.of_bytes(reduce(operator.getitem, keys, results), *keys),
+        number=Number,
+        bytes=Number.of_bytes,
         legend=_legend,
         shapes=charts.SHAPES,
-        kinds=KINDS,
         variants=variants(table),
         color=charts.color_of,
         definitions=DEFINITIONS,
@@ -96,10 +100,11 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
     # a plan for another chain is not drawn
     if plan is not None and len(plan.flatten()) != len(chain["names"]):
         plan = None
-    measured = {} if row.peak.baseline is None else {"baseline": (row.peak.baseline, 1.0)}
+    peaks: dict[str, int | None] = {kind: getattr(row.peak, kind) for kind in row.variants}
+    known = {kind: size for kind, size in peaks.items() if size is not None}
     # plans free no gradients early: the third variant is none of the frontier's
-    if row.peak.checkpointed is not None and (time := row.times["checkpointed"].spread):
-        measured["checkpointed"] = row.peak.checkpointed, time.median
+    times = {"baseline": 1.0, "checkpointed": row.time("checkpointed").median.value}
+    measured = {kind: (known[kind], time) for kind, time in times.items() if time and kind in known}
     drawn: dict[str, charts.Chart] = {}
     if timelines:
         drawn["memory"] = charts.memory_chart(timelines)
@@ -113,7 +118,8 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
         drawn["frontier"] = charts.frontier_chart(frontier, measured)
     recorded = set().union(*(timeline["bytes"] for timeline in timelines.values()))
     return {
-        "comparison": comparison,
+        "id": f"model-{row.number}",
+        "row": row,
         "timelines": timelines,
         "chain": chain,
         "plan": text,
@@ -122,8 +128,10 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
         "measured": measured,
         "frontier": frontier,
         "numbers": [f"#{VARIANTS[kind]}" for kind in timelines],
-        "headline": _headline(row),
-        "bars": _bars(row),
+        # the last variant that can be compared with the baseline
+        "headline": [*known][-1] if "baseline" in known and len(known) > 1 else None,
+        # step peaks as parts of the largest
+        "bars": [(kind, size / max(1, *known.values())) for kind, size in known.items()],
         "phases": charts.phase_peaks(timelines),
         "categories": [name for name in charts.CATEGORIES if name in recorded],
         "missing": {
@@ -132,19 +140,6 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
             for what, why in comparison[kind].get("missing", {}).items()
         },
     }
-
-
-def _bars(row: Row) -> list[tuple[str, float]]:
-    """Returns the step peak of each variant as a part of the largest."""
-    sizes = {kind: getattr(row.peak, kind) for kind in row.variants}
-    known = {kind: size for kind, size in sizes.items() if size is not None}
-    return [(kind, size / max(1, *known.values())) for kind, size in known.items()]
-
-
-def _headline(row: Row) -> str | None:
-    """Returns the last variant whose step peak can be compared with the baseline's."""
-    measured = [kind for kind in row.times if row.peak.ratio_of(kind) is not None]
-    return measured[-1] if measured else None
 
 
 def _steps(plan: Plan, chain: Mapping[str, Any]) -> list[tuple[str, str, int, str, str]]:
@@ -171,69 +166,47 @@ def _legend(section: Mapping[str, Any], names: Sequence[str]) -> list[charts.Lay
     return list({layer.name: layer for layer in layers if layer.name}.values())
 
 
-def _size(comparisons: Sequence[Comparison], path: str) -> Markup:
-    """Writes the bytes at a path such as '0/baseline/memory/peak'; a name's own / is ~1."""
-    value: Any = comparisons
-    for part in path.split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        value = value[name] if isinstance(value, Mapping) else value[int(name)]
-    if value is None:
-        return Markup(MISSING)  # an allocator without a history knows no activation peak
-    text = format_bytes(value)
-    return Markup('<data value="{}" data-from="{}">{}</data>').format(value, path, text)
-
-
 def _environment(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Returns where and how the first cell that says it was measured."""
-    records = (comparison[kind] for comparison in comparisons for kind in KINDS)
-    record: Any = next((record for record in records if record.get("environment")), {})
+    record = measured(comparisons)
     cell = {key: record.get("cell", {}).get(key) for key in ("dtype", "seed", "steps")}
     known = {**record.get("environment", {}), **cell, "measured": record.get("finished")}
     return {key: value for key, value in known.items() if value is not None}
 
 
 def _files(
-    comparisons: Sequence[Comparison],
-    table: Sequence[Row],
-    heading: Heading,
-    runs: TwoRuns | None,
-) -> list[tuple[str, str, Markup]]:
+    comparisons: Sequence[Comparison], table: Sequence[Row], heading: Heading, runs: TwoRuns | None
+) -> list[tuple[str, str, str]]:
     """Returns for each file in the page its name, what it holds, and itself as a link."""
     results = {"name": heading.name, "command": heading.command, "comparisons": comparisons}
-    everything = base64.b64encode(json.dumps(results).encode()).decode()
-    memory = to_csv(
+    memory = (
         {"model": comparison["model"]["name"], "run": kind, "event": event}
-        | {
-            name: timeline["bytes"][name][place] if name in timeline["bytes"] else 0
-            for name in charts.CATEGORIES
-        }
+        | {name: sizes.get(name, 0) for name in charts.CATEGORIES}
         for comparison in comparisons
-        for kind in VARIANTS
-        if (timeline := comparison.get(kind, {}).get("timeline"))
-        for place, event in enumerate(timeline["points"])
+        for kind, event, sizes in _points(comparison)
     )
-    traces = {"traceEvents": [*_counters(comparisons)]}
-    perfetto = base64.b64encode(json.dumps(traces).encode()).decode()
-    tables = [
-        ("models.csv", "a line per model", models_csv(table)),
-        ("timings.csv", "a line per timed pair of steps", timings_csv(table)),
-        ("memory.csv", "bytes over the step by category", memory),
-    ]
-    if runs is not None:
-        tables.append(("compared.csv", "a line per cell of both runs", to_csv(as_entries(runs))))
+    texts = {
+        f"{heading.name}.json": json.dumps(results),
+        "memory.perfetto.json": json.dumps({"traceEvents": [*_counters(comparisons)]}),
+        "memory.csv": to_csv(memory),
+        **csv_files(table, runs),
+    }
     return [
         (
-            f"{heading.name}.json",
-            "everything",
-            Markup(f"data:application/json;base64,{everything}"),
-        ),
-        (
-            "memory.perfetto.json",
-            "bytes by category for ui.perfetto.dev",
-            Markup(f"data:application/json;base64,{perfetto}"),
-        ),
-        *((name, what, Markup(f"data:text/csv,{quote(text)}")) for name, what, text in tables),
+            name,
+            FILES.get(name, "everything"),
+            f"data:;base64,{base64.b64encode(text.encode()).decode()}",
+        )
+        for name, text in texts.items()
     ]
+
+
+def _points(comparison: Comparison) -> Iterator[tuple[str, int, dict[str, int]]]:
+    """Yields the variant, the event and the bytes by category of each point that was recorded."""
+    for kind in VARIANTS:
+        timeline = comparison.get(kind, {}).get("timeline", {"points": ()})
+        for place, event in enumerate(timeline["points"]):
+            yield kind, event, {name: sizes[place] for name, sizes in timeline["bytes"].items()}
 
 
 def _counters(comparisons: Sequence[Comparison]) -> Iterator[dict[str, Any]]:
@@ -244,11 +217,8 @@ def _counters(comparisons: Sequence[Comparison]) -> Iterator[dict[str, Any]]:
     for number, comparison in enumerate(comparisons):
         name = {"name": comparison["model"]["name"]}
         yield {"name": "process_name", "ph": "M", "pid": number, "args": name}
-        for kind, shown in VARIANTS.items():
-            timeline = comparison.get(kind, {}).get("timeline", {"points": ()})
-            for place, event in enumerate(timeline["points"]):
-                sizes = {name: series[place] for name, series in timeline["bytes"].items()}
-                yield {"name": shown, "ph": "C", "pid": number, "ts": event, "args": sizes}
+        for kind, event, sizes in _points(comparison):
+            yield {"name": VARIANTS[kind], "ph": "C", "pid": number, "ts": event, "args": sizes}
 
 
 def _packed(text: str) -> Markup:

@@ -27,7 +27,7 @@ from zoo.report import charts
 from zoo.report.chain_axis import fitting, round_numbers
 from zoo.report.escaping import visible
 from zoo.report.pictures import check_picture
-from zoo.report.rows import Heading, Row, size_or_why, variants
+from zoo.report.rows import Heading, Row, variants
 from zoo.units import format_bytes
 
 _SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
@@ -330,8 +330,7 @@ def _offsets(count: int) -> tuple[list[float], float]:
 def _peak_text(row: Row, kind: str) -> str:
     if kind not in row.variants:
         return ""
-    text = size_or_why(getattr(row.peak, kind), row.fits[kind], "failed")
-    ratio = row.peak.ratio_of(kind)
+    text, ratio = row.size(kind, missing="failed").text, row.peak.ratio(kind)
     return text if kind == "baseline" or ratio is None else f"{text}  ({ratio:.1%})"
 
 
@@ -339,8 +338,8 @@ def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
     _, *timed = shown = variants(rows)
     offsets = dict(zip(shown, _offsets(len(shown))[0], strict=True))
     for number, row in enumerate(rows):
-        for kind in (kind for kind in timed if kind in row.times):
-            ratios, color = row.times[kind], COLORS[charts.color_of(kind)]
+        for kind in timed:
+            ratios, color = row.time(kind), COLORS[charts.color_of(kind)]
             if ratios.spread is None:
                 continue
             # beside its bar; one alone in the middle

@@ -1,13 +1,16 @@
 """The table of a comparison as data: for each model a row of measurements, ratios and a verdict.
 
-Every number is one of the records' or a quotient of two; nothing is estimated here.
+Every number is one of the records' or a quotient of two; nothing is estimated here. A cell writes
+itself: `str(cell)` for terminals and Markdown, `cell.__html__()` with exact values for the page.
 """
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
+
+from markupsafe import Markup, escape
 
 from zoo.report.escaping import visible
 from zoo.units import format_bytes
@@ -60,6 +63,49 @@ DEFINITIONS = {
 }
 
 
+class Number(NamedTuple):
+    """A number in words; its exact value, None where there is none; its path in the results."""
+
+    text: str
+    value: float | None = None
+    path: tuple[str | int, ...] = ()
+
+    @classmethod
+    def of_bytes(cls, count: int | None, *path: str | int, missing: str = MISSING) -> "Number":
+        """Writes bytes, or `missing` where there are none."""
+        return cls(missing if count is None else format_bytes(count), count, path)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __html__(self) -> str:
+        if self.value is None:
+            return escape(self.text)
+        # a path into JSON (RFC 6901): a / in a name is ~1
+        steps = [str(step).replace("~", "~0").replace("/", "~1") for step in self.path]
+        origin = Markup(' data-from="{}"').format("/".join(steps)) if steps else ""
+        return Markup('<data value="{}"{}>{}</data>').format(self.value, origin, self.text)
+
+
+class Cell(NamedTuple):
+    """Numbers in a text with a {} for each; `detail` goes on with it, in a class of its own."""
+
+    numbers: Sequence[Number]
+    text: str = "{}"
+    detail: str = ""
+    tone: str = "faint"
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.detail}".rstrip().format(*self.numbers)
+
+    def __html__(self) -> str:
+        # an arrow ends a line and begins none
+        text = Markup(self.text.replace(" →", "\u00a0→"))
+        if self.detail:
+            text += Markup(' <span class="{}">{}</span>').format(self.tone, self.detail)
+        return text.format(*self.numbers)
+
+
 @dataclass(frozen=True)
 class Heading:
     """The comparison's name, where it was measured, and the command that repeats it."""
@@ -82,12 +128,7 @@ class Peaks:
     checkpointed: int | None
     optimizer_in_backward: int | None = None
 
-    @property
-    def ratio(self) -> float | None:
-        """Checkpointed over baseline, None where either is missing."""
-        return self.ratio_of("checkpointed")
-
-    def ratio_of(self, variant: str) -> float | None:
+    def ratio(self, variant: str = "checkpointed") -> float | None:
         """Returns a variant's peak over the baseline's, None where either is missing."""
         peak: int | None = getattr(self, variant)
         return None if self.baseline is None or peak is None else peak / max(self.baseline, 1)
@@ -104,7 +145,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class TimeRatios:
-    """A variant's seconds over the baseline's, for each pair of steps."""
+    """A variant's seconds over the baseline's, for each pair of steps; none where not timed."""
 
     pairs: list[float]
 
@@ -116,25 +157,38 @@ class TimeRatios:
     @property
     def quartiles(self) -> tuple[float, float] | None:
         """The quartiles, where there are enough pairs for them."""
-        enough = len(self.pairs) >= FEWEST
-        return (self.spread.lower, self.spread.upper) if self.spread and enough else None
+        found = self.spread if len(self.pairs) >= FEWEST else None
+        return (found.lower, found.upper) if found else None
 
+    @property
+    def median(self) -> Number:
+        """The median."""
+        return Number(MISSING) if not (s := self.spread) else Number(f"×{s.median:.2f}", s.median)
 
-NOT_TIMED = TimeRatios([])
+    @property
+    def cell(self) -> Cell:
+        """The median, the quartiles and how many pairs there are."""
+        if not self.pairs:
+            return Cell([self.median])
+        ends = [Number(f"{ratio:.2f}", ratio) for ratio in self.quartiles or ()]
+        detail = f"{'[{}, {}] ' if ends else ''}n={len(self.pairs)}"
+        return Cell([self.median, *ends], detail=detail)
 
 
 @dataclass(frozen=True)
 class Row:
     """The measurements of one model; None where a cell failed.
 
-    `peak` and `activation_peak` are bytes from the allocator, kernel workspaces included, which
-    differ from processor to processor; `tensor_peak` and `tensor_activation_peak` are of tensors
-    alone, None in results from before they were counted. The ratio of `peak` is judged: it may be
-    `largest_ratio` at most. `arguments` are the model's own and, unless True and SGD, `checkpoint`
-    and `optimizer`. `step_seconds` and `fits` have a key for each variant that is there. `faults`
-    are sentences, each a reason why the comparison fails.
+    `number` is its place in the comparisons. `peak` and `activation_peak` are bytes from the
+    allocator, kernel workspaces included, which differ from processor to processor; `tensor_peak`
+    and `tensor_activation_peak` are of tensors alone, None in results from before they were
+    counted. The ratio of `peak` is judged: it may be `largest_ratio` at most. `arguments` are the
+    model's own and, unless True and SGD, `checkpoint` and `optimizer`. `step_seconds` and `fits`
+    have a key for each variant that is there. `faults` are sentences, each a reason why the
+    comparison fails.
     """
 
+    number: int
     model: str
     arguments: str
     checkpoint: str
@@ -157,77 +211,81 @@ class Row:
 
     @property
     def variants(self) -> list[str]:
-        """The variants that were to be measured."""
+        """The variants that were to be measured, the baseline first."""
         return list(self.fits)
 
-    @property
-    def times(self) -> dict[str, TimeRatios]:
-        """The time ratios of each variant but the baseline."""
-        baseline, *others = self.variants
-        return {kind: self._time_ratios(kind, baseline) for kind in others}
-
-    def _time_ratios(self, kind: str, baseline: str) -> TimeRatios:
+    def time(self, kind: str) -> TimeRatios:
+        """Returns the time ratios of a variant; none of the baseline."""
         # older timings lack a variant
-        pairs = zip(self.step_seconds[kind], self.step_seconds[baseline], strict=False)
-        return TimeRatios([seconds / whole for seconds, whole in pairs])
+        seconds = [] if kind == "baseline" else self.step_seconds.get(kind, [])
+        pairs = zip(seconds, self.step_seconds["baseline"], strict=False)
+        return TimeRatios([second / whole for second, whole in pairs])
+
+    def size(self, kind: str, peak: str = "peak", missing: str = MISSING) -> Number:
+        """Returns a peak of a variant in words, or why there is none."""
+        why = missing if self.fits.get(kind, True) else UNFIT
+        count = getattr(getattr(self, peak), kind)
+        return Number.of_bytes(count, self.number, kind, "memory", peak, missing=why)
+
+    def peak_cell(self, kind: str) -> Cell:
+        """Returns the step peak of a variant, and its ratio to the baseline's."""
+        ratio = None if kind == "baseline" else self.peak.ratio(kind)
+        return _with_ratio("{}", [self.size(kind)], ratio)
+
+    def change_cell(self, peak: str) -> Cell:
+        """Returns a peak of the baseline and of the checkpointed variant, and their ratio."""
+        sizes = [self.size(kind, peak) for kind in KINDS]
+        return _with_ratio("{} → {}", sizes, getattr(self, peak).ratio())
+
+    def cells(self, shown: Mapping[str, str]) -> dict[str, Any]:
+        """Returns the cells of a report's table of some variants, by column: texts and Cells."""
+        parameters = MISSING if self.parameters is None else f"{self.parameters / 1e6:.2f} M"
+        return {
+            "model": self.label,
+            "batch": self.batch,
+            "parameters": Cell([Number(parameters, self.parameters)]),
+            **{f"step peak: {name}": self.peak_cell(kind) for kind, name in shown.items()},
+            "activation peak": self.change_cell("activation_peak"),
+            "of tensors alone": self.change_cell("tensor_activation_peak"),
+            **{
+                f"step time: {name}": self.time(kind).cell
+                for kind, name in shown.items()
+                if kind != "baseline"
+            },
+            "exact": {None: MISSING, True: "yes", False: "NO"}[self.exact],
+        }
+
+
+def measured(comparisons: Sequence[Comparison]) -> Any:
+    """Returns the first record that says where it was measured; {} if none does."""
+    known = {"device", "threads", "torch", "python", "zoo"}
+    records = (record for comparison in comparisons for record in comparison.values())
+    found = (record for record in records if known <= (record.get("environment") or {}).keys())
+    return next(found, {})
 
 
 def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Heading:
     """Describes a comparison by the first of its records that says where it was measured."""
     setting = "nothing could be measured"
-    records = (record for comparison in comparisons for record in comparison.values())
-    known = {"device", "threads", "torch", "python", "zoo"}
-    for record in records:
-        cell, where = record.get("cell", {}), record.get("environment") or {}
-        if known <= where.keys():
-            count = f", {where['threads']} thread{'s' * (where['threads'] != 1)}"
-            setting = (
-                f"{where['device']}{count if cell['device'] == 'cpu' else ''}, {cell['dtype']}, "
-                f"torch {where['torch']}, Python {where['python']}, zoo {where['zoo']}"
-            )
-            break
+    if record := measured(comparisons):
+        cell, where = record["cell"], record["environment"]
+        count = f", {where['threads']} thread{'s' * (where['threads'] != 1)}"
+        setting = (
+            f"{where['device']}{count if cell['device'] == 'cpu' else ''}, {cell['dtype']}, "
+            f"torch {where['torch']}, Python {where['python']}, zoo {where['zoo']}"
+        )
     return Heading(visible(name), visible(setting), visible(command))
 
 
 def rows(comparisons: Sequence[Comparison]) -> list[Row]:
     """Returns a row for each model: its config under "model", its records under their kinds."""
-    return [_row(comparison) for comparison in comparisons]
+    return [_row(number, comparison) for number, comparison in enumerate(comparisons)]
 
 
 def variants(rows: Sequence[Row]) -> dict[str, str]:
     """Returns the variants that some row has, and their names."""
-    found = {kind for row in rows for kind in row.variants}
-    return {kind: name for kind, name in VARIANTS.items() if kind in found or kind in KINDS}
-
-
-def columns(shown: Mapping[str, str]) -> list[str]:
-    """Returns the columns of a report's table of some variants, whose cells `words` returns."""
-    _, *timed = shown.values()
-    return [
-        *("model", "batch", "parameters", *(f"step peak: {name}" for name in shown.values())),
-        *("activation peak", "of tensors alone", *(f"step time: {name}" for name in timed)),
-        "exact",
-    ]
-
-
-def words(row: Row, shown: Mapping[str, str]) -> list[str]:
-    """Returns a row's cells in the order of `columns`."""
-    _, *timed = shown
-    parameters = MISSING if row.parameters is None else f"{row.parameters / 1e6:.2f} M"
-    exact = MISSING if row.exact is None else "yes" if row.exact else "NO"
-    return [
-        *(row.label, row.batch, parameters, *(_size_and_ratio(row, kind) for kind in shown)),
-        *(_change(peaks, row.fits) for peaks in (row.activation_peak, row.tensor_activation_peak)),
-        *(_time(row.times.get(kind)) for kind in timed),
-        exact,
-    ]
-
-
-def size_or_why(count: int | None, fits: bool, missing: str = MISSING) -> str:
-    """Returns bytes in words, or why there are none."""
-    if count is not None:
-        return format_bytes(count)
-    return missing if fits else UNFIT
+    found = {*KINDS, *(kind for row in rows for kind in row.variants)}
+    return {kind: name for kind, name in VARIANTS.items() if kind in found}
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -254,7 +312,15 @@ def differences(
     return [f"{name} from step {step} on" for name, step in first.items()]
 
 
-def _row(comparison: Comparison) -> Row:
+def _with_ratio(text: str, sizes: Sequence[Number], ratio: float | None) -> Cell:
+    return (
+        Cell(sizes, text)
+        if ratio is None
+        else Cell([*sizes, Number(f"{ratio:.3f}", ratio)], text, "({})")
+    )
+
+
+def _row(number: int, comparison: Comparison) -> Row:
     model = comparison["model"]
     cells = {kind: comparison[kind] for kind in VARIANTS if kind in comparison}
     _, *others = cells
@@ -265,9 +331,9 @@ def _row(comparison: Comparison) -> Row:
         name: Peaks(**{kind: cell.get("memory", {}).get(name) for kind, cell in cells.items()})
         for name in names
     }
-    faults = _faults(comparison, differing, peaks["peak"].ratio)
     parameters = (cell["parameters"] for cell in cells.values() if "parameters" in cell)
     return Row(
+        number=number,
         model=visible(model["name"]),
         arguments=visible(_arguments(model)),
         checkpoint=visible(_text(model["checkpoint"])),
@@ -278,7 +344,7 @@ def _row(comparison: Comparison) -> Row:
         step_seconds={kind: seconds.get(kind, []) for kind in cells},
         fits={kind: cell["status"] != UNFIT for kind, cell in cells.items()},
         exact=None if None in differing.values() else not any(differing.values()),
-        faults=tuple(map(visible, faults)),
+        faults=tuple(map(visible, _faults(comparison, differing, peaks["peak"].ratio()))),
     )
 
 
@@ -312,25 +378,6 @@ def _faults(
         yield (
             f"{name} takes {ratio:.3f} of the baseline's step peak; largest_ratio is {largest:g}"
         )
-
-
-def _size_and_ratio(row: Row, kind: str) -> str:
-    size = size_or_why(getattr(row.peak, kind), row.fits.get(kind, True))
-    ratio = row.peak.ratio_of(kind)
-    return size if kind == "baseline" or ratio is None else f"{size} ({ratio:.3f})"
-
-
-def _time(ratios: TimeRatios | None) -> str:
-    if ratios is None or ratios.spread is None:
-        return MISSING
-    between = "" if ratios.quartiles is None else " [{:.2f}, {:.2f}]".format(*ratios.quartiles)
-    return f"×{ratios.spread.median:.2f}{between} n={len(ratios.pairs)}"
-
-
-def _change(peaks: Peaks, fits: Mapping[str, bool]) -> str:
-    sizes = (size_or_why(getattr(peaks, kind), fits[kind]) for kind in KINDS)
-    share = "" if peaks.ratio is None else f" ({peaks.ratio:.3f})"
-    return f"{' → '.join(sizes)}{share}"
 
 
 def _batch(model: Mapping[str, Any]) -> str:

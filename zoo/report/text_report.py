@@ -14,7 +14,7 @@ from rich.table import Table
 
 from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table
 from zoo.report.plot import draw_comparison
-from zoo.report.rows import DEFINITIONS, KINDS, NOT_TIMED, Heading, Row, columns, variants, words
+from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, variants
 from zoo.report.two_runs import TwoRuns, as_entries, as_markdown
 
 CAPTION = (
@@ -41,55 +41,58 @@ def write_report(
     """
     folder.mkdir(parents=True, exist_ok=True)
     draw_comparison(rows, heading, [folder / "comparison.svg", folder / "comparison.png"])
+    shown = variants(rows)
+    cells = [{**row.cells(shown), "model": in_markdown(row.label)} for row in rows]
     faults = [f"- {in_markdown(fault)}" for row in rows for fault in row.faults]
     meanings = [
         f"- *{in_markdown(word)}*: {in_markdown(DEFINITIONS[word])}" for word in DEFINITIONS
     ]
-    shown = variants(rows)
-    cells = [[in_markdown(label), *cells] for label, *cells in (words(row, shown) for row in rows)]
     paragraphs = [
         f"# {in_markdown(heading.title)}",
         in_code(heading.command),
         in_markdown(heading.setting),
-        markdown_table(columns(shown), cells),
-        *(["\n".join(faults)] if faults else []),
+        markdown_table([*cells[0]], [[*map(str, row.values())] for row in cells]),
+        "\n".join(faults),
         "\n".join(meanings),
-        *([] if runs is None else [as_markdown(runs)]),
+        "" if runs is None else as_markdown(runs),
         "![Step peak and time](comparison.svg)\n",
     ]
-    files = {
-        "models.csv": models_csv(rows),
-        "timings.csv": timings_csv(rows),
-        "report.md": "\n\n".join(paragraphs),
-        **({} if runs is None else {"compared.csv": to_csv(as_entries(runs))}),
-    }
+    files = {"report.md": "\n\n".join(filter(None, paragraphs)), **csv_files(rows, runs)}
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
     return folder / "report.md"
 
 
-def models_csv(rows: Sequence[Row]) -> str:
-    """Returns one line per model, bytes and ratios unrounded."""
-    given = ("model", "arguments", "checkpoint", "batch", "parameters")
+def csv_files(rows: Sequence[Row], runs: TwoRuns | None) -> dict[str, str]:
+    """Returns the CSV files of a report by name: models, timings and, of two runs, compared."""
+    tables = {"models.csv": _models(rows), "timings.csv": _timings(rows)}
+    if runs is not None:
+        tables["compared.csv"] = as_entries(runs)
+    return {name: to_csv(entries) for name, entries in tables.items()}
+
+
+def _models(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns an entry per model, bytes and ratios unrounded."""
     _, *others = shown = variants(rows)
-    return to_csv(
+    given = ("model", "arguments", "checkpoint", "batch", "parameters")
+    return [
         {
             **{name: getattr(row, name) for name in given},
             **_peaks(row, "peak", shown),
-            **{_of("peak_ratio", kind): row.peak.ratio_of(kind) for kind in others},
+            **{_of("peak_ratio", kind): row.peak.ratio(kind) for kind in others},
             **_peaks(row, "activation_peak", KINDS),
             **_peaks(row, "tensor_peak", shown),
             **_peaks(row, "tensor_activation_peak", shown),
-            "activation_peak_ratio": row.activation_peak.ratio,
-            "tensor_activation_peak_ratio": row.tensor_activation_peak.ratio,
+            "activation_peak_ratio": row.activation_peak.ratio(),
+            "tensor_activation_peak_ratio": row.tensor_activation_peak.ratio(),
             "largest_ratio": row.largest_ratio,
             **{name: value for kind in others for name, value in _times(row, kind).items()},
-            "time_pairs": len(row.times["checkpointed"].pairs),
+            "time_pairs": len(row.time("checkpointed").pairs),
             "exact": row.exact,
             "faults": "; ".join(row.faults),
         }
         for row in rows
-    )
+    ]
 
 
 def _of(name: str, kind: str) -> str:
@@ -97,40 +100,34 @@ def _of(name: str, kind: str) -> str:
     return name if kind == "checkpointed" else f"{name}_{kind}"
 
 
-def _peaks(row: Row, name: str, kinds: Iterable[str]) -> dict[str, int | None]:
-    return {f"{name}_bytes_{kind}": getattr(getattr(row, name), kind) for kind in kinds}
+def _peaks(row: Row, name: str, kinds: Iterable[str]) -> dict[str, float | None]:
+    return {f"{name}_bytes_{kind}": row.size(kind, name).value for kind in kinds}
 
 
 def _times(row: Row, kind: str) -> dict[str, float | None]:
-    ratios = row.times.get(kind, NOT_TIMED)
-    median = None if ratios.spread is None else ratios.spread.median
+    ratios = row.time(kind)
+    lower, upper = ratios.quartiles or (None, None)
     return {
-        _of("time_ratio_median", kind): median,
-        _of("time_ratio_lower_quartile", kind): ratios.quartiles and ratios.quartiles[0],
-        _of("time_ratio_upper_quartile", kind): ratios.quartiles and ratios.quartiles[1],
+        _of("time_ratio_median", kind): ratios.median.value,
+        _of("time_ratio_lower_quartile", kind): lower,
+        _of("time_ratio_upper_quartile", kind): upper,
     }
 
 
-def timings_csv(rows: Sequence[Row]) -> str:
-    """Returns one line per timed pair of steps, in seconds."""
+def _timings(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns an entry per timed pair of steps, in seconds."""
     _, *others = shown = variants(rows)
-    return to_csv(
-        {
-            "model": row.model,
-            "pair": pair,
-            **{f"seconds_{kind}": _at(row.step_seconds.get(kind, []), pair) for kind in shown},
-            **{
-                _of("time_ratio", kind): _at(row.times.get(kind, NOT_TIMED).pairs, pair)
-                for kind in others
-            },
-        }
+    return [
+        {"model": row.model, "pair": pair + 1}
+        | {f"seconds_{kind}": _at(row.step_seconds.get(kind), pair) for kind in shown}
+        | {_of("time_ratio", kind): _at(row.time(kind).pairs, pair) for kind in others}
         for row in rows
-        for pair in range(1, len(row.times["checkpointed"].pairs) + 1)
-    )
+        for pair in range(len(row.time("checkpointed").pairs))
+    ]
 
 
-def _at(values: Sequence[float], pair: int) -> float | None:
-    return values[pair - 1] if values else None
+def _at(values: Sequence[float] | None, place: int) -> float | None:
+    return values[place] if values else None
 
 
 def to_csv(entries: Iterable[dict[str, Any]]) -> str:
@@ -149,13 +146,9 @@ def show(rows: Sequence[Row], title: str, console: Console) -> None:
     Where it does not fit, a cell's numbers stand below each other; where that does not fit
     either, some columns are left out. The report on disk has them all.
     """
-    every = columns(variants(rows))
-    fewer = (
-        [column for column in every if column not in LEFT_OUT_FIRST[:count]]
-        for count in range(len(LEFT_OUT_FIRST) + 1)
-    )
-    for shown, broken in ((every, False), *((part, True) for part in fewer)):
-        table = _table(rows, title, shown, broken)
+    tables = [(LEFT_OUT_FIRST[:count], True) for count in range(len(LEFT_OUT_FIRST) + 1)]
+    for left_out, broken in ((), False), *tables:
+        table = _table(rows, title, left_out, broken)
         # what it takes, not what it would shrink to
         unlimited = console.options.update(max_width=1000)
         if Measurement.get(console, unlimited, table).maximum <= console.width:
@@ -169,7 +162,7 @@ def show(rows: Sequence[Row], title: str, console: Console) -> None:
         console.print(fault, style="red", soft_wrap=True, **as_text)
 
 
-def _table(rows: Sequence[Row], title: str, shown: Sequence[str], broken: bool) -> Table:
+def _table(rows: Sequence[Row], title: str, left_out: Sequence[str], broken: bool) -> Table:
     def lines(text: str) -> str:
         return BREAK.sub("\n", text) if broken else text
 
@@ -177,14 +170,14 @@ def _table(rows: Sequence[Row], title: str, shown: Sequence[str], broken: bool) 
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         collapse_padding=broken, pad_edge=not broken,
     )  # fmt: skip
-    kinds = variants(rows)
-    for column in shown:
-        left = column in ("model", "batch")
-        table.add_column(lines(column), justify="left" if left else "right", no_wrap=True)
     for row in rows:
-        cells = dict(zip(columns(kinds), words(row, kinds), strict=True))
-        parts = [lines(cells[column]) for column in shown]
+        cells = row.cells(variants(rows))
         if broken:
-            parts[0] = parts[0].replace(", ", ",\n")
-        table.add_row(*parts, style="red" if row.faults else None)
+            cells["model"] = cells["model"].replace(", ", ",\n")
+        shown = {name: str(cell) for name, cell in cells.items() if name not in left_out}
+        if not table.columns:
+            for name in shown:
+                left = name in ("model", "batch")
+                table.add_column(lines(name), justify="left" if left else "right", no_wrap=True)
+        table.add_row(*map(lines, shown.values()), style="red" if row.faults else None)
     return table

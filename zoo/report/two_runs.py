@@ -15,17 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo.report.escaping import in_markdown, markdown_table, visible
-from zoo.report.rows import (
-    FEWEST,
-    MISSING,
-    NOT_TIMED,
-    VARIANTS,
-    Comparison,
-    Row,
-    TimeRatios,
-    rows,
-    size_or_why,
-)
+from zoo.report.rows import FEWEST, VARIANTS, Cell, Comparison, Number, Row, TimeRatios, rows
 
 WHAT = ("name", "data", "batch_size", "size", "arguments", "optimizer", "checkpoint")
 WHERE = ("device", "dtype")
@@ -47,44 +37,24 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class Change:
-    """A number before and now, None where it was not measured, and both in words."""
+    """A number before and now."""
 
-    before: float | None
-    now: float | None
-    words: tuple[str, str]
+    before: Number
+    now: Number
     is_clear: bool = True
 
     @property
-    def share(self) -> float | None:
-        """What it has grown by, as a part of what it was; None without both numbers."""
-        return None if not self.before or self.now is None else self.now / self.before - 1
-
-    @property
-    def verdict(self) -> str:
-        """The change in words: '−12.50 %', 'unchanged', '' without both numbers."""
-        if self.share is None:
-            return ""
+    def cell(self) -> Cell:
+        """Both numbers and what it has grown by; one number where nothing changed."""
+        (_, old, _), (_, new, _) = self.before, self.now
         if self.before == self.now:
-            return "unchanged"
-        percent = f"{100 * self.share:+.2f} %".replace("-", "−")
-        return percent if self.is_clear else f"{percent}, unclear"
-
-    @property
-    def trend(self) -> str:
-        """What it is to who looks for less: "less", "more", or "faint" for neither."""
-        if not self.share or not self.is_clear:
-            return "faint"
-        return "less" if self.share < 0 else "more"
-
-    @property
-    def shown(self) -> list[tuple[float | None, str]]:
-        """The numbers with their words; one, where nothing changed."""
-        both = [*zip((self.before, self.now), self.words, strict=True)]
-        return [*dict.fromkeys(both)]
-
-    def __str__(self) -> str:
-        words = " → ".join(word for _, word in self.shown)
-        return f"{words} ({self.verdict})" if self.verdict else words
+            return Cell([self.now], detail="(unchanged)" if old else "")
+        if not old or new is None:
+            return Cell([self.before, self.now], "{} → {}")
+        share = f"{100 * (new / old - 1):+.2f} %".replace("-", "−")
+        verdict = f"({share})" if self.is_clear else f"({share}, unclear)"
+        tone = "faint" if not self.is_clear else "less" if new < old else "more"
+        return Cell([self.before, self.now], "{} → {}", verdict, tone)
 
 
 @dataclass(frozen=True)
@@ -168,7 +138,7 @@ def two_runs(now: Sequence[Comparison], before: Sequence[Comparison], name: str)
 def as_markdown(runs: TwoRuns) -> str:
     """Writes a heading, what the table shows, the table, and notes."""
     cells = [
-        [in_markdown(f"{cell.name}, {cell.note}"), *map(str, cell.changes.values())]
+        [in_markdown(f"{cell.name}, {cell.note}"), *(str(c.cell) for c in cell.changes.values())]
         for cell in runs.cells
     ]
     parts = [f"## {TITLE}", ABOUT, markdown_table(["cell", *COLUMNS], cells)]
@@ -180,7 +150,7 @@ def as_entries(runs: TwoRuns) -> list[dict[str, Any]]:
     return [
         {"cell": cell.name, "batch": cell.batch, "another_plan": cell.replanned}
         | {
-            f"{COLUMNS[column]}_{when}": number
+            f"{COLUMNS[column]}_{when}": number.value
             for column, change in cell.changes.items()
             for when, number in (("before", change.before), ("now", change.now))
         }
@@ -211,27 +181,21 @@ def _changes(before: _Cell, now: _Cell) -> CellChanges:
         changes={
             "step peak": _size_change(old, new, kind, "peak"),
             "activation peak": _size_change(old, new, kind, "activation_peak"),
-            "step time": _time_change(
-                old.times.get(kind, NOT_TIMED), new.times.get(kind, NOT_TIMED)
-            ),
+            "step time": _time_change(old.time(kind), new.time(kind)),
         },
         replanned=None not in plans and plans[0] != plans[1],
     )
 
 
 def _size_change(old: Row, new: Row, kind: str, peak: str) -> Change:
-    before, now = (getattr(getattr(row, peak), kind) for row in (old, new))
-    words = size_or_why(before, old.fits[kind]), size_or_why(now, new.fits[kind])
-    return Change(before, now, words)
+    before, now = (row.size(kind, peak)._replace(path=()) for row in (old, new))
+    return Change(before, now)
 
 
 def _time_change(old: TimeRatios, new: TimeRatios) -> Change:
-    spreads = old.spread, new.spread
-    before, now = (None if spread is None else spread.median for spread in spreads)
-    words = [MISSING if ratio is None else f"×{ratio:.2f}" for ratio in (before, now)]
     one, other = old.quartiles, new.quartiles
     is_clear = bool(one and other and (one[1] < other[0] or other[1] < one[0]))
-    return Change(before, now, (words[0], words[1]), is_clear)
+    return Change(old.median, new.median, is_clear)
 
 
 def _name(row: Row, kind: str) -> str:
