@@ -54,7 +54,7 @@ from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
 from zoo.profiling.allocator_events import gradient_addresses, measure_step, tensors_in, trace
 from zoo.profiling.chain_profile import Profile
-from zoo.tracing.api import Entry
+from zoo.tracing.api import steps_of
 
 DRAWN = 50
 RESULTS = Path("results/models.jsonl")
@@ -423,8 +423,8 @@ def candidates(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     """Returns the planner's plans by rising peak."""
     from zoo.planner.optimal import frontier
 
-    entry = Entry.of(zoo.uncheckpoint(model), Invocation(args, kwargs))
-    found = Profile(model, entry.outline, entry.state)
+    steps = steps_of(zoo.uncheckpoint(model), Invocation(args, kwargs))
+    found = Profile(model, steps.outline, steps.state)
     points = frontier(found.costs(kernels=found.kernels()))
     return [point.plan for point in points]
 

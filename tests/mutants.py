@@ -624,13 +624,13 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
     "kernel_segments.py": [
         (
             "what is saved before a turn and read after it is kept",
-            "        pending = self._pending() if len(self.open) > shared else ()\n",
-            "        pending = ()\n",
+            "        pending = self._pending() if len(self.path) > shared else []\n",
+            "        pending: list[Handle] = []\n",
             "test_kernel_segments",
         ),
         (
             "what is saved before a turn and read in another segment belongs to that",
-            "                handle.move_to(self.open[-1])\n",
+            "                handle.move_to(thread.segment)\n",
             "                handle.keep()\n",
             "test_kernel_segments ../tracing/test_traced_steps",
         ),
@@ -643,7 +643,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         (
             "another script of the same beginning goes on",
             "                self.script = script\n"
-            "                self._turn(script.path_at(place), fresh=True)\n"
+            "                self._turn(script.path_at(self.place - 1), fresh=True)\n"
             "                return\n",
             "                pass\n",
             "test_kernel_segments",
@@ -662,8 +662,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "segments are closed at the end of a forward",
-            "        while self.open:\n            self._close()\n        self._settle()",
-            "        self._settle()",
+            "        self._close(len(self.path))\n",
+            "",
             "test_kernel_segments",
         ),
         (
@@ -674,7 +674,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "segments that two paths share stay open",
-            "shared = 0 if fresh else len(list(itertools.takewhile(bool, same)))",
+            "shared = 0 if fresh else len(list(same))",
             "shared = 0",
             "test_kernel_segments",
         ),
@@ -687,7 +687,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a part of a pruned range is closed",
-            "        if not self.open:\n            prune(part)\n",
+            "            if part.parent is None:\n                prune(part)\n",
             "",
             "test_kernel_segments",
         ),

@@ -230,10 +230,15 @@ def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
     return replace(found, steps=(*found.steps, step), blocks=(*found.blocks, last), held=held)
 
 
-def check_training(model: object, what: str) -> None:
-    """Raises ArgumentError unless a model is a module in training mode; `what` needs one."""
+def check_module(model: object, what: str) -> None:
+    """Raises ArgumentError unless a model is a module; `what` needs one."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"{what} needs a torch.nn.Module; got {type(model).__name__}")
+
+
+def check_training(model: nn.Module, what: str) -> None:
+    """Raises ArgumentError unless a model is a module in training mode; `what` needs one."""
+    check_module(model, what)
     if not model.training:
         raise ArgumentError(
             f"this {type(model).__name__} is in eval mode, and {what} needs a training step; call "

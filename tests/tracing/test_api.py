@@ -185,7 +185,7 @@ def test_a_forward_that_raises_leaves_training_as_it_is_without(when: int) -> No
 def test_what_is_no_module_is_refused(value: Any) -> None:
     with pytest.raises(zoo.ArgumentError, match=r"needs a torch\.nn\.Module"):
         zoo.checkpoint(value)
-    with pytest.raises(zoo.ArgumentError, match=r"in a torch\.nn\.Module"):
+    with pytest.raises(zoo.ArgumentError, match=r"chain_of needs a torch\.nn\.Module"):
         zoo.chain_of(value, images())
 
 

@@ -19,7 +19,7 @@ from zoo.policy.budget import STREAM, BudgetPlanner
 from zoo.profiling.allocator_events import tensors_in
 from zoo.sizing.max_size import train_twice
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.api import Entry
+from zoo.tracing.api import steps_of
 
 
 @dataclass
@@ -71,7 +71,7 @@ def test_a_plan_for_keyword_arguments_keeps_to_its_budget_and_leaves_the_model()
     ],
 )
 def test_segments_between_kernels_take_what_is_predicted(text: str) -> None:
-    found = Entry.of(Said(), Invocation.of(named("meta")))
+    found = steps_of(Said(), Invocation.of(named("meta")))
     with torch.enable_grad():
         known = BudgetPlanner(Said(), found.outline, found.state, optimizer=torch.optim.SGD)
     predicted = known.point(Plan.parse(text)).peak
@@ -305,7 +305,7 @@ def test_what_a_forward_raised_is_known_apart_from_the_reason(
     model = Net() if may_take_others else Reader().to("meta")
     given = Invocation(tuple(x if may_take_others else x.to("meta") for x in inputs), {})
     with pytest.raises(TraceError) as refused:
-        Entry.of(model, given)
+        steps_of(model, given)
     assert refused.value.raised is may_take_others
 
 
@@ -322,5 +322,5 @@ def test_the_plan_of_any_model_can_be_seen() -> None:
     ours = zoo.checkpoint(Residuals(), "sqrt")
     ours(images())
     assert zoo.plan_of(ours) is ours.plan is not None
-    with pytest.raises(ArgumentError, match=r"only a torch\.nn\.Module has a plan; got list"):
+    with pytest.raises(ArgumentError, match=r"plan_of needs a torch\.nn\.Module; got list"):
         zoo.plan_of([])  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.tracing.runs import MODELS, Deciding, InPlace, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
-from zoo.tracing.graph import Attribute, Value
+from zoo.tracing.graph import Value
 from zoo.tracing.tracer import Tracer
 
 
@@ -63,10 +63,12 @@ def test_a_graph_pickles() -> None:
 def test_tensors_are_numbers_and_paths() -> None:
     graph = traced(nn.Sequential(nn.Linear(6, 3)), Invocation((torch.rand(4, 6),)))
     transposed, product = graph.calls
-    assert transposed.args == (Attribute("0", "weight"),)
-    assert product.args == (Attribute("0", "bias"), Value(1), Value(0))
+    assert graph.owned == {0: ("0", "weight"), 1: ("0", "bias")}
+    assert list(graph.inputs) == [3]
+    assert transposed.args == (Value(0),)
+    assert product.args == (Value(1), Value(3), Value(2))
     assert product.within == ("", "0")
-    assert (product.index, product.grad, graph.outputs) == (1, True, (2,))
+    assert (product.index, product.grad, graph.outputs) == (1, True, (4,))
 
 
 def test_questions_are_counted_and_no_calls() -> None:
@@ -103,4 +105,4 @@ def test_other_threads_are_not_traced() -> None:
         thread = threading.Thread(target=lambda: model(x))
         thread.start()
         thread.join()
-    assert tracer.operators == []
+    assert tracer.graph.operators == []

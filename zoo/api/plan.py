@@ -39,7 +39,7 @@ from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
 from zoo.profiling.progress import each, shown
 from zoo.profiling.timeline import Timeline
 from zoo.report.escaping import markdown_table
-from zoo.tracing.api import Entry
+from zoo.tracing.api import steps_of
 from zoo.tracing.blocks import block_paths
 from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
 from zoo.verification.state_comparison import random_state_restored
@@ -153,13 +153,13 @@ def planner_for(
         torch.enable_grad(),
         shown(title_of(model, tuple(given.tensors))),
     ):
-        entry = Entry.of(model, given, loss)
+        found = steps_of(model, given, loss)
         return BudgetPlanner(
             model,
-            entry.outline,
-            entry.state,
+            found.outline,
+            found.state,
             optimizer=optimizer,
-            loss=entry.loss,
+            loss=found.loss,
             device=device,
             optimizer_in_backward=optimizer_in_backward,
         )

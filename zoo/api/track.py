@@ -41,8 +41,8 @@ from zoo.profiling.optimizer import MakeOptimizer, made_by
 from zoo.profiling.progress import each, shown
 from zoo.profiling.timeline import Timeline, compare
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.api import Entry
 from zoo.tracing.api import checkpoint as put_in_force
+from zoo.tracing.api import steps_of
 from zoo.tracing.patched_forward import named_steps, runner_of
 from zoo.verification.state_comparison import random_state_restored
 
@@ -169,8 +169,8 @@ def _decided(
         return None if runner is None else runner.plan
     try:
         with torch.enable_grad():
-            entry = Entry.of(model, inputs.map(lambda tensor: tensor.to("meta")))
-            return runner.settle(model, entry.outline, entry.state)  # type: ignore[arg-type]
+            found = steps_of(model, inputs.map(lambda tensor: tensor.to("meta")))
+            return runner.settle(model, found.outline, found.state)  # type: ignore[arg-type]
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise

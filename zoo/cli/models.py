@@ -25,7 +25,8 @@ from zoo.profiling.allocator_events import tensors_in
 from zoo.report.chain_axis import block_name
 from zoo.report.escaping import markdown_table
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.api import Entry
+from zoo.tracing.api import steps_of
+from zoo.tracing.partition import Steps
 from zoo.units import format_bytes
 
 
@@ -99,7 +100,7 @@ def parts_of(model: nn.Module, inputs: Inputs) -> tuple[list[Part], str | None]:
     """
     invocation = Invocation.of(inputs)
     try:
-        return _steps(Entry.of(model, invocation)), None
+        return _steps(model, steps_of(model, invocation)), None
     except TraceError as error:
         return _children(model, invocation, error), str(error)
 
@@ -120,14 +121,14 @@ class _UsedParameters(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _steps(entry: Entry) -> list[Part]:
-    used, counted, value, outline = _UsedParameters(), 0, entry.state, entry.outline
+def _steps(model: nn.Module, found: Steps) -> list[Part]:
+    used, counted, value, outline = _UsedParameters(), 0, found.state, found.outline
     parts = []
     # a chain is on the meta device, where its steps run faster than on fake tensors
-    is_chain = isinstance(entry.model, Chain)
+    is_chain = isinstance(model, Chain)
     fake = contextlib.nullcontext() if is_chain else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), fake, used:
-        for step, name, block in zip(outline.steps, entry.names, outline.blocks, strict=True):
+        for step, name, block in zip(outline.steps, found.names, outline.blocks, strict=True):
             value = step(*(value if isinstance(value, tuple) else (value,)))
             parts.append(Part(name, block, _shapes(value), used.count - counted))
             counted = used.count

@@ -15,6 +15,7 @@ of its own. What is kept then differs, and never what is computed.
 import bisect
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +44,8 @@ class Script:
     def __post_init__(self) -> None:
         self.paths = list(_paths(self.plan, (), itertools.count()))
         # where the segments around an operator are others than those around the one before
-        before = [None, *self.paths]
-        starts = zip(self.boundaries, self.paths, before, strict=False)
-        self.turns = {place: path for place, path, other in starts if path != other}
+        starts = zip(self.boundaries, self.paths, [None, *self.paths], strict=False)
+        self.turns = {place: path for place, path, before in starts if path != before}
 
     def path_at(self, place: int) -> Path:
         """Returns the segments around an operator."""
@@ -68,6 +68,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         synchronized: whether the operators so far are those of the script.
+        lost: whether they ever were not.
         operators: those that came, where there is no script.
         visits: the places at which blocks of the model began.
     """
@@ -76,16 +77,13 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         super().__init__(None)
         self.scripts = scripts
         self.script = scripts[0] if scripts else None
-        self.synchronized = bool(scripts)
-        self.lost = not scripts
-        self.place = 0
-        self.path: Path = ()
-        self.open: list[Segment] = []
+        self.synchronized, self.lost = bool(scripts), not scripts
         self.operators: list[Any] = []
         self.visits: dict[Visit, int] = {}
-        self.counts: dict[str, int] = {}
-        self.blocks: list[str] = []
-        self.sequence = -1
+        # the next operator, the segments around the one before, and the blocks that run
+        self.place, self.path, self.depth = 0, Path(), 0
+        self._counts: Counter[str] = Counter()
+        self._sequence = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a kernel, in the segment that it belongs to."""
@@ -99,7 +97,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             out = func(*args, **(kwargs or {}))
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.sequence = sequence_number()
+        self._sequence = sequence_number()
         return out
 
     def _advance(self, func: Any) -> None:
@@ -109,28 +107,25 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             self.operators.append(func)
         elif self.synchronized:
             if place >= len(script.operators) or script.operators[place] is not func:
-                self._stray(func, place)
+                self._stray(script.operators[:place], func)
             elif place in script.turns:
                 self._turn(script.turns[place])
 
-    def _stray(self, func: Any, place: int) -> None:
+    def _stray(self, before: Sequence[Any], func: Any) -> None:
         """Goes on by another script of the same beginning; where there is none, by blocks."""
-        assert self.script is not None
-        before = self.script.operators[:place]
         for script in self.scripts:
-            operators = script.operators
-            if place < len(operators) and operators[place] is func and operators[:place] == before:
+            if [*script.operators[: self.place]] == [*before, func]:
                 self.script = script
-                self._turn(script.path_at(place), fresh=True)
+                self._turn(script.path_at(self.place - 1), fresh=True)
                 return
         self.synchronized, self.lost = False, True
-        self._turn((-1,) if self.blocks else ())
+        self._turn((-1,) if self.depth else ())
 
     def enter(self, block: str) -> None:
         """Is told that a block of the model begins."""
-        count = self.counts.get(block, 0)
-        self.counts[block] = count + 1
-        visit = block, count
+        visit = block, self._counts[block]
+        self._counts[block] += 1
+        self.depth += 1
         if self.script is None:
             self.visits[visit] = self.place
         else:
@@ -138,50 +133,48 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             if known is not None and (known != self.place or not self.synchronized):
                 self.place, self.synchronized = known, True
                 self._turn(self.script.path_at(known), fresh=True)
-        self.blocks.append(block)
         if not self.synchronized:
             self._turn((-1,), fresh=True)
 
     def leave(self) -> None:
         """Is told that a block of the model ends."""
-        self.blocks.pop()
+        self.depth -= 1
         if not self.synchronized:
             self._turn(())
 
     def _turn(self, path: Path, fresh: bool = False) -> None:
         """Closes and opens segments until those of a path are open; all of them anew if fresh."""
-        same = map(operator.eq, self.path, path)
-        shared = 0 if fresh else len(list(itertools.takewhile(bool, same)))
-        pending = self._pending() if len(self.open) > shared else ()
+        same = itertools.takewhile(bool, map(operator.eq, self.path, path))
+        shared = 0 if fresh else len(list(same))
+        pending = self._pending() if len(self.path) > shared else []
         if not shared:
             for handle in pending:
                 handle.keep()
-        while len(self.open) > shared:
-            self._close()
+        self._close(len(self.path) - shared)
         for _ in path[shared:]:
-            self.open.append(Segment(self.open[-1] if self.open else None))
-        if shared:
+            thread.segment = Segment(thread.segment)
+        if shared and thread.segment is not None:
             for handle in pending:
-                handle.move_to(self.open[-1])
+                handle.move_to(thread.segment)
         self.path = path
-        self._settle()
+        self.recording = thread.segment and thread.segment.recording
 
-    def _settle(self) -> None:
-        thread.segment = self.open[-1] if self.open else None
-        self.recording = self.open[-1].recording if self.open else None
-
-    def _close(self) -> None:
-        part = self.open.pop()
-        part.end = part.recording.count
-        if not self.open:
-            prune(part)
+    def _close(self, count: int) -> None:
+        """Closes so many segments."""
+        for _ in range(count):
+            part = thread.segment
+            assert part is not None, "a path has a segment for each number"
+            part.end, thread.segment = part.recording.count, part.parent
+            if part.parent is None:
+                prune(part)
 
     def _pending(self) -> list[Handle]:
         """Returns what the operation saved that is about to run its kernel in another segment.
 
         Autograd saves an operation's inputs before its kernel runs, and numbers operations first.
         """
-        return [handle for handle in self.open[-1].living() if handle.sequence > self.sequence]
+        assert thread.segment is not None
+        return [handle for handle in thread.segment.living() if handle.sequence > self._sequence]
 
     def __enter__(self) -> Any:
         thread.conductor = self
@@ -194,10 +187,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
     def __exit__(self, *raised: Any) -> None:
         HOOKS.__exit__(*raised)
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        thread.conductor = None
-        while self.open:
-            self._close()
-        self._settle()
+        thread.conductor, self.recording = None, None
+        self._close(len(self.path))
 
 
 def conducts() -> bool:

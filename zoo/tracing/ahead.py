@@ -6,11 +6,10 @@ not have runs there on real tensors instead, zeros where the inputs have no data
 small.
 """
 
-import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from zoo._torch import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    pytree,
 )
 from zoo.chain import Chain
 from zoo.engine.recording import KernelMode, thread
@@ -77,23 +77,20 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
         ArgumentError: the model or the loss raises on these inputs, or reads data of tensors that
             only a real step has.
     """
+    name = type(model).__name__
     if any(map(is_spread, model.parameters())):
         raise ArgumentError(
-            f"the parameters of {type(model).__name__} are spread over processes (DTensor); trace "
-            "the model ahead before they are"
+            f"the parameters of {name} are spread over processes (DTensor); trace the model ahead "
+            "before they are"
         )
     if any(map(is_lazy, model.parameters())):
         raise ArgumentError(
-            f"{type(model).__name__} has parameters without a size; call it once, then trace it "
-            "ahead"
+            f"{name} has parameters without a size; call it once, then trace it ahead"
         )
     forward = _Forward(model, given, loss)
     with shown("tracing the forward"):
-        graph = forward.isolated(forward.on_fakes)
-        if graph is None:
-            graph = forward.isolated(forward.on_real_tensors)
-    assert graph is not None
-    return graph
+        graph = forward.isolated(forward.on_fakes) or forward.isolated(forward.on_real_tensors)
+    return graph  # type: ignore[no-any-return]
 
 
 class _Forward:
@@ -104,7 +101,7 @@ class _Forward:
         self.device = kernel_device(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
 
-    def isolated(self, trace: Callable[[bool], Graph | None]) -> Graph | None:
+    def isolated(self, trace: Callable[[bool], Graph | None]) -> Any:
         """Traces where it leaves nothing behind; raises TraceError for anything raised there."""
 
         def traced(is_apart: bool) -> Graph | None:
@@ -115,38 +112,43 @@ class _Forward:
             except BaseException as error:
                 raise self._trace_error(error) from None
 
-        answer = isolated(traced, fires_hooks=True)
-        name = type(self.model).__name__
+        answer, name = isolated(traced, fires_hooks=True), type(self.model).__name__
         if isinstance(answer, Raised):
             # not the forward raised it but the graph, on its way here
-            unsent = TraceError(f"{name} cannot be planned ahead: {answer.kind}: {answer.text}")
-            raise answer.error or unsent
+            text = f"{name} cannot be planned ahead: {answer.kind}: {answer.text}"
+            raise answer.error or TraceError(text)
         if isinstance(answer, Died):
             raise TraceError(
                 f"the forward of {name} ended the process in which it was traced ahead (status "
                 f"{answer.status}). zoo.checkpoint without a budget traces a real step instead."
             )
-        return answer  # type: ignore[no-any-return]
+        return answer
 
     def on_fakes(self, is_apart: bool) -> Graph | None:
         """Traces on fake tensors; None where the forward needs data that these do not have."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         on_meta = place_of(self.model).type == "meta"
-        constants = FakeTensorFixes(mode, strict=True, moves_meta=on_meta)
+        fixes = FakeTensorFixes(mode, strict=True, moves_meta=on_meta)
         fakes: dict[int, Tensor] = {}
-        fake = functools.partial(self._fake, fakes, mode, constants)
+
+        def fake(tensor: Tensor) -> Tensor:
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = self._fake(tensor, fixes)
+            return fakes[id(tensor)]
+
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             fake(tensor)
-        model = _replaced(self.model, fakes) if is_apart else copy.deepcopy(self.model, {**fakes})
+        model = self.model if is_apart else copy.deepcopy(self.model, {**fakes})
+        if is_apart:
+            _replace(model, fakes)
         try:
-            with mode, constants, constants.told():
+            with mode, fixes, fixes.told():
                 graph = self._traced(model, self.given.map(fake), None)
         except BaseException as error:
-            needs_data = constants.asked or _is_of_fakes(error)
-            if isinstance(error, UnknownTargets) or not needs_data:
+            if isinstance(error, UnknownTargets) or not (fixes.asked or _is_of_fakes(error)):
                 raise
             return None
-        return None if constants.asked else graph
+        return None if fixes.asked else graph
 
     def on_real_tensors(self, is_apart: bool) -> Graph:
         """Traces on real tensors.
@@ -158,8 +160,14 @@ class _Forward:
         size = sum(tensor.nbytes for tensor in (*owned, *self.given.tensors))
         if size > LARGEST or not all(map(_has_data, owned)):
             raise NumbersNeeded
+
+        def real(tensor: Tensor) -> Tensor:
+            known = _has_data(tensor)
+            made = tensor.detach().clone() if known else self._spec(tensor).empty().zero_()
+            return made.requires_grad_(tensor.requires_grad)
+
         model = self.model if is_apart else copy.deepcopy(self.model)
-        return self._traced(model, self.given.map(self._real), MOST_MADE)
+        return self._traced(model, self.given.map(real), MOST_MADE)
 
     def _traced(self, model: nn.Module, given: Invocation, most_made: int | None) -> Graph:
         for module in model.modules():
@@ -171,7 +179,8 @@ class _Forward:
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             saved_tensors_hooks(_saved, lambda tensor: tensor),
-            _conducted_by(tracer),
+            # marks tell it where blocks begin; a plan in force leaves the forward as it is
+            mock.patch.object(thread, "conductor", tracer),
             _Limits(most_made),
             tracer,
         ):
@@ -181,37 +190,21 @@ class _Forward:
                 tracer.note_loss(loss)
         return tracer.graph
 
-    def _fake(
-        self,
-        fakes: dict[int, Tensor],
-        mode: FakeTensorMode,
-        constants: FakeTensorFixes,
-        tensor: Tensor,
-    ) -> Tensor:
-        """Returns a fake tensor like a given one, the same each time."""
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = fake = self._new_fake(mode, tensor)
-            if _has_data(tensor) and tensor.numel() <= SMALL and not tensor.requires_grad:
-                constants.know(fake, copied(tensor))
-            elif tensor.is_meta and not tensor.dim() and not tensor.is_floating_point():
-                # a counter, such as that of batches, which begins to count when it gets data
-                constants.know(fake, torch.zeros((), dtype=tensor.dtype))
-        return fakes[id(tensor)]
-
-    def _new_fake(self, mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-        with mode:
+    def _fake(self, tensor: Tensor, fixes: FakeTensorFixes) -> Tensor:
+        """Returns a fake tensor like a given one, with the numbers of one that is no parameter."""
+        with fixes.mode:
             fake = self._spec(tensor).empty()
-            if not isinstance(tensor, nn.Parameter):
-                return fake.requires_grad_(tensor.requires_grad)
-            fake = nn.Parameter(fake, tensor.requires_grad)
-        # marks that libraries leave on parameters
-        vars(fake).update(vars(tensor))
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+                # marks that libraries leave on parameters
+                vars(fake).update(vars(tensor))
+            fake.requires_grad_(tensor.requires_grad)
+        if _has_data(tensor) and tensor.numel() <= SMALL and not tensor.requires_grad:
+            fixes.know(fake, copied(tensor))
+        elif tensor.is_meta and not tensor.dim() and not tensor.is_floating_point():
+            # a counter, such as that of batches, which begins to count when it gets data
+            fixes.know(fake, torch.zeros((), dtype=tensor.dtype))
         return fake
-
-    def _real(self, tensor: Tensor) -> Tensor:
-        has_data = _has_data(tensor)
-        real = tensor.detach().clone() if has_data else self._spec(tensor).empty().zero_()
-        return real.requires_grad_(tensor.requires_grad)
 
     def _spec(self, tensor: Tensor) -> TensorSpec:
         """Describes a tensor; one on the meta device as if it were where the kernels are."""
@@ -245,37 +238,22 @@ def _saved(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf and tensor.requires_grad else detached(tensor)
 
 
-@contextlib.contextmanager
-def _conducted_by(tracer: Tracer) -> Iterator[None]:
-    """Has marks tell a tracer where blocks begin; a plan in force leaves the forward as it is."""
-    before, thread.conductor = thread.conductor, tracer
-    try:
-        yield
-    finally:
-        thread.conductor = before
-
-
 def _has_data(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def _replaced(model: nn.Module, fakes: Mapping[int, Tensor]) -> nn.Module:
+def _replace(model: nn.Module, fakes: Mapping[int, Tensor]) -> None:
     """Puts fake tensors in the place of a model's own, also in its modules' lists of them."""
 
     def other(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return fakes.get(id(value), value)
-        if type(value) in (list, tuple):
-            return type(value)(map(other, value))
-        return {key: other(part) for key, part in value.items()} if type(value) is dict else value
+        return pytree.tree_map_only(Tensor, lambda tensor: fakes.get(id(tensor), tensor), value)
 
     for module in list(model.modules()):
         for name, value in list(vars(module).items()):
-            if type(value) in (list, tuple) or isinstance(value, Tensor):
-                vars(module)[name] = other(value)
-            elif type(value) is dict and name != "_modules":
+            if type(value) is dict:
                 value.update(other(value))
-    return model
+            elif type(value) in (list, tuple) or isinstance(value, Tensor):
+                vars(module)[name] = other(value)
 
 
 def _is_of_fakes(error: BaseException) -> bool:

@@ -1,17 +1,19 @@
 """`zoo.checkpoint`, `zoo.uncheckpoint`, `zoo.chain_of` and `zoo.plan_of`, for any module."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from zoo.chain import Chain, Outline, State, step_names
+from zoo.chain import Chain, step_names
 from zoo.errors import ArgumentError, shortened
 from zoo.invocation import (
     Invocation,
     Loss,
     capture_first_state,
+    check_module,
+    check_training,
     kernel_device,
     with_loss_errors,
 )
@@ -21,14 +23,8 @@ from zoo.policy.options import Checkpoint, attach, runner_for
 from zoo.profiling.progress import shown
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.blocks import check_switches, paths_of
-from zoo.tracing.partition import partition
-from zoo.tracing.patched_forward import (
-    OptionPlanner,
-    PatchedForward,
-    named_steps,
-    patched_forward,
-    take_back_all,
-)
+from zoo.tracing.partition import Steps, partition
+from zoo.tracing.patched_forward import Patch, PatchedForward, named_steps, patched_forward
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -75,26 +71,22 @@ def checkpoint(
     """
     if checkpoint is None:
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"
+    option = checkpoint, memory_budget, max_overhead
     if isinstance(model, Chain):
         return attach(model, checkpoint, memory_budget=memory_budget, max_overhead=max_overhead)
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"checkpoint= needs a torch.nn.Module; got {type(model).__name__}")
+    check_module(model, "zoo.checkpoint")
     if hasattr(model, "_orig_mod"):
         raise ArgumentError("this model is compiled; call zoo.checkpoint on the model before")
-    runner = runner_for(checkpoint, memory_budget, max_overhead)
-    if runner is None:
+    if runner_for(*option) is None:
         return uncheckpoint(model)
     check_switches(model)
-    names = _names(steps)
-    paths = paths_of(model, names)
-    earlier = patched_forward(model)
+    patched, earlier = PatchedForward(model, option, _names(steps)), patched_forward(model)
     uncheckpoint(model)
-    planner = OptionPlanner(checkpoint, memory_budget, max_overhead, names)
-    patched = PatchedForward(model, planner, paths)
     patched.put()
     if inputs is not None:
         try:
-            patched.plan_ahead(_given(model, inputs))
+            check_training(model, "zoo.checkpoint")
+            patched.plan_ahead(Invocation.of(inputs))
         except BaseException:
             patched.take_back()
             if earlier is not None:
@@ -109,9 +101,12 @@ def uncheckpoint(model: AnyModule) -> AnyModule:
     Raises:
         ArgumentError: it is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"uncheckpoint takes a torch.nn.Module; got {type(model).__name__}")
-    take_back_all(model)
+    check_module(model, "zoo.uncheckpoint")
+    for module in model.modules():
+        if isinstance(patch := vars(module).get("forward"), Patch):
+            patch.take_back()
+        if isinstance(module, Chain):
+            module.runner = None
     return model
 
 
@@ -124,8 +119,7 @@ def plan_of(model: nn.Module) -> Plan | None:
     Raises:
         ArgumentError: it is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"only a torch.nn.Module has a plan; got {type(model).__name__}")
+    check_module(model, "zoo.plan_of")
     if isinstance(model, Chain):
         return model.plan
     patched = patched_forward(model)
@@ -159,46 +153,37 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
     Raises:
         ArgumentError: as `checkpoint` does.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"a chain is found in a torch.nn.Module; got {type(model).__name__}")
-    if isinstance(model, Chain):
-        entry = Entry.of(model, Invocation.of(inputs))
-        return ChainSummary(tuple(entry.names), entry.outline.blocks)
-    check_switches(model)
-    graph = graph_of(model, _given(model, inputs))
-    cut = partition(model, graph, paths_of(model, _names(steps)))
-    return ChainSummary(cut.names, cut.outline.blocks)
+    check_module(model, "zoo.chain_of")
+    if not isinstance(model, Chain):
+        check_switches(model)
+        check_training(model, "zoo.chain_of")
+    found = steps_of(model, Invocation.of(inputs), patterns=_names(steps))
+    return ChainSummary(tuple(found.names), found.outline.blocks)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A model, the steps that it runs for some inputs, and what comes to the first of them."""
+def steps_of(
+    model: nn.Module,
+    given: Invocation,
+    loss: Loss | None = None,
+    patterns: Sequence[str] | None = None,
+) -> Steps:
+    """Finds the steps without running one: a chain is stopped before, any other traced ahead.
 
-    model: nn.Module
-    outline: Outline
-    state: State
-    names: Sequence[str]
-    loss: Callable[..., Tensor] | None = None
+    The blocks of a model that is no chain are the modules that `patterns` name, or those of the
+    plan in force.
 
-    @classmethod
-    def of(cls, model: nn.Module, given: Invocation, loss: Loss | None = None) -> "Entry":
-        """Finds the steps without running one: a chain is stopped before, any other traced ahead.
-
-        Raises:
-            ArgumentError: it does not take these arguments, or reads data of a real step.
-        """
-        if isinstance(model, Chain):
-            outline, state = capture_first_state(model, given)
-            names = step_names(model, outline.steps)
-            return cls(model, outline, state, names, loss and _of_last_state(model, loss))
-        graph = graph_of(model, given, loss)
-        steps = partition(model, graph, paths_of(model, named_steps(model)))
-        return cls(model, steps.outline, steps.fake_state(), steps.names, steps.loss)
-
-
-def _of_last_state(model: Chain, loss: Loss) -> Callable[..., Tensor]:
-    loss = with_loss_errors(loss, kernel_device(model))
-    return lambda *state: loss(model.returned(*state))
+    Raises:
+        ArgumentError: it does not take these arguments, or reads data of a real step.
+    """
+    if not isinstance(model, Chain):
+        patterns = named_steps(model) if patterns is None else patterns
+        return partition(model, graph_of(model, given, loss), paths_of(model, patterns))
+    outline, state = capture_first_state(model, given)
+    names = step_names(model, outline.steps)
+    if loss is None:
+        return Steps(outline, names, state)
+    of_outputs = with_loss_errors(loss, kernel_device(model))
+    return Steps(outline, names, state, lambda *last: of_outputs(model.returned(*last)))
 
 
 def _names(steps: Any) -> tuple[str, ...] | None:
@@ -213,9 +198,3 @@ def _names(steps: Any) -> tuple[str, ...] | None:
                 "steps=['encoder.layers.*']"
             )
     return names
-
-
-def _given(model: nn.Module, inputs: Any) -> Invocation:
-    if not model.training:
-        raise ArgumentError("a plan is for training; call model.train() first")
-    return Invocation.of(inputs)

@@ -1,18 +1,21 @@
 """The computation graph of one forward: its kernels as data, without tensors, that pickles.
 
 It is below autograd, as an ATen graph of `torch.fx` is, which runs in the place of a model; this
-one is only planned with. Tensors are numbers, parameters and buffers are paths:
+one is only planned with. Tensors are numbers:
+
+    owned   0: ("fc", "weight"), 1: ("fc", "bias")
+    inputs  2: float32 (3, 8)
 
     index   operator               args                          results   within
-    0       aten.view.default      (Value(0), [6, 4])            1         ("", "fc")
-    1       aten.t.default         (Attribute("fc", "weight"),)  2
-    2       aten.addmm.default     (Attribute("fc", "bias"), Value(1), Value(2))  3
+    0       aten.view.default      (Value(2), [6, 4])            3         ("", "fc")
+    1       aten.t.default         (Value(0),)                   4
+    2       aten.addmm.default     (Value(1), Value(3), Value(4))  5
 """
 
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,58 +25,44 @@ from zoo.engine.kernel_segments import Visit
 from zoo.engine.operators import resolved
 from zoo.profiling.tensor_spec import TensorSpec
 
-# in the place of a value's number: the storage is that of a parameter or buffer
-OWNED = -1
+
+def _require_gradient(tensor: Tensor) -> None:
+    tensor.requires_grad_()
+
+
 DETACH, REQUIRE = "aten.detach.default", "aten.requires_grad_.default"
-Leaf = TypeVar("Leaf")
+# a forward may have read `Tensor.data`, whose writes autograd ignores; the other one is no kernel
+REPLACED: dict[str, Callable[..., Any]] = {
+    DETACH: lambda tensor: tensor.data,
+    REQUIRE: _require_gradient,
+}
 
 
 # no named tuple, into which `map_aggregate` would go
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Stands for a tensor that an earlier kernel returned, or that is an input."""
+    """Stands for a tensor among the arguments of a kernel."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Attribute:
-    """Stands for a parameter or buffer: the path of its module, and its name there."""
+class StandIn(torch.autograd.Function):
+    """Makes tensors like the results of an operator that must not run; saves these and its own."""
 
-    owner: str
-    name: str
-
-
-class StandIn(NamedTuple):
-    """Stands for an operator that must not be recomputed: returns tensors like its results.
-
-    Such are collectives, which other processes would wait for, code that is no kernel of torch's,
-    and operators whose results' sizes depend on data.
-    """
-
-    name: str
-    results: tuple[TensorSpec, ...]
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Makes the results; autograd saves the arguments and the results."""
-        made: tuple[Tensor, ...] = _StandIn.apply(self.results, *tensors)
-        return made
-
-
-class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, specs: tuple[TensorSpec, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Makes tensors of zeros by their specs."""
         made = tuple(spec._replace(requires_grad=False).empty().zero_() for spec in specs)
         ctx.mark_non_differentiable(
             *(out for out in made if not (out.is_floating_point() or out.is_complex()))
         )
         ctx.save_for_backward(*tensors, *made)
-        ctx.count = len(tensors)
         return made
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        pairs = zip(ctx.saved_tensors[: ctx.count], ctx.needs_input_grad[1:], strict=True)
+        """Returns zeros for the arguments that need a gradient."""
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=False)
         return (None, *(torch.zeros_like(tensor) if needed else None for tensor, needed in pairs))
 
 
@@ -82,41 +71,42 @@ class Call:
     """One kernel.
 
     Attributes:
-        operator: its name, such as "aten.add.Tensor", or what stands for it.
-        args, kwargs: with a `Value` or an `Attribute` in the place of each tensor.
-        results: the numbers that the tensors among its results get, in order.
+        operator: its name, such as "aten.add.Tensor".
+        args, kwargs: with a `Value` in the place of each tensor.
         index: how many of the graph's `operators` were dispatched before it.
         within: paths of the modules whose forward was running, outermost first.
         grad: whether autograd recorded it.
+        results: the numbers that the tensors among its results get, in order.
         origins: for each result the number of the value that first had its storage.
         writes: origins of the storages that it wrote in place.
         line: "file:line" of the model's code that called it, "" where there is none.
+        stands_in: specs of the results of an operator that must not run again: a collective, for
+            which other processes would wait, code that is no kernel of torch's, or an operator
+            whose results' sizes depend on data.
     """
 
-    operator: str | StandIn
+    operator: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[int, ...]
     index: int
     within: tuple[str, ...]
     grad: bool
+    results: tuple[int, ...] = ()
     origins: tuple[int, ...] = ()
     writes: frozenset[int] = frozenset()
     line: str = field(default="", compare=False)
+    stands_in: tuple[TensorSpec, ...] | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the operator with these arguments, recorded by autograd as in the forward."""
-        function: Any = self.operator
-        if isinstance(function, str):
-            function = REPLACED.get(function) or resolved(function)
         with contextlib.nullcontext() if self.grad else torch.no_grad():
-            return function(*args, **kwargs)
+            if self.stands_in is not None:
+                return StandIn.apply(self.stands_in, *args)
+            return (REPLACED.get(self.operator) or resolved(self.operator))(*args, **kwargs)
 
     @property
     def verb(self) -> str:
         """The operator's short name: 'add' of "aten.add.Tensor"."""
-        if isinstance(self.operator, StandIn):
-            return self.operator.name.split(".")[-2 if self.operator.name.count(".") > 1 else -1]
         return self.operator.split(".")[1]
 
     @property
@@ -125,22 +115,15 @@ class Call:
         return not set(self.results).isdisjoint(self.origins)
 
     def reads(self) -> list[int]:
-        """Returns the numbers of the values among the arguments."""
-        return [value.number for value in self._leaves(Value)]
-
-    def attributes(self) -> list[Attribute]:
-        """Returns the parameters and buffers among the arguments."""
-        return self._leaves(Attribute)
-
-    def _leaves(self, wanted: type[Leaf]) -> list[Leaf]:
-        leaves: list[Leaf] = []
+        """Returns the numbers of the tensors among the arguments."""
+        found: list[int] = []
 
         def note(leaf: Any) -> None:
-            if type(leaf) is wanted:
-                leaves.append(leaf)
+            if type(leaf) is Value:
+                found.append(leaf.number)
 
         map_aggregate((self.args, self.kwargs), note)
-        return leaves
+        return found
 
 
 @dataclass(slots=True)
@@ -151,13 +134,13 @@ class Lifetime:
         size: its bytes.
         made: how many operators were dispatched before it was there.
         holders: how many tensors of it there are now.
-        freed: how many operators were dispatched before the last was gone; None while there is one.
+        freed: how many operators were dispatched before the last was gone.
     """
 
     size: int
     made: int
     holders: int = 0
-    freed: int | None = None
+    freed: float = float("inf")
 
 
 @dataclass(slots=True)
@@ -165,11 +148,11 @@ class Graph:
     """The kernels of one forward, in order.
 
     Attributes:
+        owned: parameters and buffers by number: the path of the module, and the name there.
+        inputs: other tensors from outside: the model's inputs, and what else it has.
         calls: those that a plan must know: they return tensors, views included, or write them.
         operators: the names of all that were dispatched, with those that only answer a question.
             Without `saved_tensors_hooks` autograd dispatches a `detach` for each result it saves.
-        inputs: the values that came from outside, by number: the model's inputs, and tensors of
-            its own that are no parameters or buffers.
         visits: for each call of a block the operators dispatched before it, where marks told.
         outputs: numbers of the values that the model returned.
         model_calls: how many of the calls are the model's; those behind it are the loss's.
@@ -178,18 +161,15 @@ class Graph:
             names in the forward and calls under way hold them. What autograd saves holds none.
     """
 
-    calls: list[Call] = field(default_factory=list)
-    operators: tuple[str, ...] = ()
+    owned: dict[int, tuple[str, str]] = field(default_factory=dict)
     inputs: dict[int, TensorSpec] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    operators: list[str] = field(default_factory=list)
     visits: dict[Visit, int] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     model_calls: int = 0
     loss: int | None = None
     lifetimes: dict[int, Lifetime] = field(default_factory=dict)
-
-    def overloads(self) -> tuple[Callable[..., Any], ...]:
-        """Returns the operators themselves, to compare those of a forward with them."""
-        return tuple(map(resolved, self.operators))
 
 
 def tensors_held_by(value: Any) -> list[Tensor]:
@@ -204,23 +184,10 @@ def tensors_held_by(value: Any) -> list[Tensor]:
             tensors.setdefault(id(value), value)
         elif id(value) not in seen and not callable(value):
             seen[id(value)] = value
-            waiting += reversed(_parts_of(value))
+            parts = list(getattr(value, "__dict__", {}).values())
+            if isinstance(value, Mapping):
+                parts = [*value.values(), *parts]
+            elif isinstance(value, list | tuple | set | frozenset):
+                parts = [*value, *parts]
+            waiting += reversed(parts)
     return list(tensors.values())
-
-
-def _parts_of(value: Any) -> list[Any]:
-    parts = list(getattr(value, "__dict__", {}).values())
-    if isinstance(value, Mapping):
-        return [*value.values(), *parts]
-    return [*value, *parts] if isinstance(value, list | tuple | set | frozenset) else parts
-
-
-def _require_gradient(tensor: Tensor) -> None:
-    tensor.requires_grad_()
-
-
-# a forward may have read `Tensor.data`, whose writes autograd ignores; the other one is no kernel
-REPLACED: dict[str, Callable[..., Any]] = {
-    DETACH: lambda tensor: tensor.data,
-    REQUIRE: _require_gradient,
-}

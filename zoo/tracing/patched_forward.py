@@ -2,7 +2,7 @@
 
 It is an instance attribute, and nothing else of a module changes: class, names, hooks, state dict.
 The original forward runs, once and as it is written. What stands before it opens segments between
-its kernels (`engine.ranges`), by a plan for the operators that came when it was traced:
+its kernels (`engine.kernel_segments`), by a plan for the operators that came when it was traced:
 
     first forward in training   traced while it runs block by block, then planned
     every other                 by the plan, as long as the operators are the same
@@ -12,14 +12,13 @@ For a budget or a plan of the user's the first forward is traced ahead instead. 
 takes the option along and plans anew.
 """
 
-import functools
 import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +26,9 @@ from torch import nn
 from zoo._torch import active_fake_mode, is_exporting
 from zoo.chain import Chain, Runner
 from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
+from zoo.engine.operators import resolved
 from zoo.engine.recording import thread
-from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.errors import ArgumentError, PlanError
 from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
 from zoo.policy.budget import Budget
@@ -41,7 +41,6 @@ from zoo.tracing.graph import Graph
 from zoo.tracing.partition import partition
 from zoo.tracing.tracer import Tracer
 
-NAME = "forward"
 # scripts that are kept for inputs of one kind, whose forwards may branch
 MOST_BRANCHES = 8
 # kinds of inputs whose plans are kept; the one that was used longest ago goes first
@@ -49,88 +48,13 @@ MOST_KINDS = 64
 _log = logging.getLogger("zoo")
 
 
-class OptionPlanner(NamedTuple):
-    """Plans by the option that the user chose; `patterns` name the modules that are blocks."""
-
-    checkpoint: Checkpoint
-    memory_budget: Budget | None = None
-    max_overhead: float | None = None
-    patterns: tuple[str, ...] | None = None
-
-    def runner(self) -> PlannedRunner:
-        """Makes the runner that decides plans."""
-        runner = runner_for(self.checkpoint, self.memory_budget, self.max_overhead)
-        assert runner is not None, "False puts nothing in force"
-        return runner
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the user gave the plan itself."""
-        return self.runner().plan is not None
-
-    @property
-    def binds_first_step(self) -> bool:
-        """Whether the first forward must keep to the plan, too."""
-        return self.is_given or self.checkpoint == "auto" or self.memory_budget is not None
-
-    def before_first_step(self, model: nn.Module, given: Invocation) -> Script | None:
-        """Plans where the first forward must keep to the plan; None where it is traced itself."""
-        # a step on fake tensors takes no memory, and may be traced itself
-        if not self.binds_first_step or active_fake_mode() is not None:
-            return None
-        # parameters that are spread over processes cannot be traced in one
-        if self.is_given and any(map(is_spread, model.parameters())):
-            return None
-        return self.ahead(model, given)
-
-    @shown("zoo.checkpoint")
-    def ahead(self, model: nn.Module, given: Invocation) -> Script:
-        """Plans without a step."""
-        check_switches(model)
-        graph = graph_of(model, given)
-        return self._planned(model, graph, graph.overloads(), graph.visits)
-
-    def while_running(self, model: nn.Module, run: Callable[[], Any]) -> tuple[Any, Script | None]:
-        """Runs a forward block by block, traces it, and plans for the next.
-
-        Returns what the forward returned, and None for a plan, with a warning, where there is none.
-        """
-        check_switches(model)
-        tracer, conductor = Tracer(model), Conductor([])
-        with tracer, conductor:
-            outputs = run()
-        try:
-            tracer.note_outputs(outputs)
-            graph = tracer.graph
-            return outputs, self._planned(model, graph, conductor.operators, conductor.visits)
-        except BudgetError:
-            raise
-        except (ArgumentError, PlanError) as error:
-            if self.binds_first_step:
-                raise
-            _log.warning(
-                "%s runs block by block: its forward cannot be planned for (%s)",
-                type(model).__name__,
-                error,
-            )
-            return outputs, None
-
-    def _planned(
-        self, model: nn.Module, graph: Graph, operators: Sequence[Any], visits: dict[Visit, int]
-    ) -> Script:
-        steps = partition(model, graph, paths_of(model, self.patterns))
-        state = steps.fake_state()
-        with torch.enable_grad():
-            plan = self.runner().settle(model, steps.outline, state)  # type: ignore[arg-type]
-        return Script(operators, steps.boundaries, plan, visits)
-
-
 class Patch:
-    """A callable in the place of a module's forward; `before` is an instance attribute it had."""
+    """A callable in the place of a module's forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.before: Any = vars(module).get(NAME)
+        # the instance attribute that the module had
+        self.before: Any = None
 
     @property
     def module(self) -> nn.Module:
@@ -140,37 +64,33 @@ class Patch:
         return module
 
     @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that the module had."""
-        if self.before is None:
-            owner = type(self.module)
-            # that of a module of TorchScript belongs to the object alone
-            forward = inspect.getattr_static(owner, NAME)
-            return forward.__get__(self.module, owner)  # type: ignore[no-any-return]
-        return self.before  # type: ignore[no-any-return]
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original)
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The original forward, whose signature this has."""
+        if self.before is not None:
+            return self.before  # type: ignore[no-any-return]
+        owner = type(self.module)
+        # that of a module of TorchScript belongs to the object alone
+        forward = inspect.getattr_static(owner, "forward")
+        return forward.__get__(self.module, owner)  # type: ignore[no-any-return]
 
     @property
     def __code__(self) -> CodeType:
         """The code of the original forward, which `torch.export` reads."""
-        return inspect.unwrap(self.original).__code__  # type: ignore[no-any-return, attr-defined]
+        return inspect.unwrap(self.__wrapped__).__code__  # type: ignore[no-any-return, attr-defined]
 
     def put(self) -> None:
         """Takes its place."""
-        vars(self.module)[NAME] = self
+        self.before = vars(self.module).get("forward")
+        vars(self.module)["forward"] = self
 
     def take_back(self) -> None:
         """Restores the original forward, unless the module or its forward was replaced since."""
         module = self._module()
-        if module is None or vars(module).get(NAME) is not self:
+        if module is None or vars(module).get("forward") is not self:
             return
-        if self.before is None:
-            del vars(module)[NAME]
-        else:
-            vars(module)[NAME] = self.before
+        del vars(module)["forward"]
+        if self.before is not None:
+            vars(module)["forward"] = self.before
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_module": self.module}
@@ -190,25 +110,48 @@ class BlockMark(Patch):
         """Runs the block."""
         conductor = thread.conductor
         if conductor is None or torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
         conductor.enter(self.path)
         try:
-            return self.original(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
         finally:
             conductor.leave()
 
 
+@dataclass
+class Traces:
+    """Scripts of the forwards traced for inputs of one kind, one for each branch, latest last.
+
+    The latest trace was of inputs of this `spec`, these or larger ones.
+    """
+
+    spec: InputSpec
+    branches: list[Script] = field(default_factory=list)
+    strayed: bool = False
+    can_be_planned: bool = True
+
+
 class PatchedForward(Patch):
-    """A model's forward that runs by a plan in training; `paths` are those of its blocks.
+    """A model's forward that runs by a plan in training.
 
     In `eval()`, under `no_grad`, `torch.func`, `torch.export`, a tracer, or inside of another
     segment it is the original forward.
+
+    Attributes:
+        option: `checkpoint`, `memory_budget` and `max_overhead` as the user chose them.
+        patterns: the modules that the user named as blocks.
+        latest: what the last forward ran by, or was planned for the next; None before the first.
     """
 
-    def __init__(self, module: nn.Module, planner: OptionPlanner, paths: Sequence[str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        option: tuple[Checkpoint, Budget | None, float | None],
+        patterns: Sequence[str] | None,
+    ) -> None:
         super().__init__(module)
-        self.planner = planner
-        blocks = {path: module.get_submodule(path) for path in paths}
+        self.option, self.patterns = option, patterns
+        blocks = {path: module.get_submodule(path) for path in paths_of(module, patterns)}
         self.marks = [
             BlockMark(block, path) for path, block in blocks.items() if not _is_compiled(block)
         ]
@@ -229,52 +172,46 @@ class PatchedForward(Patch):
 
     def take_back(self) -> None:
         """Restores the original forwards of the model and of its blocks."""
+        super().take_back()
         for mark in self.marks:
             mark.take_back()
-        super().take_back()
 
-    def plan_ahead(self, given: Invocation) -> None:
-        """Plans for arguments like these now."""
-        self.latest = self.planner.ahead(self.module, given)
-        spec = InputSpec.of(given, self.module)
-        self.traces[spec] = Traces(spec, [self.latest])
+    def runner(self) -> PlannedRunner:
+        """Makes a runner that decides plans by the option."""
+        runner = runner_for(*self.option)
+        assert runner is not None, "False puts nothing in force"
+        return runner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward: by the plan in training, else as it is written."""
         if is_exporting():
-            return self.original(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return torch.compiler.disable(self._run)(args, kwargs)  # type: ignore[no-untyped-call]
         return self._run(args, kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        module = self.module
+        module, given = self.module, Invocation(args, kwargs)
         if not module.training or not conducts():
-            return self.original(*args, **kwargs)
+            return given.on(self.__wrapped__)
         if (attached_to(module.parameters()) is not None) != self.counts_freed:
             self.counts_freed = not self.counts_freed
             self.traces.clear()
-        given = Invocation(args, kwargs)
-        spec = InputSpec.of(given, self.module)
+        spec = InputSpec.of(given, module)
         traces = self._traces_for(spec)
-        if not traces.branches and (script := self.planner.before_first_step(module, given)):
-            traces.branches.append(script)
-        if traces.must_trace():
-            run = functools.partial(self.original, *args, **kwargs)
-            outputs, self.latest = self.planner.while_running(module, run)
-            traces.strayed, traces.can_be_planned = False, self.latest is not None
-            if self.latest is not None:
-                traces.spec = spec
-                traces.branches.append(self.latest)
-            return outputs
+        if not traces.branches and self._plans_first_step():
+            traces.branches.append(self._plan_ahead(given))
+        is_new = not traces.branches or (traces.strayed and len(traces.branches) < MOST_BRANCHES)
+        if is_new and traces.can_be_planned:
+            return self._trace(given, spec, traces)
         with Conductor(traces.branches[::-1]) as conductor:
-            outputs = self.original(*args, **kwargs)
+            outputs = given.on(self.__wrapped__)
         traces.strayed = conductor.lost
         traces.branches.sort(key=lambda script: script is conductor.script)
         self.latest = traces.branches[-1] if traces.branches else None
         return outputs
 
-    def _traces_for(self, spec: InputSpec) -> "Traces":
+    def _traces_for(self, spec: InputSpec) -> Traces:
         """Returns the traces for inputs like these, or begins with those of larger ones."""
         traces = self.traces.pop(spec, None)
         if traces is None:
@@ -286,32 +223,80 @@ class PatchedForward(Patch):
             del self.traces[next(iter(self.traces))]
         return traces
 
+    def plan_ahead(self, given: Invocation) -> None:
+        """Plans for arguments like these now."""
+        self.latest = self._plan_ahead(given)
+        self._traces_for(InputSpec.of(given, self.module)).branches.append(self.latest)
+
+    @shown("zoo.checkpoint")
+    def _plan_ahead(self, given: Invocation) -> Script:
+        check_switches(self.module)
+        graph = graph_of(self.module, given)
+        return self._script(graph, [*map(resolved, graph.operators)], graph.visits)
+
+    def _plans_first_step(self) -> bool:
+        """Says whether the first forward is planned ahead, since it must keep to the plan, too."""
+        # a step on fake tensors takes no memory, and may be traced itself
+        if not self._binds_first_step() or active_fake_mode() is not None:
+            return False
+        # parameters that are spread over processes cannot be traced in one
+        return self.runner().plan is None or not any(map(is_spread, self.module.parameters()))
+
+    def _binds_first_step(self) -> bool:
+        runner = self.runner()
+        return runner.plan is not None or runner.checkpoint == "auto"
+
+    def _trace(self, given: Invocation, spec: InputSpec, traces: Traces) -> Any:
+        """Runs the forward block by block, traces it, and plans for the next.
+
+        A warning says that there is no plan.
+        """
+        check_switches(self.module)
+        tracer, conductor = Tracer(self.module), Conductor([])
+        with tracer, conductor:
+            outputs = given.on(self.__wrapped__)
+        traces.strayed = False
+        try:
+            tracer.note_outputs(outputs)
+            self.latest = self._script(tracer.graph, conductor.operators, conductor.visits)
+        except (ArgumentError, PlanError) as error:
+            if self._binds_first_step():
+                raise
+            self.latest, traces.can_be_planned = None, False
+            _log.warning(
+                "%s runs block by block: its forward cannot be planned for (%s)",
+                type(self.module).__name__,
+                error,
+            )
+        else:
+            traces.spec = spec
+            traces.branches.append(self.latest)
+        return outputs
+
+    def _script(self, graph: Graph, operators: Sequence[Any], visits: dict[Visit, int]) -> Script:
+        """Plans for a forward that was traced."""
+        module = self.module
+        steps = partition(module, graph, paths_of(module, self.patterns))
+        with torch.enable_grad():
+            plan = self.runner().settle(module, steps.outline, steps.state)  # type: ignore[arg-type]
+        return Script(operators, steps.boundaries, plan, visits)
+
 
 def _is_compiled(module: nn.Module) -> bool:
     """Says whether a module is compiled, which shows none of its kernels."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
-def take_back_all(model: nn.Module) -> None:
-    """Restores the original forwards of a model and of all modules in it."""
-    for module in model.modules():
-        for patch in [*vars(module).values()]:
-            if isinstance(patch, Patch):
-                patch.take_back()
-        if isinstance(module, Chain):
-            module.runner = None
-
-
 def patched_forward(model: nn.Module) -> PatchedForward | None:
     """Returns the patch of a model's forward; None where no plan is in force."""
-    patch = vars(model).get(NAME)
+    patch = vars(model).get("forward")
     return patch if isinstance(patch, PatchedForward) else None
 
 
-def named_steps(model: nn.Module) -> tuple[str, ...] | None:
+def named_steps(model: nn.Module) -> Sequence[str] | None:
     """Returns the modules that the user named as blocks."""
     patched = patched_forward(model)
-    return None if patched is None else patched.planner.patterns
+    return None if patched is None else patched.patterns
 
 
 def runner_of(model: nn.Module) -> Runner | None:
@@ -319,22 +304,4 @@ def runner_of(model: nn.Module) -> Runner | None:
     if isinstance(model, Chain):
         return model.runner
     patched = patched_forward(model)
-    return None if patched is None else patched.planner.runner()
-
-
-@dataclass
-class Traces:
-    """Scripts of the forwards traced for inputs of one kind, one for each branch, latest last.
-
-    The latest trace was of inputs of this `spec`, these or larger ones.
-    """
-
-    spec: InputSpec
-    branches: list[Script] = field(default_factory=list)
-    strayed: bool = False
-    can_be_planned: bool = True
-
-    def must_trace(self) -> bool:
-        """Says whether the next forward is traced: the first, and one after a new branch."""
-        is_new = not self.branches or (self.strayed and len(self.branches) < MOST_BRANCHES)
-        return is_new and self.can_be_planned
+    return None if patched is None else patched.runner()
