@@ -56,7 +56,7 @@ NO_LOSS = "loss= is a function of what the model returns; got 5"
 NO_STEPS = r"lists no steps; give it a method steps\(self\) that returns them"
 NO_NAME = r"steps=1 is no name of a module; write names as in steps=\['encoder"
 WRONG = {
-    "uncheckpoint": (lambda: zoo.uncheckpoint(None), "uncheckpoint takes a torch.nn.Module; got"),  # type: ignore[type-var]
+    "uncheckpoint": (lambda: zoo.uncheckpoint(None), "uncheckpoint needs a torch.nn.Module; got"),  # type: ignore[type-var]
     "number as a step": (lambda: zoo.checkpoint(network(), steps=[1]), NO_NAME),  # type: ignore[list-item]
     "number as steps": (lambda: zoo.checkpoint(network(), steps=1), NO_NAME),  # type: ignore[arg-type]
     "number as a block": (lambda: zoo.chain_of(network(), images, steps=[1]), NO_NAME),  # type: ignore[list-item]

@@ -127,23 +127,6 @@ class Call:
 
 
 @dataclass(slots=True)
-class Lifetime:
-    """How long somebody holds tensors of a storage that a kernel of the forward made.
-
-    Attributes:
-        size: its bytes.
-        made: how many operators were dispatched before it was there.
-        holders: how many tensors of it there are now.
-        freed: how many operators were dispatched before the last was gone.
-    """
-
-    size: int
-    made: int
-    holders: int = 0
-    freed: float = float("inf")
-
-
-@dataclass(slots=True)
 class Graph:
     """The kernels of one forward, in order.
 
@@ -157,8 +140,9 @@ class Graph:
         outputs: numbers of the values that the model returned.
         model_calls: how many of the calls are the model's; those behind it are the loss's.
         loss: the number of the loss, where one was computed.
-        lifetimes: of storages, by the number of their first value, where the trace told: how long
-            names in the forward and calls under way hold them. What autograd saves holds none.
+        sizes: bytes of each value's storage, where lifetimes were traced.
+        freed: by value how many operators were dispatched before the last name in the forward, or
+            call under way, let go of it. What autograd saves holds none.
     """
 
     owned: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -169,7 +153,8 @@ class Graph:
     outputs: tuple[int, ...] = ()
     model_calls: int = 0
     loss: int | None = None
-    lifetimes: dict[int, Lifetime] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    freed: dict[int, int] = field(default_factory=dict)
 
 
 def tensors_held_by(value: Any) -> list[Tensor]:

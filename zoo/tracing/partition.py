@@ -15,6 +15,7 @@ the same `StepProgram` with other modules, so that each is measured once.
 
 import bisect
 import itertools
+import math
 from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -232,19 +233,21 @@ class _Partition:
 
         It is empty where the trace did not tell.
         """
-        if not self.graph.lifetimes:
+        if not self.graph.sizes:
             return ()
         origins = {number: number for number in self.graph.inputs}
-        for call in self.calls:
-            origins |= zip(call.results, call.origins, strict=True)
+        freed: dict[int, float] = {}
+        for call in self.graph.calls:
+            for number, origin in zip(call.results, call.origins, strict=True):
+                origins[number] = origin
+                last = self.graph.freed.get(number, math.inf)
+                freed[origin] = max(last, freed.get(origin, 0))
+        # by storage the number of the state, and the place in it
         alive = [
             {origins[number]: (state, place) for place, number in enumerate(numbers)}
             for state, numbers in enumerate(states)
         ]
-        # the first state that has it, and the place there
-        known: dict[int, tuple[int, int]] = {}
-        for places in reversed(alive):
-            known |= places
+        first = dict(itertools.chain.from_iterable(map(dict.items, reversed(alive))))
         begins = [self.calls[start].index for start, _ in ranges]
         # views before it allocate nothing
         allocates = [
@@ -252,17 +255,16 @@ class _Partition:
             for (start, stop), begin in zip(ranges, begins, strict=True)
         ]
         held: list[list[int]] = [[] for _ in ranges]
-        for origin, lifetime in self.graph.lifetimes.items():
-            if origin in self.graph.inputs or origin in self.graph.owned:
-                continue
-            last = bisect.bisect_left(allocates, lifetime.freed)
-            for step in range(bisect.bisect_left(begins, lifetime.made), last):
-                if origin not in alive[step]:
-                    held[step].append(origin)
+        for call in self.calls:
+            start = bisect.bisect_right(begins, call.index)
+            for origin in sorted({*call.origins}.intersection(call.results)):
+                for step in range(start, bisect.bisect_left(allocates, freed[origin])):
+                    if origin not in alive[step]:
+                        held[step].append(origin)
         return tuple(
             Held(
-                tuple(known[origin] for origin in others if origin in known),
-                tuple(self.graph.lifetimes[n].size for n in others if n not in known),
+                tuple(first[origin] for origin in others if origin in first),
+                tuple(self.graph.sizes[n] for n in others if n not in first),
             )
             for others in held
         )

@@ -49,29 +49,22 @@ _log = logging.getLogger("zoo")
 
 
 class Patch:
-    """A callable in the place of a module's forward."""
+    """A callable in the place of a module's forward; `before` is an instance attribute it had."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        # the instance attribute that the module had
+        # weakly, so that a model is freed without the garbage collector
+        self.module: Callable[[], nn.Module] = weakref.ref(module)  # type: ignore[assignment]
         self.before: Any = None
-
-    @property
-    def module(self) -> nn.Module:
-        """The module whose forward this is."""
-        module = self._module()
-        assert module is not None, "its forward is part of the module"
-        return module
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The original forward, whose signature this has."""
         if self.before is not None:
             return self.before  # type: ignore[no-any-return]
-        owner = type(self.module)
+        owner = type(self.module())
         # that of a module of TorchScript belongs to the object alone
         forward = inspect.getattr_static(owner, "forward")
-        return forward.__get__(self.module, owner)  # type: ignore[no-any-return]
+        return forward.__get__(self.module(), owner)  # type: ignore[no-any-return]
 
     @property
     def __code__(self) -> CodeType:
@@ -80,23 +73,21 @@ class Patch:
 
     def put(self) -> None:
         """Takes its place."""
-        self.before = vars(self.module).get("forward")
-        vars(self.module)["forward"] = self
+        self.before = vars(self.module()).get("forward")
+        vars(self.module())["forward"] = self
 
     def take_back(self) -> None:
         """Restores the original forward, unless the module or its forward was replaced since."""
-        module = self._module()
-        if module is None or vars(module).get("forward") is not self:
-            return
-        del vars(module)["forward"]
-        if self.before is not None:
-            vars(module)["forward"] = self.before
+        module = self.module()
+        if module is not None and vars(module).get("forward") is self:
+            del vars(module)["forward"]
+            vars(module).update({} if self.before is None else {"forward": self.before})
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_module": self.module}
+        return vars(self) | {"module": self.module()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"_module": weakref.ref(state["_module"])})
+        vars(self).update(state | {"module": weakref.ref(state["module"])})
 
 
 class BlockMark(Patch):
@@ -151,6 +142,9 @@ class PatchedForward(Patch):
     ) -> None:
         super().__init__(module)
         self.option, self.patterns = option, patterns
+        runner = self.runner()
+        self.is_given = runner.plan is not None
+        self.binds_first_step = self.is_given or runner.checkpoint == "auto"
         blocks = {path: module.get_submodule(path) for path in paths_of(module, patterns)}
         self.marks = [
             BlockMark(block, path) for path, block in blocks.items() if not _is_compiled(block)
@@ -191,7 +185,7 @@ class PatchedForward(Patch):
         return self._run(args, kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        module, given = self.module, Invocation(args, kwargs)
+        module, given = self.module(), Invocation(args, kwargs)
         if not module.training or not conducts():
             return given.on(self.__wrapped__)
         if (attached_to(module.parameters()) is not None) != self.counts_freed:
@@ -199,7 +193,7 @@ class PatchedForward(Patch):
             self.traces.clear()
         spec = InputSpec.of(given, module)
         traces = self._traces_for(spec)
-        if not traces.branches and self._plans_first_step():
+        if not traces.branches and self._is_planned_ahead():
             traces.branches.append(self._plan_ahead(given))
         is_new = not traces.branches or (traces.strayed and len(traces.branches) < MOST_BRANCHES)
         if is_new and traces.can_be_planned:
@@ -226,56 +220,46 @@ class PatchedForward(Patch):
     def plan_ahead(self, given: Invocation) -> None:
         """Plans for arguments like these now."""
         self.latest = self._plan_ahead(given)
-        self._traces_for(InputSpec.of(given, self.module)).branches.append(self.latest)
+        self._traces_for(InputSpec.of(given, self.module())).branches.append(self.latest)
 
     @shown("zoo.checkpoint")
     def _plan_ahead(self, given: Invocation) -> Script:
-        check_switches(self.module)
-        graph = graph_of(self.module, given)
+        check_switches(self.module())
+        graph = graph_of(self.module(), given)
         return self._script(graph, [*map(resolved, graph.operators)], graph.visits)
 
-    def _plans_first_step(self) -> bool:
-        """Says whether the first forward is planned ahead, since it must keep to the plan, too."""
-        # a step on fake tensors takes no memory, and may be traced itself
-        if not self._binds_first_step() or active_fake_mode() is not None:
-            return False
-        # parameters that are spread over processes cannot be traced in one
-        return self.runner().plan is None or not any(map(is_spread, self.module.parameters()))
-
-    def _binds_first_step(self) -> bool:
-        runner = self.runner()
-        return runner.plan is not None or runner.checkpoint == "auto"
+    def _is_planned_ahead(self) -> bool:
+        """Says whether the first forward must keep to the plan, too, and is traced ahead."""
+        # a step on fake tensors takes no memory, parameters that are spread cannot be traced here
+        is_here = not (self.is_given and any(map(is_spread, self.module().parameters())))
+        return self.binds_first_step and active_fake_mode() is None and is_here
 
     def _trace(self, given: Invocation, spec: InputSpec, traces: Traces) -> Any:
         """Runs the forward block by block, traces it, and plans for the next.
 
         A warning says that there is no plan.
         """
-        check_switches(self.module)
-        tracer, conductor = Tracer(self.module), Conductor([])
+        check_switches(self.module())
+        tracer, conductor = Tracer(self.module()), Conductor([])
         with tracer, conductor:
             outputs = given.on(self.__wrapped__)
         traces.strayed = False
         try:
             tracer.note_outputs(outputs)
             self.latest = self._script(tracer.graph, conductor.operators, conductor.visits)
-        except (ArgumentError, PlanError) as error:
-            if self._binds_first_step():
-                raise
-            self.latest, traces.can_be_planned = None, False
-            _log.warning(
-                "%s runs block by block: its forward cannot be planned for (%s)",
-                type(self.module).__name__,
-                error,
-            )
-        else:
             traces.spec = spec
             traces.branches.append(self.latest)
+        except (ArgumentError, PlanError) as error:
+            if self.binds_first_step:
+                raise
+            self.latest, traces.can_be_planned = None, False
+            what = "%s runs block by block: its forward cannot be planned for (%s)"
+            _log.warning(what, type(self.module()).__name__, error)
         return outputs
 
     def _script(self, graph: Graph, operators: Sequence[Any], visits: dict[Visit, int]) -> Script:
         """Plans for a forward that was traced."""
-        module = self.module
+        module = self.module()
         steps = partition(module, graph, paths_of(module, self.patterns))
         with torch.enable_grad():
             plan = self.runner().settle(module, steps.outline, steps.state)  # type: ignore[arg-type]

@@ -14,10 +14,9 @@ import itertools
 import sys
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, MutableMapping, Sized
+from collections.abc import Callable, MutableMapping
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from zoo.errors import ArgumentError
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.source_location import modules_around
 from zoo.profiling.tensor_spec import TensorSpec
-from zoo.tracing.graph import DETACH, REQUIRE, Call, Graph, Lifetime, Value, tensors_held_by
+from zoo.tracing.graph import DETACH, REQUIRE, Call, Graph, Value, tensors_held_by
 
 # the sizes of their results depend on data
 TAGS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
@@ -40,13 +39,6 @@ UNTAGGED = frozenset({"torchvision.nms.default"})
 INDEX, MASKS = torch.ops.aten.index.Tensor, {torch.bool, torch.uint8}
 # of questions about a tensor's metadata, which only fake tensors dispatch
 METADATA = "prim"
-
-
-class _Storage(NamedTuple):
-    """A storage: the number of the first tensor in it, and the type of that."""
-
-    first: int
-    dtype: torch.dtype
 
 
 class Tracer(KernelMode):
@@ -69,13 +61,13 @@ class Tracer(KernelMode):
         self._graph = Graph()
         self._count = itertools.count()
         self._numbers: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-        self._storages: MutableMapping[Any, _Storage] = WeakIdKeyDictionary()
+        # the number of the first tensor in a storage, and the type of that
+        self._storages: MutableMapping[Any, tuple[int, torch.dtype]] = WeakIdKeyDictionary()
         self._parameters: set[int] = set()
         # by value the call that returned it, and the number of its run of calls without gradients
         self._sources: dict[int, tuple[Call, int]] = {}
         self._series = 0
         self._required: set[int] = set()
-        self._visits: Counter[str] = Counter()
         # views that autograd is about to make again, the next one last, and where it does
         self._views: list[str] = []
         self._views_at = (0, 0)
@@ -92,7 +84,7 @@ class Tracer(KernelMode):
                 if name in module._parameters:
                     self._parameters.add(number)
                 if (storage := storage_of(tensor)) is not None:
-                    self._storages.setdefault(storage, _Storage(number, tensor.dtype))
+                    self._storages.setdefault(storage, (number, tensor.dtype))
 
     @property
     def graph(self) -> Graph:
@@ -110,8 +102,8 @@ class Tracer(KernelMode):
 
     def enter(self, block: str) -> None:
         """Notes that a block begins, as `engine.kernel_segments.Conductor` does."""
-        self._graph.visits[block, self._visits[block]] = len(self._graph.operators)
-        self._visits[block] += 1
+        count = sum(name == block for name, _ in self._graph.visits)
+        self._graph.visits[block, count] = len(self._graph.operators)
 
     def leave(self) -> None:
         """Ignores that a block ends."""
@@ -139,10 +131,7 @@ class Tracer(KernelMode):
         call = self._guarded(self._before, func, args, kwargs, frame)
         result = func(*args, **kwargs)
         if call is not None:
-            self._guarded(self._expect_views, call, args, frame)
-            # for a real tensor among fake ones it returns another object
-            returns_argument = isinstance(result, FakeTensor) and _returns_first(func)
-            self._guarded(self._after, call, args[0] if returns_argument else result)
+            self._guarded(self._after, call, args, result, frame)
         return result
 
     def _guarded(self, note: Callable[..., Any], *arguments: Any) -> Any:
@@ -168,11 +157,9 @@ class Tracer(KernelMode):
         self._views = []
         return False
 
-    def _expect_views(self, call: Call, args: Any, frame: FrameType) -> None:
+    def _expect_views(self, tensor: Tensor, frame: FrameType) -> None:
         """Foresees that autograd makes a fake view again after it was written in place."""
-        if not call.writes or not args or not isinstance(args[0], FakeTensor):
-            return
-        self._views_at, number = _instruction(frame), self._numbers.get(args[0])
+        self._views_at, number = _instruction(frame), self._numbers.get(tensor)
         while (source := self._sources.get(number)) is not None:  # type: ignore[arg-type]
             call, _ = source
             if call.makes_storage:
@@ -204,11 +191,16 @@ class Tracer(KernelMode):
         call.writes = frozenset(map(self._origin, written)).difference(self._graph.owned, [-1])
         return call
 
-    def _after(self, call: Call, result: Any) -> None:
+    def _after(self, call: Call, args: Any, result: Any, frame: FrameType) -> None:
         """Numbers what a kernel returned."""
+        if call.writes and args and isinstance(args[0], FakeTensor):
+            self._expect_views(args[0], frame)
+        if args and call.verb.endswith("_") and isinstance(result, FakeTensor):
+            # not the argument where that is a real tensor among fake ones
+            result = args[0]
         tensors = tensors_in(result)
         if call.stands_in is not None:
-            tensors = [tensor for tensor in tensors if self._storage(tensor) is None]
+            tensors = [tensor for tensor in tensors if self._origin(tensor) < 0]
             call.stands_in = tuple(map(TensorSpec.of, tensors))
         if tensors or call.writes:
             self._add(call, tensors)
@@ -241,14 +233,14 @@ class Tracer(KernelMode):
         if number is not None:
             self._note_history(number, tensor, call)
             return Value(number)
-        known = self._storage(tensor)
-        if known is None or known.dtype is not tensor.dtype:
+        first, dtype = self._storage(tensor)
+        if dtype is not tensor.dtype:
             number = self._number(tensor)
             self.note_input(number, tensor)
             return Value(number)
         # a view that no operator returned
         sizes = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
-        view = Call("aten.as_strided.default", (Value(known.first), *sizes), {}, call.index - 1,
+        view = Call("aten.as_strided.default", (Value(first), *sizes), {}, call.index - 1,
                     call.within, call.grad and tensor.requires_grad)  # fmt: skip
         self._add(view, [tensor])
         return Value(self._numbers[tensor])
@@ -256,27 +248,21 @@ class Tracer(KernelMode):
     def _number(self, tensor: Tensor) -> int:
         """Numbers a tensor, anew if it has a number."""
         self._numbers[plain(tensor)] = number = next(self._count)
-        self._storages.setdefault(storage_of(tensor), _Storage(number, tensor.dtype))
+        self._storages.setdefault(storage_of(tensor), (number, tensor.dtype))
         if self.sees_lifetimes:
-            self._watch(tensor)
+            self._graph.sizes[number] = tensor.untyped_storage().nbytes()
+            let_go = functools.partial(_let_go, self._graph, number)
+            self._watched.append(weakref.ref(tensor, let_go))
         return number
 
-    def _watch(self, tensor: Tensor) -> None:
-        """Notes until when somebody holds a tensor."""
-        graph = self._graph
-        made = Lifetime(tensor.untyped_storage().nbytes(), len(graph.operators))
-        lifetime = graph.lifetimes.setdefault(self._origin(tensor), made)
-        lifetime.holders, lifetime.freed = lifetime.holders + 1, float("inf")
-        let_go = functools.partial(_let_go, lifetime, graph.operators)
-        self._watched.append(weakref.ref(tensor, let_go))
-
-    def _storage(self, tensor: Tensor) -> _Storage | None:
+    def _storage(self, tensor: Tensor) -> tuple[int, torch.dtype | None]:
         storage = storage_of(tensor)
-        return None if storage is None else self._storages.get(storage)
+        known = None if storage is None else self._storages.get(storage)
+        return known or (-1, None)
 
     def _origin(self, tensor: Tensor) -> int:
-        known = self._storage(tensor)
-        return -1 if known is None else known.first
+        """Returns the number of the first tensor in the storage of one; -1 if it is unknown."""
+        return self._storage(tensor)[0]
 
     def _numbers_in(self, outputs: Any) -> tuple[int, ...]:
         numbers = []
@@ -324,11 +310,9 @@ class Tracer(KernelMode):
             waiting += call.reads()
 
 
-def _let_go(lifetime: Lifetime, operators: Sized, _: Any) -> None:
-    """Is told that a tensor of a storage is gone."""
-    lifetime.holders -= 1
-    if not lifetime.holders:
-        lifetime.freed = len(operators)
+def _let_go(graph: Graph, number: int, _: Any) -> None:
+    """Is told that nobody holds a tensor any more."""
+    graph.freed[number] = len(graph.operators)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -356,11 +340,3 @@ def _is_dynamic(operator: Any, args: Any) -> bool:
     if operator is INDEX:
         return any(index.dtype in MASKS for index in tensors_in(args[1:]))
     return not TAGS.isdisjoint(operator.tags) or name_of(operator) in UNTAGGED
-
-
-@functools.cache
-def _returns_first(operator: Any) -> bool:
-    """Says whether an operator returns its first argument, which it writes in place."""
-    returns = operator._schema.returns if hasattr(operator, "_schema") else ()
-    aliases = [result.alias_info for result in returns]
-    return len(aliases) == 1 and aliases[0] is not None and aliases[0].is_write
