@@ -235,7 +235,7 @@ def _have_same_bytes(one: Any, other: Any) -> bool:
 def _is_listed(func: Any, position: int, name: str) -> bool:
     operator = func._schema.name
     if operator in NORMS:
-        return position in range(STATISTICS.start, STATISTICS.stop)
+        return position in STATISTICS
     return (position, name) in UNDECLARED.get(operator, ())
 
 

@@ -53,7 +53,7 @@ UNDECLARED: dict[str, tuple[Argument, ...]] = {
 }
 # norms that update their statistics in training, and do not read them then
 NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-STATISTICS = slice(3, 5)
+STATISTICS = (3, 4)
 TRAINING = 5
 
 

@@ -20,7 +20,6 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -63,6 +62,7 @@ from zoo.engine.references import (
     Value,
     View,
     Write,
+    no_tensor,
     version_of,
 )
 
@@ -97,22 +97,22 @@ class Thread(threading.local):
 thread = Thread()
 
 
-@dataclass(slots=True, eq=False)
 class Node:
     """One recorded kernel: how to call it, what it made and wrote."""
 
-    kernel: Any
-    index: int
-    settings: Settings
-    draws: Kept = field(default_factory=list)
+    # most kernels have none of these; defaults of the class cost a node nothing
+    draws: Kept | tuple[()] = ()
     follows: Sequence["Node"] = ()  # kernels that leave random streams as this one found them
-    args: Sequence[Any] = ()
     kwargs: dict[str, Any] | None = None
-    reads: list[Value] = field(default_factory=list)
     outs: Sequence[Value | None] = ()  # for each result; None for one that is no new storage
     writes: Sequence[Write] = ()
     results: Sequence[Value] = ()  # all that it made or wrote
     origin: Any = None  # where it was called, where somebody wants to know
+
+    def __init__(self, kernel: Any, index: int, settings: Settings, args: Sequence[Any]) -> None:
+        self.kernel, self.index, self.settings = kernel, index, settings
+        self.args = list(args)
+        self.reads: list[Value] = []
 
 
 class Segment:
@@ -231,14 +231,16 @@ class Recording:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return self._refer_outside(tensor, None, None)
-        found = self.find(storage)
-        if isinstance(found, Value):
+        found = self.storages.get(id(storage))
+        # another storage may have come to lie where one was freed
+        if found is None or found.home() is not storage:
+            found = None
+        elif type(found) is Value:
             return self._refer_value(tensor, storage, found)
-        if isinstance(found, Written):
+        elif type(found) is not Outside:
             found = None
         elif (
-            found is not None
-            and found.tensor is tensor
+            found.tensor is tensor
             and found.version == version_of(tensor)
             and id(tensor) not in self.saved
         ):
@@ -252,8 +254,7 @@ class Recording:
         if value.counter is None:
             value.counter = counter
         if value.counter == counter and (value.blank is None or is_still(tensor, value.blank)):
-            base = value.base
-            if base is not None and base() is tensor and value.trains is tensor.requires_grad:
+            if value.trains is tensor.requires_grad and value.base() is tensor:
                 return value
             if id(tensor) in self.saved:
                 self.look_for_replaced(tensor, value)
@@ -296,7 +297,7 @@ class Recording:
             return
         found.is_read = True
         tensor = found.tensor
-        if tensor.is_leaf and not tensor.requires_grad and is_small(tensor):
+        if not tensor.requires_grad and tensor.is_leaf and is_small(tensor):
             # one copy for all tensors of a storage
             another = found.earlier
             while another is not None and another.copy is None:
@@ -335,7 +336,7 @@ class Recording:
 
 
 def _reference(value: Value, tensor: Tensor) -> Reference | None:
-    if value.base is not None and value.base() is tensor:
+    if value.base() is tensor:
         trains = tensor.requires_grad
         if value.trains is None:
             value.trains = trains
@@ -436,8 +437,8 @@ class Recorder(KernelMode):
         if not effects.simple:
             return self._run(func, effects, args, kwargs)
         # not the operator, which is a Python function that calls this
-        node = Node(func._op, recording.count, recording.settings_for(effects))
-        self._encode(node, args, kwargs)
+        node = Node(func._op, recording.count, recording.settings_for(effects), args)
+        self._encode(node, kwargs)
         out = node.kernel(*args, **kwargs)
         self._append(node, effects, out)
         return out
@@ -447,7 +448,7 @@ class Recorder(KernelMode):
         if effects.reshapes:
             # another geometry, or another storage
             if (value := self.recording.made(args[0])) is not None:
-                value.base = None
+                value.base = no_tensor
             if func._schema.name == "aten::resize_":
                 self.recording.forget(args[0])
             return func(*args, **kwargs)
@@ -469,13 +470,13 @@ class Recorder(KernelMode):
         if written and not effects.makes and not any(value for _, value in targets):
             # all that it writes comes from outside and is there
             return self._run_outside(func, effects, written, args, kwargs)
-        node = Node(func._op, recording.count, recording.settings_for(effects))
-        given = args, kwargs
+        node = Node(func._op, recording.count, recording.settings_for(effects), args)
+        given = kwargs
         if written:
-            given = self._with_writes(node, effects, targets, args, kwargs)
+            given = self._put_writes(node, effects, targets, kwargs)
         elif effects.norm and args[TRAINING]:
-            given = self._without_statistics(args), kwargs
-        self._encode(node, *given)
+            self._leave_out_statistics(node, args)
+        self._encode(node, given)
         outside = [tensor for tensor, value in targets if value is None]
         out = self._run_outside(func, effects, outside, args, kwargs)
         if draws:
@@ -486,7 +487,7 @@ class Recorder(KernelMode):
     def _note_draws(self, node: Node, draws: Draws) -> None:
         """Notes the states that a kernel found, but for those that one before it left."""
         segment, last_draws = thread.segment, self.recording.last_draws
-        node.follows = []
+        node.draws, node.follows = found, follows = [], []
         for stream, state in draws:
             after = stream.get_state()
             if is_same_state(after, state):
@@ -498,9 +499,9 @@ class Recorder(KernelMode):
                 and last.node.index >= segment.first
                 and is_same_state(last.state, state)
             ):
-                node.follows.append(last.node)
+                follows.append(last.node)
             else:
-                node.draws.append((stream, PackedState(state, stream.device)))
+                found.append((stream, PackedState(state, stream.device)))
             last_draws[id(stream)] = LastDraw(stream, node, after)
 
     def _run_outside(
@@ -520,73 +521,75 @@ class Recorder(KernelMode):
         out = func._op(*args, **kwargs)
         # a norm on the CPU reserves no bytes, which to record would cost more than to keep
         if out.layout is torch.strided and (out.dtype is not torch.uint8 or out.numel()):
-            node = Node(EMPTY_STRIDED, self.recording.count, self.recording.settings)
-            node.args = [out.size(), out.stride()]
+            layout = out.size(), out.stride()
+            node = Node(EMPTY_STRIDED, self.recording.count, self.recording.settings, layout)
             node.kwargs = {"dtype": out.dtype, "device": out.device}
             self._append(node, effects, out)
         return out
 
-    def _without_statistics(self, args: Any) -> Any:
-        """Returns the arguments of a norm that updates running statistics and reads none.
+    def _leave_out_statistics(self, node: Node, args: Any) -> None:
+        """Has the replay of a norm update no running statistics, which it does not read.
 
         Statistics of another data type choose another kernel, which gets scratch memory for them.
         """
-        scratch: list[Any] = []
-        for tensor in args[STATISTICS]:
+        for place in STATISTICS:
+            tensor = args[place]
             if tensor is not None:
                 self.recording.before_write(tensor)
-            is_alike = tensor is None or tensor.dtype is args[0].dtype
-            scratch.append(None if is_alike else Blank(tensor))
-        return (*args[:3], *scratch, *args[TRAINING:])
+                is_alike = tensor.dtype is args[0].dtype
+                node.args[place] = None if is_alike else Blank(tensor)
 
-    def _encode(self, node: Node, args: Any, kwargs: Any) -> None:
-        """Notes the arguments of a kernel, with references in the place of tensors."""
-        node.args = encoded = list(args)
+    def _encode(self, node: Node, kwargs: Any) -> None:
+        """Puts references in the place of tensors among the arguments of a kernel."""
+        args = node.args
         for place, value in enumerate(args):
             if type(value) not in ATOMS:
-                encoded[place] = self._encoded(value, node)
+                args[place] = self._encoded(value, node)
         if kwargs:
             node.kwargs = {name: self._encoded(value, node) for name, value in kwargs.items()}
 
     def _encoded(self, value: Any, node: Node) -> Any:
         if isinstance(value, Tensor):
             found = self.recording.refer(value)
-            if isinstance(found, Outside):
-                self.recording.before_read(found)
-            else:
+            if type(found) is Value:
+                node.reads.append(found)
+            elif type(found) is View:
                 node.reads.append(found.value)
+            elif not found.is_read:
+                self.recording.before_read(found)
             return found
         if type(value) is torch.device:
             # another device may be the current one in a replay
             return indexed(value)
-        if isinstance(value, SEQUENCES):
+        if isinstance(value, SEQUENCES) and not ATOMS.issuperset(map(type, value)):
             parts = [self._encoded(part, node) for part in value]
             return Listed(parts) if any(type(part) in REFERENCES for part in parts) else value
         return value
 
-    def _with_writes(
+    def _put_writes(
         self,
         node: Node,
         effects: Effects,
         targets: list[tuple[Tensor, Value | None]],
-        args: Any,
-        kwargs: Any,
-    ) -> tuple[Any, Any]:
-        """Returns the arguments of a kernel with a Write in the place of each target."""
+        kwargs: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Puts a Write in the place of each target; returns the keyword arguments with them."""
         writes: dict[int, Write] = {}
         for tensor, value in targets:
             if id(tensor) not in writes:
                 writes[id(tensor)] = self._target(node, tensor, value)
         node.writes = list(writes.values())
-        args, kwargs = list(args), dict(kwargs)
+        kwargs = {**kwargs}
         for position, name in effects.writes:
-            holder, key = (args, position) if position < len(args) else (kwargs, name)
-            given = args[position] if holder is args else kwargs.get(name)
+            is_positional = position < len(node.args)
+            holder: Any = node.args if is_positional else kwargs
+            key: Any = position if is_positional else name
+            given = node.args[position] if is_positional else kwargs.get(name)
             if isinstance(given, Tensor):
                 holder[key] = writes[id(given)]
             elif given is not None:
                 holder[key] = [writes.get(id(part), part) for part in given]
-        return args, kwargs
+        return kwargs
 
     def _target(self, node: Node, tensor: Tensor, value: Value | None) -> Write:
         reference = None if value is None else _reference(value, tensor)
@@ -610,9 +613,7 @@ class Recorder(KernelMode):
             if not isinstance(write.target, Outside) and tensor is not None:
                 # the next version of a storage that a recorded kernel made
                 storage = storage_of(tensor)
-                value = write.after = Value(
-                    node.index, weakref.ref(storage), weakref.ref(tensor), None
-                )
+                value = write.after = Value(node.index, storage, tensor, None)
                 write.target.value.after = recording.storages[id(storage)] = value
                 node.results = [*node.results, value]
         if node.results or node.writes:
@@ -627,10 +628,12 @@ class Recorder(KernelMode):
             storage = tensor.untyped_storage()
         except (AttributeError, NotImplementedError, RuntimeError):
             return None
-        if self.recording.find(storage) is not None:
+        storages = self.recording.storages
+        found = storages.get(id(storage))
+        if found is not None and found.home() is storage:
             return None
-        value = Value(node.index, weakref.ref(storage), weakref.ref(tensor), tensor._version)
-        self.recording.storages[id(storage)] = value
+        value = Value(node.index, storage, tensor, tensor._version)
+        storages[id(storage)] = value
         if effects.blank and storage.nbytes() > 0:
             value.blank = b"" if effects.empty else constant_of(tensor)
         return value

@@ -11,7 +11,8 @@ Listed     a list with references in it
 import functools
 import operator
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -57,19 +58,21 @@ class Geometry:
         return neg_view(found) if self.negative else found
 
 
-@dataclass(slots=True, eq=False)
 class Value:
     """One version of a storage that a recorded kernel made."""
 
-    node: int
-    home: weakref.ref[Any]  # the storage
-    base: weakref.ref[Tensor] | None  # the tensor that the kernel left
-    counter: int | None  # the version of that
     blank: bytes | None = None  # the number that fills it until something else is written
     after: "Value | None" = None  # the next version of the storage
     saved: list[weakref.ref[Any]] | None = None  # handles, to be told when it is written
     trains: bool | None = None  # whether it requires a gradient, for which some kernels do more
     made: Tensor | None = None  # the tensor again, in a replay
+
+    def __init__(self, node: int, storage: Any, tensor: Tensor, counter: int | None) -> None:
+        self.node = node
+        self.home: weakref.ref[Any] = weakref.ref(storage)
+        # the tensor that the kernel left, and its version
+        self.base: Callable[[], Tensor | None] = weakref.ref(tensor)
+        self.counter = counter
 
     @property
     def value(self) -> "Value":
@@ -112,20 +115,18 @@ class View:
         return found.requires_grad_() if self.trains else found
 
 
-@dataclass(slots=True, eq=False)
 class Outside:
     """A tensor from outside as it is, with the check that autograd makes in the baseline, too."""
 
-    tensor: Tensor
-    home: Any = None  # its storage
-    earlier: "Outside | None" = None  # while the recording is open another tensor of the storage
-    is_read: bool = False  # whether a kernel has read it
+    is_read = False  # whether a kernel has read it
     copy: Any = None  # its storage before a kernel wrote it, and where it lay there
     geometry: Geometry | None = None
-    version: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.version = version_of(self.tensor)
+    def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
+        self.tensor = tensor
+        self.home = home  # its storage
+        self.earlier = earlier  # while the recording is open another tensor of the storage
+        self.version = version_of(tensor)
 
     def hold(self, copy: Any) -> None:
         """Has a replay read a copy of the storage."""
@@ -147,10 +148,10 @@ class Outside:
 
     def now(self) -> Tensor:
         """Returns the tensor as the forward read it; raises as `unpack`."""
-        if self.geometry is not None and not isinstance(self.tensor, FakeTensor):
-            with DisableTorchDispatch():
-                return self.geometry.of_storage(self.copy, self.tensor.device)
-        return self.unpack()
+        if self.geometry is None or isinstance(self.tensor, FakeTensor):
+            return self.unpack()
+        with DisableTorchDispatch():
+            return self.geometry.of_storage(self.copy, self.tensor.device)
 
 
 class Blank:
@@ -187,6 +188,10 @@ class Write:
     def now(self) -> Tensor | None:
         """Returns what a replay has the kernel write."""
         return self.scratch
+
+
+def no_tensor() -> None:
+    """Is the base of a value whose tensor has another geometry now."""
 
 
 # what stands for a tensor that a recorded kernel made

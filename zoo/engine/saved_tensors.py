@@ -41,23 +41,21 @@ class Handle:
     some kernels declare no write) it has the numbers that were written last.
     """
 
-    __slots__ = ("__weakref__", "counter", "fingerprint", "is_written", "kept", "latest",
-                 "original", "reference", "segment", "sequence", "tensor", "version")  # fmt: skip
+    # shares the version of the tensor, once that is written or somebody has it
+    counter: Tensor | None = None
+    is_written = False
+    latest: Value | None = None
+    tensor: Tensor | None = None
+    kept: Outside | None = None
 
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
         self.segment = segment
         self.reference = reference
-        self.fingerprint = fingerprint(tensor)
+        self.fingerprint = fingerprint(tensor) if tensor.requires_grad else None
         self.original = weakref.ref(tensor)
         self.version = tensor._version
-        # shares the version of the tensor, once that is written or somebody has it
-        self.counter: Tensor | None = None
-        self.is_written = False
-        self.latest: Value | None = None
-        self.tensor: Tensor | None = None
         # which operation of autograd's saved it
         self.sequence = sequence_number()
-        self.kept: Outside | None = None
 
     @property
     def is_result(self) -> bool:
@@ -127,7 +125,7 @@ class Handle:
             assert tensor is not None, "a replay fills every living handle"
             if current_backward() == -1:
                 clear(self.segment)
-            elif _is_graph_kept():
+            elif is_graph_kept():
                 self.tensor = None
             return tensor
 
