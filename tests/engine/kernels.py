@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.engine.recording import thread
+from zoo.profiling.allocator_events import trace
 
 
 class Replayed(TorchDispatchMode):
@@ -63,3 +64,8 @@ def _storages(values: Any) -> dict[int, Any]:
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
     dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
     return {(s := tensor.untyped_storage())._cdata: s for tensor in dense}
+
+
+def bytes_left(function: Callable[[], object]) -> int:
+    """Returns the bytes that a function allocates and does not free."""
+    return sum(size for _, size in trace(function).events)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.engine.kernels import bytes_left
 from tests.planner.test_plan import plans
 from tests.training import Residuals, assert_same, everything, images, train
 from zoo.chain import outline
@@ -22,7 +23,6 @@ from zoo.engine.executor import run_plan
 from zoo.errors import PlanError
 from zoo.layers.drop_path import DropPath
 from zoo.planner.plan import DEEPEST, Plan
-from zoo.profiling.allocator_events import trace
 
 PLANS = [
     "0-9",
@@ -302,7 +302,7 @@ def test_intermediates_are_freed_after_the_forward_and_after_the_backward() -> N
     gc.collect()
     gc.disable()
     try:
-        assert trace(loss.backward).kept == gradients
+        assert bytes_left(loss.backward) == gradients
     finally:
         gc.enable()
 

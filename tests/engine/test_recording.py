@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import zoo
-from tests.engine.kernels import Made
+from tests.engine.kernels import Made, bytes_left
 from tests.engine.pitfalls.program import (
     WAYS,
     Call,
@@ -30,7 +30,6 @@ from tests.engine.pitfalls.program import (
     train,
 )
 from zoo.engine import recording
-from zoo.profiling.allocator_events import trace
 
 Function = Callable[[Tensor], Any]
 
@@ -499,7 +498,7 @@ def test_what_a_user_keeps_is_all_that_stays(keep: bool) -> None:
 def test_a_forward_without_gradients_is_not_recorded() -> None:
     model = net(nn.BatchNorm1d(4))
     with torch.no_grad():
-        assert trace(lambda: zoo.recompute(model, *rows())).kept == 0
+        assert bytes_left(lambda: zoo.recompute(model, *rows())) == 0
     y = zoo.recompute(model.requires_grad_(False), torch.rand(3, 4))
     assert y.grad_fn is None
 
@@ -516,13 +515,13 @@ def test_big_tables_that_stay_are_not_copied() -> None:
         return (model(x.expand(2, size) * other) * model.table).sum(1).sin().exp()
 
     x, outputs = torch.rand(2, 1).requires_grad_(), list[Tensor]()
-    assert trace(lambda: outputs.append(zoo.recompute(function, x))).kept < size
+    assert bytes_left(lambda: outputs.append(zoo.recompute(function, x))) < size
 
 
 def test_frozen_weights_are_not_copied() -> None:
     model = nn.Sequential(nn.Linear(4, 1000), nn.Tanh(), nn.Linear(1000, 4)).requires_grad_(False)
     (x,), outputs = rows(), list[Tensor]()
-    assert trace(lambda: outputs.append(zoo.recompute(model, x))).kept < 1_000
+    assert bytes_left(lambda: outputs.append(zoo.recompute(model, x))) < 1_000
 
 
 class Iterated(nn.Module):
