@@ -17,7 +17,7 @@ from tests.report.recorded import MIB, PLACE, comparison, older, plain
 from zoo.report.charts import CATEGORIES, categories_chart
 from zoo.report.html_page import page
 from zoo.report.interactive import interactive
-from zoo.report.rows import Heading, rows
+from zoo.report.rows import Heading, rows, spread
 from zoo.report.text_report import csv_files
 from zoo.units import format_bytes
 
@@ -97,19 +97,16 @@ def test_what_follows_from_the_results_is_computed_right(text: str) -> None:
     (row, _) = rows([comparison(), comparison(name="vnet")])
     derived = [found for found in Elements(text).all("data") if "data-from" not in found[0]]
     shown = {written: float(str(attributes["value"])) for attributes, written in derived}
-    ratios = [
-        peaks.ratio() for peaks in (row.peak, row.activation_peak, row.tensor_activation_peak)
-    ]
-    whole = row.peak.ratio("optimizer_in_backward")
+    names = ("peak", "activation_peak", "tensor_activation_peak")
+    ratios = [row.ratio(peak=name) for name in names]
+    whole = row.ratio("optimizer_in_backward")
     for ratio in (whole, *ratios):
         assert ratio is not None
         assert shown[f"{ratio:.3f}"] in (whole, *ratios)
     assert whole is not None
     assert shown[f"−{100 * (1 - whole):.1f} %"] == 1 - whole
     for kind, median in (("checkpointed", 1.3), ("optimizer_in_backward", 1.25)):
-        spread = row.time(kind).spread
-        assert spread is not None
-        assert shown[f"×{spread.median:.2f}"] == spread.median == median
+        assert shown[f"×{median:.2f}"] == spread(row.time_ratios(kind)).median == median
     assert shown["25.56 M"] == 25_557_032
 
 

@@ -26,7 +26,7 @@ from zoo.harness.regression import beside, has_grown, read_earlier, read_old
 from zoo.harness.results import Results, comparisons
 from zoo.harness.run import results_of, run
 from zoo.report.html_page import page
-from zoo.report.rows import Row, heading, rows
+from zoo.report.rows import Row, heading, rows, spread
 from zoo.report.text_report import show, write_report
 from zoo.report.two_runs import TwoRuns, as_entries
 
@@ -141,14 +141,17 @@ def _report(
 def _row_data(row: Row) -> dict[str, Any]:
     """Returns the measurements of a model, and the properties that follow from them."""
     _, *others = row.variants
-    times = {kind: row.time(kind).spread for kind in others}
-    spreads = {kind: spread and asdict(spread) for kind, spread in times.items()}
+    times = {kind: row.time_ratios(kind) for kind in others}
+    spreads = {kind: asdict(spread(ratios)) if ratios else None for kind, ratios in times.items()}
+    values = asdict(row)
+    del values["number"]
     return {
-        **{name: value for name, value in asdict(row).items() if name != "number"},
-        "step_ratio": row.peak.ratio(),
-        "step_ratios": {kind: row.peak.ratio(kind) for kind in others},
-        "ratio": row.activation_peak.ratio(),
-        "tensor_ratio": row.tensor_activation_peak.ratio(),
+        **values.pop("peaks"),
+        **values,
+        "step_ratio": row.ratio(),
+        "step_ratios": {kind: row.ratio(kind) for kind in others},
+        "ratio": row.ratio(peak="activation_peak"),
+        "tensor_ratio": row.ratio(peak="tensor_activation_peak"),
         "time": spreads["checkpointed"],
         "times": spreads,
     }

@@ -11,7 +11,7 @@ more than a page has points.
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby, pairwise, takewhile
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from zoo.planner.plan import Item, indices
@@ -48,8 +48,8 @@ class ChainAxis(NamedTuple):
 
 def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
     """Lays a chain out along an axis: one column per step, or per block where there are many."""
-    stops = accumulate(len(list(group)) for _, group in groupby(blocks))
-    runs = [range(*pair) for pair in pairwise([0, *stops])]
+    grouped = [[*group] for _, group in groupby(range(len(names)), blocks.__getitem__)]
+    runs = [range(group[0], group[-1] + 1) for group in grouped]
     long = len(names) > MOST_STEPS
     columns = runs if long else [range(step, step + 1) for step in range(len(names))]
     edges = [
@@ -59,26 +59,37 @@ def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
     ]
     edges.append(len(columns))
     labels = [
-        Label(block_name([names[step] for step in run]), edges[run.start], edges[run.stop])
+        Label(block_name(names[run.start : run.stop]), edges[run.start], edges[run.stop])
         for run in runs
     ]
     # blocks in a row whose names differ after the last dot only; a name without a dot stays alone
-    grouped = groupby(enumerate(labels), lambda entry: entry[1].text.rpartition(".")[0] or entry[0])
-    groups = [[label for _, label in group] for _, group in grouped]
+    alike = groupby(enumerate(labels), lambda entry: entry[1].text.rpartition(".")[0] or entry[0])
+    groups = [[label for _, label in group] for _, group in alike]
     numbers = [
         label._replace(text=match[0])
         for group in groups
         for label in group
         if len(group) > 1 and (match := re.search(r"\d+$", label.text))
     ]
-    return ChainAxis(edges, columns, numbers, _joined([_stage(group) for group in groups]))
+    stages: list[Label] = []
+    for group in groups:
+        label = Label(_stage(group), group[0].start, group[-1].stop)
+        # what repeats gets one label: embed, decode, embed, decode -> "embed, decode"
+        for place in range(max(len(stages) - 2, 0), len(stages)):
+            if label.text in stages[place].text.split(", "):
+                texts = ", ".join(old.text for old in stages[place:]).split(", ")
+                label = Label(", ".join(dict.fromkeys(texts)), stages[place].start, label.stop)
+                del stages[place:]
+                break
+        stages.append(label)
+    return ChainAxis(edges, columns, numbers, stages)
 
 
 def segments(items: Sequence[Item], level: int = 0) -> Iterator[tuple[range, int]]:
     """Yields the steps of each segment, and how many segments are around it."""
     for item in items:
         if not isinstance(item, int):
-            steps = list(indices(item))
+            steps = [*indices(item)]
             yield range(steps[0], steps[-1] + 1), level
             yield from segments(item, level + 1)
 
@@ -109,26 +120,9 @@ def round_numbers(labels: Sequence[Label], room: float) -> list[Label]:
     return []
 
 
-def _stage(group: Sequence[Label]) -> Label:
-    """Labels blocks in a row by the path that they share, a single one by its own name."""
+def _stage(group: Sequence[Label]) -> str:
+    """Names blocks in a row by the path that they share, a single one by its own name."""
     parent, _, leaf = group[0].text.rpartition(".")
     if len(group) > 1:
-        leaf = parent.rpartition(".")[2]
-    elif leaf.isdigit():
-        leaf = f"{parent}.{leaf}"
-    return Label(leaf, group[0].start, group[-1].stop)
-
-
-def _joined(labels: Sequence[Label]) -> list[Label]:
-    """Gives parts that repeat one label: embed, decode, embed, decode -> "embed, decode"."""
-    joined: list[Label] = []
-    for label in labels:
-        earlier = [old for old in joined[-2:] if label.text in old.text.split(", ")]
-        if earlier:
-            repeated = joined[joined.index(earlier[0]) :]
-            texts = dict.fromkeys(", ".join(old.text for old in repeated).split(", "))
-            merged = Label(", ".join(texts), repeated[0].start, label.stop)
-            joined[-len(repeated) :] = [merged]
-        else:
-            joined.append(label)
-    return joined
+        return parent.rpartition(".")[2]
+    return f"{parent}.{leaf}" if leaf.isdigit() else leaf

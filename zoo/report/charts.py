@@ -17,7 +17,8 @@ that both share an axis, each phase has a width of its own, filled evenly:
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 from typing import Any
@@ -31,7 +32,7 @@ from zoo.report.rows import MISSING, VARIANTS
 from zoo.units import BINARY, format_bytes
 
 Timeline = Mapping[str, Any]
-Spot = tuple[float, float]
+
 
 EDGES = (0.0, 1.0, 3.0, 3.4)
 PHASES = tuple(map(Label, ("forward", "backward", "optimizer"), EDGES[:-1], EDGES[1:]))
@@ -116,7 +117,7 @@ class Marks(Layer):
     `group` is their name in the legend of a picture with these texts.
     """
 
-    spots: Sequence[Spot]
+    spots: Sequence[tuple[float, float]]
     shape: str = "circle"
     size: float = 8
     text: str = ""
@@ -185,37 +186,30 @@ def scale(most: int) -> tuple[int, str]:
     return 1024**power, BINARY[power]
 
 
-def color_of(variant: str) -> str:
-    """Returns the role of a variant's color."""
-    return variant.replace("_", "-")
+def color_of(name: str) -> str:
+    """Returns the role of the color of a variant or a category."""
+    return name.replace("_", "-").replace(" ", "-")
 
 
 def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = ()) -> Chart:
     """Shows the bytes of runs over their step, less some categories, with the peaks marked."""
     shown = {name: totals(timeline, without) for name, timeline in timelines.items()}
     x, y, divisor, layers = _step(max(map(max, shown.values())))
-    spans = recomputations(timelines["checkpointed"]) if "checkpointed" in timelines else []
-    if spans:
+    if spans := recomputations(timelines.get("checkpointed", {"phases": [], "length": 0})):
         boxes = [(*span, y.start, y.stop) for span in spans]
         layers.append(Bars(color="in-recompute", name="recomputation", boxes=boxes, behind=True))
     peaks = []
-    for name, sizes in shown.items():
-        ends, tips = _points(timelines[name])
-        heights = [*sizes, sizes[-1]]
-        layers.append(
-            Steps(
-                color=color_of(name), name=VARIANTS.get(name, name), x=ends,
-                y=_scaled(heights, divisor), low=[0.0] * len(ends), alpha=0.1,
-                # of several runs no more: their tips stand side by side
-                tips={
-                    VARIANTS.get(name, name): [*map(format_bytes, heights)],
-                    "event": tips["event"],
-                },
-            )
-        )  # fmt: skip
+    for kind, sizes in shown.items():
+        ends, tips = _points(timelines[kind])
+        heights, name, color = [*sizes, sizes[-1]], VARIANTS.get(kind, kind), color_of(kind)
+        # of several runs no more: their tips stand side by side
+        tips = {name: [*map(format_bytes, heights)], "event": tips["event"]}
+        curve: Any = {"x": ends, "y": _scaled(heights, divisor), "low": [0.0] * len(ends)}
+        layers.append(Steps(color=color, name=name, alpha=0.1, tips=tips, **curve))
         most = max(sizes)
-        place = ends[sizes.index(most)]
-        peaks.append(_peak(color_of(name), place, most, divisor, name == "checkpointed"))
+        peaks.append(
+            _peak(color, ends[sizes.index(most)], most, divisor, below=kind == "checkpointed")
+        )
     return Chart(x, y, [*layers, *peaks])
 
 
@@ -227,20 +221,42 @@ def categories_chart(timeline: Timeline, highest: int) -> Chart:
     for name in (name for name in CATEGORIES if name in timeline["bytes"]):
         sizes = [*timeline["bytes"][name], timeline["bytes"][name][-1]]
         low, top = top, [below + size for below, size in zip(top, sizes, strict=True)]
-        layers.append(
-            Steps(
-                color=name.replace(" ", "-"), name=name, x=ends, y=_scaled(top, divisor),
-                low=_scaled(low, divisor), alpha=1.0, width=0,
-            )
-        )  # fmt: skip
+        area: Any = {"x": ends, "y": _scaled(top, divisor), "low": _scaled(low, divisor)}
+        layers.append(Steps(color=color_of(name), name=name, alpha=1.0, width=0, **area))
         # hovering lists the areas in their order, the topmost first
         tips = {name: [*map(format_bytes, sizes)], **tips}
     (place,) = places(timeline, [timeline["peak"]["point"]])
-    layers += [
-        Steps(color="faint", x=ends, y=_scaled(top, divisor), width=1, tips=tips),
-        _peak("ink", place, timeline["peak"]["bytes"], divisor),
-    ]
-    return Chart(x, y, layers)
+    outline = Steps(color="faint", x=ends, y=_scaled(top, divisor), width=1, tips=tips)
+    return Chart(x, y, [*layers, outline, _peak("ink", place, timeline["peak"]["bytes"], divisor)])
+
+
+def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
+    """Returns axes over a training step, what bytes are divided by, and the backward's shade."""
+    divisor, unit = scale(highest)
+    # room for the text above the peak
+    y = Axis(0, 1.16 * highest / divisor or 1, f"allocated ({unit})")
+    box = EDGES[1], EDGES[2], y.start, y.stop
+    backward = Bars(color="in-backward", name="backward", boxes=[box], behind=True)
+    return Axis(EDGES[0], EDGES[-1], labels=PHASES), y, divisor, [backward]
+
+
+def _points(timeline: Timeline) -> tuple[list[float], dict[str, list[str]]]:
+    """Returns where points lie, and what their tips say; and the end, with nothing new.
+
+    Step, module and line are those of the latest allocation.
+    """
+    tips = {"event": [*map(str, [*timeline["points"], timeline["length"]])]}
+    if "places" in timeline:
+        names, at = (timeline["places"][key] for key in ("names", "at"))
+        for kind, column in enumerate(("step", "module", "line")):
+            if any(texts := [visible(names[number][kind]) for number in at]):
+                tips[column] = [text or MISSING for text in (*texts, texts[-1])]
+    return [*places(timeline, timeline["points"]), EDGES[-1]], tips
+
+
+def _peak(color: str, place: float, size: int, divisor: int, below: bool = False) -> Marks:
+    text = f"peak {format_bytes(size)}"
+    return Marks(color=color, spots=[(place, size / divisor)], text=text, below=below)
 
 
 def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
@@ -248,61 +264,47 @@ def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
 
     `chain` holds "names", "blocks" (their numbers) and "saved" (bytes), an entry for each step.
     """
-    names, saved = [*map(visible, chain["names"])], chain["saved"]
+    names, saved, lines = [*map(visible, chain["names"])], chain["saved"], lines_of(chain)
     axis, depth = chain_axis(names, chain["blocks"]), plan.depth()
     most = max((sum(saved[step] for step in column) for column in axis.columns), default=0)
     divisor, unit = scale(most)
     height = most / divisor or 1.0
-    thickness = height * min(0.05, 0.4 / max(depth, 1))
-    column = "step" if len(axis.columns) == len(names) else "block"
-    return Chart(
-        Axis(0, axis.edges[-1], labels=axis.stages, numbers=axis.numbers),
-        Axis(-(depth + 0.8) * thickness, 1.05 * height, f"saved by each {column} ({unit})"),
-        [
-            *_saved_bars(plan, {**chain, "names": names}, axis, divisor),
-            *(_segment_bars(plan, axis, level, thickness) for level in range(depth)),
-        ],
-    )
-
-
-def _saved_bars(
-    plan: Plan, chain: Mapping[str, Any], axis: ChainAxis, divisor: int
-) -> Iterator[Bars]:
-    """Yields the bytes that steps save, for each number of runs, stacked in columns."""
-    names, saved, lines = chain["names"], chain["saved"], lines_of(chain)
     runs = [min(count, len(RUNS)) for count in plan.runs()]
     tops = [0] * len(axis.columns)
+    layers = []
     for count in sorted(set(runs)):
         color, words = RUNS[count]
-        boxes, steps, sizes, written = [], [], [], []
+        boxes, tips = [], defaultdict[str, list[str]](list)
         for place, column in enumerate(axis.columns):
             if part := [step for step in column if runs[step] == count]:
                 low, size = tops[place], sum(saved[step] for step in part)
                 tops[place] += size
-                sides = _sides(column, axis.edges, GAP)
-                boxes.append((*sides, *_scaled((low, low + size), divisor)))
-                steps.append(spoken(part, names))
-                written.append(lines[part[0]])
-                sizes.append(format_bytes(size))
+                boxes.append((*_sides(column, axis, GAP), *_scaled((low, low + size), divisor)))
+                tips["step"].append(spoken(part, names))
+                tips["saves"].append(format_bytes(size))
+                tips["is"].append(words)
+                if any(lines):
+                    tips["line"].append(lines[part[0]] or MISSING)
         number = runs.count(count)
         name = f"{words}: {number} step{'s' * (number != 1)}"
-        tips = {"step": steps, "saves": sizes, "is": [words] * len(boxes)}
-        if any(lines):
-            tips["line"] = [line or MISSING for line in written]
-        yield Bars(color=color, name=name, boxes=boxes, tips=tips)
-
-
-def _segment_bars(plan: Plan, axis: ChainAxis, level: int, thickness: float) -> Bars:
-    """Returns a row below zero with the segments that have `level` others around them."""
-    low, high = -(level + 1.35) * thickness, -(level + 0.75) * thickness
-    spans = [span for span, around in segments(plan) if around == level]
-    return Bars(
-        color=RUNS[min(level + 2, len(RUNS))][0],
-        boxes=[(*_sides(span, axis.edges, 2 * GAP), low, high) for span in spans],
-        tips={
+        layers.append(Bars(color=color, name=name, boxes=boxes, tips=tips))
+    # rows below zero: the segments that have 0, 1, ... others around them
+    thickness = height * min(0.05, 0.4 / max(depth, 1))
+    for level in range(depth):
+        row = -(level + 1.35) * thickness, -(level + 0.75) * thickness
+        spans = [span for span, around in segments(plan) if around == level]
+        told = {
             "segment of steps": [f"{span[0]} to {span[-1]}" for span in spans],
             "depth": [str(level + 1)] * len(spans),
-        },
+        }
+        boxes = [(*_sides(span, axis, 2 * GAP), *row) for span in spans]
+        layers.append(Bars(color=RUNS[min(level + 2, len(RUNS))][0], boxes=boxes, tips=told))
+    entry = "step" if len(axis.columns) == len(names) else "block"
+    title = f"saved by each {entry} ({unit})"
+    return Chart(
+        Axis(0, axis.edges[-1], labels=axis.stages, numbers=axis.numbers),
+        Axis(-(depth + 0.8) * thickness, 1.05 * height, title),
+        layers,
     )
 
 
@@ -334,50 +336,44 @@ def frontier_chart(
     height = max(most - least, 0.02)
     low, high = least - 0.08 * height, least + 1.15 * height
     edge = high - 0.03 * (high - low)
+    floor = bound / divisor
     stairs = [*curve, (whole, curve[-1][1]), (whole, 1.0)]
+    stair_x, stair_y = _scaled((peak for peak, _ in stairs), divisor), [time for _, time in stairs]
+    below = [(x.start, floor, low, high)]
     layers: list[Layer] = [
-        Bars(
-            color="below", name="below any plan", behind=True,
-            boxes=[(x.start, bound / divisor, low, high)],
-        ),
-        Steps(color="faint", x=[bound / divisor] * 2, y=[low, high], width=1.2, dashed=True),
+        Bars(color="below", name="below any plan", behind=True, boxes=below),
+        Steps(color="faint", x=[floor] * 2, y=[low, high], width=1.2, dashed=True),
         Steps(color="baseline", x=[x.start, x.stop], y=[1, 1], width=1.2),
-        Steps(
-            color="kept", name="least time for each budget", width=2.4,
-            x=_scaled((peak for peak, _ in stairs), divisor), y=[time for _, time in stairs],
-        ),
-    ]  # fmt: skip
+        Steps(color="kept", name="least time for each budget", x=stair_x, y=stair_y, width=2.4),
+    ]
     for name, spots, color, shape, size in marks:
         peak, time = spots[0]
         # at 1 and 1 numbers say nothing; the best plans are too many
         ratios = f"{name}\n×{peak / max(whole, 1):.2f} memory, ×{time:.2f} time"
-        layers.append(
-            Marks(
-                color=color, name=name, size=size,
-                text={"best plan": "", "baseline": name}.get(name, ratios),
-                group="classic schemes" if color == "scheme" else "",
-                # where it is too high, it stands at the upper edge and points there
-                shape="triangle" if name == "least memory" and time > edge else shape,
-                spots=[
-                    (round(peak / divisor, 4), min(round(time, 5), edge)) for peak, time in spots
-                ],
-                tips={
-                    "plan": [name] * len(spots),
-                    "peak": [format_bytes(peak) for peak, _ in spots],
-                    "time": [f"×{time:.3f}" for _, time in spots],
-                },
-            )
-        )  # fmt: skip
+        text = {"best plan": "", "baseline": name}.get(name, ratios)
+        # what is too high stands at the upper edge; the least memory's mark points there
+        is_cut = name == "least memory" and time > edge
+        cut_spots = [(round(p / divisor, 4), min(round(t, 5), edge)) for p, t in spots]
+        tips = {
+            "plan": [name] * len(spots),
+            "peak": [format_bytes(peak) for peak, _ in spots],
+            "time": [f"×{time:.3f}" for _, time in spots],
+        }
+        group = "classic schemes" if color == "scheme" else ""
+        look: Any = {
+            "color": color,
+            "shape": "triangle" if is_cut else shape,
+            "size": size,
+            "group": group,
+        }
+        layers.append(Marks(name=name, text=text, spots=cut_spots, tips=tips, **look))
     return Chart(x, Axis(low, high, "time; the baseline is ×1", "×%.2f"), layers)
 
 
 def lines_of(chain: Mapping[str, Any]) -> list[str]:
     """Returns for each step of a chain the "file:line" that it is written at, "" where unknown."""
-    lines = [""] * len(chain["names"])
-    for line, steps in chain.get("lines", {}).items():
-        for step in steps:
-            lines[step] = visible(line)
-    return lines
+    lines = {step: line for line, steps in chain.get("lines", {}).items() for step in steps}
+    return [visible(lines.get(step, "")) for step in range(len(chain["names"]))]
 
 
 def spoken(part: Sequence[int], names: Sequence[str]) -> str:
@@ -385,42 +381,13 @@ def spoken(part: Sequence[int], names: Sequence[str]) -> str:
     return names[part[0]] if len(part) == 1 else f"{names[part[0]]} to {names[part[-1]]}"
 
 
-def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
-    """Returns axes over a training step, what bytes are divided by, and the backward's shade."""
-    divisor, unit = scale(highest)
-    # room for the text above the peak
-    y = Axis(0, 1.16 * highest / divisor or 1, f"allocated ({unit})")
-    box = EDGES[1], EDGES[2], y.start, y.stop
-    backward = Bars(color="in-backward", name="backward", boxes=[box], behind=True)
-    return Axis(EDGES[0], EDGES[-1], labels=PHASES), y, divisor, [backward]
-
-
-def _points(timeline: Timeline) -> tuple[list[float], dict[str, list[str]]]:
-    """Returns where points lie, and what their tips say; and the end, with nothing new.
-
-    Step, module and line are those of the latest allocation.
-    """
-    tips = {"event": [*map(str, [*timeline["points"], timeline["length"]])]}
-    if "places" in timeline:
-        names, at = (timeline["places"][key] for key in ("names", "at"))
-        for kind, column in enumerate(("step", "module", "line")):
-            if any(texts := [visible(names[number][kind]) for number in at]):
-                tips[column] = [text or MISSING for text in (*texts, texts[-1])]
-    return [*places(timeline, timeline["points"]), EDGES[-1]], tips
-
-
-def _peak(color: str, place: float, size: int, divisor: int, below: bool = False) -> Marks:
-    spot = place, size / divisor
-    return Marks(color=color, spots=[spot], text=f"peak {format_bytes(size)}", below=below)
-
-
 def _scaled(sizes: Iterable[int], divisor: int) -> list[float]:
     return [round(size / divisor, 4) for size in sizes]
 
 
-def _sides(span: range, edges: Sequence[float], gap: float) -> tuple[float, float]:
+def _sides(span: range, axis: ChainAxis, gap: float) -> tuple[float, float]:
     """Returns where the bar over some steps begins and ends, a little apart from the next."""
-    left, right = edges[span.start], edges[span.stop]
+    left, right = axis.edges[span.start], axis.edges[span.stop]
     gap = min(gap, gap * (right - left))
     return round(left + gap, 5), round(right - gap, 5)
 

@@ -6,6 +6,7 @@ style sheet, again whenever the color scheme changes.
 
 import json
 import re
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -41,6 +42,11 @@ def interactive(chart: Chart) -> Any:
     draw: Any = {Bars: _draw_bars, Steps: _draw_steps, Marks: _draw_marks}
     for layer in chart.layers:
         draw[type(layer)](plot, layer)
+        if layer.tips:
+            # bokeh's steps do not notice the pointer, its lines do
+            line: Any = {"mode": "vline", "line_policy": "prev"} if isinstance(layer, Steps) else {}
+            drawn = plot.renderers[-1:]
+            plot.add_tools(models.HoverTool(renderers=drawn, tooltips=_tips(layer.tips), **line))
     # bokeh numbers the models of a process; the same chart is to give the same text
     names: dict[str, str] = {}
     text = json.dumps(json_item(plot))
@@ -77,49 +83,39 @@ def _draw_bars(plot: Any, bars: Bars) -> None:
         level="underlay" if bars.behind else "glyph",
     )  # fmt: skip
     _paint(drawn.glyph, fill_color=bars.color)
-    _hover(plot, drawn, bars)
 
 
 def _draw_steps(plot: Any, steps: Steps) -> None:
-    columns = {"x": steps.x, "y": steps.y}
-    source = _source(steps, **columns, **({"low": steps.low} if steps.alpha else {}))
+    low = {"low": steps.low} if steps.alpha else {}
+    shown: Any = {"source": _source(steps, x=steps.x, y=steps.y, **low), "name": steps.name}
     if steps.alpha:
-        area = plot.varea_step(
-            "x", "low", "y", source=source, step_mode="after", alpha=steps.alpha, name=steps.name
-        )
+        area = plot.varea_step("x", "low", "y", step_mode="after", alpha=steps.alpha, **shown)
         _paint(area.glyph, fill_color=steps.color)
     if steps.width:
-        line = plot.step(
-            "x", "y", source=source, mode="after", line_width=steps.width, name=steps.name,
-            line_dash="dashed" if steps.dashed else "solid",
-        )  # fmt: skip
+        dash = "dashed" if steps.dashed else "solid"
+        line = plot.step("x", "y", mode="after", line_width=steps.width, line_dash=dash, **shown)
         _paint(line.glyph, line_color=steps.color)
     if steps.tips:
-        # bokeh's steps do not notice the pointer, its lines do
-        line = plot.line("x", "y", source=source, line_alpha=0)
-        _hover(plot, line, steps, mode="vline", line_policy="prev")
+        plot.line("x", "y", source=shown["source"], line_alpha=0)
 
 
 def _draw_marks(plot: Any, marks: Marks) -> None:
-    ring = marks.shape == "ring"
     x, y = zip(*marks.spots, strict=True)
+    ring = marks.shape == "ring"
+    look: Any = {"marker": marks.shape, "line_width": 1, "fill_alpha": 1}
+    if ring:
+        look = {"marker": "circle", "line_width": 3, "fill_alpha": 0}
     drawn = plot.scatter(
-        "x", "y", source=_source(marks, x=x, y=y), marker="circle" if ring else marks.shape,
-        size=marks.size, name=marks.name, line_width=3 if ring else 1, fill_alpha=0 if ring else 1,
-    )  # fmt: skip
+        "x", "y", source=_source(marks, x=x, y=y), size=marks.size, name=marks.name, **look
+    )
     _paint(drawn.glyph, fill_color=marks.color, line_color=marks.color if ring else "card")
-    _hover(plot, drawn, marks)
-    if not marks.tips:
-        _write_text(plot, marks)
-
-
-def _write_text(plot: Any, marks: Marks) -> None:
-    x, y = marks.spots[0]
-    share = (x - plot.x_range.start) / (plot.x_range.end - plot.x_range.start)
+    if marks.tips:
+        return
+    share = (x[0] - plot.x_range.start) / (plot.x_range.end - plot.x_range.start)
     # bokeh takes a number for each of these, which its annotations do not say
     corners: Any = {"padding": 2, "border_radius": 4}
     text = Label(
-        x=x, y=y, text=marks.text, background_fill_alpha=0.8, **corners,
+        x=x[0], y=y[0], text=marks.text, background_fill_alpha=0.8, **corners,
         text_align="left" if share < 0.2 else "right" if share > 0.8 else "center",
         text_baseline="top" if marks.below else "bottom", y_offset=-7 if marks.below else 7,
         text_font_size="12px", text_font_style="bold", text_font=FONT,
@@ -134,15 +130,13 @@ def _source(layer: Layer, **columns: Any) -> models.ColumnDataSource:
     return models.ColumnDataSource({name: [*column] for name, column in (columns | tips).items()})
 
 
-def _hover(plot: Any, drawn: Any, layer: Layer, **options: Any) -> None:
-    """Shows the tips, if any, in the page's colors: bokeh's own are for a white page."""
+def _tips(names: Iterable[str]) -> str:
+    """Writes tips in the page's colors: bokeh's own are for a white page."""
     rows = (
         f'<span style="color: var(--faint)">{escape(name)}</span><b>@{{tip {number}}}</b>'
-        for number, name in enumerate(layer.tips)
+        for number, name in enumerate(names)
     )
-    if layer.tips:
-        tips = f'<div style="{TIPS}">{"".join(rows)}</div>'
-        plot.add_tools(models.HoverTool(renderers=[drawn], tooltips=tips, **options))
+    return f'<div style="{TIPS}">{"".join(rows)}</div>'
 
 
 def _paint(model: Any, **roles: str) -> None:

@@ -125,10 +125,10 @@ def curves(
             # a long one below another that may be equal
             marks = {"ms": 4} if len(x) < 20 else {"ms": 0, "lw": 5 if color is PALETTE[0] else 1.5}
             axes.plot(x[: len(y)], y, "o-", color=color, label=name, **marks)
+        behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+        spot: Any = {"textcoords": "offset points", "ha": "right", "bbox": behind}
         for name, level in (levels or {}).items():
             axes.axhline(level, color=COLORS["ink"], lw=1, ls="--")
-            behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-            spot: Any = {"textcoords": "offset points", "ha": "right", "bbox": behind}
             axes.annotate(name, (x[-1], level), (0, 4), **spot)
         axes.set(xlabel=x_title, **{f"{axis}scale": "log" for axis in log})
         axes.set_ylim(None if "y" in log else 0)
@@ -144,13 +144,12 @@ def bars(title: str, panels: Mapping[str, Mapping[str, float]], form: str = "{:.
     """Draws panels of horizontal bars of the same names and on the same scale, with numbers."""
     names = list(dict.fromkeys(name for sizes in panels.values() for name in sizes))
     most = max(max(sizes.values()) for sizes in panels.values())
+    colors = PALETTE if len(panels) > 1 else PALETTE[1:]
     with figure(title, 0.7 + 0.26 * len(names), len(panels)) as row:
-        colors = PALETTE if len(panels) > 1 else PALETTE[1:]
         for axes, color, (heading, sizes) in zip(row, colors, panels.items(), strict=False):
             values = [sizes.get(name, 0) for name in names]
-            axes.bar_label(
-                axes.barh(names, values, 0.72, color=color), [*map(form.format, values)], padding=3
-            )
+            drawn = axes.barh(names, values, 0.72, color=color)
+            axes.bar_label(drawn, [*map(form.format, values)], padding=3)
             axes.set_title(heading, loc="left", fontsize=10)
             axes.set_yticks(range(len(names)), names if axes is row[0] else [""] * len(names))
             axes.set_xlim(0, 1.16 * most)
@@ -163,20 +162,15 @@ def pictures(
 ) -> None:
     """Draws rows of images by title: (H, W, 3), or (H, W) of numbers or, if ints, of classes."""
     with figure("", height * len(rows), max(map(len, rows)), len(rows), dpi=80) as grid:
-        places = iter(grid)
-        for title, image in (item for row in rows for item in row.items()):
-            look: dict[str, Any] = {"cmap": "gray"}
-            if not image.dtype.is_floating_point:
-                look = {"cmap": ListedColormap(list(shades)), "vmin": 0, "vmax": len(shades) - 1}
-            axes = next(places)
-            axes.axis("off")
-            axes.imshow(
-                image,
-                interpolation="nearest",
-                origin="lower" if image.ndim == 2 else "upper",
-                **look,
-            )
+        for axes, (title, image) in zip(
+            grid, (item for row in rows for item in row.items()), strict=False
+        ):
+            classes = {"cmap": ListedColormap([*shades]), "vmin": 0, "vmax": len(shades) - 1}
+            look: Any = {"cmap": "gray"} if image.dtype.is_floating_point else classes
+            look["origin"] = "lower" if image.ndim == 2 else "upper"
+            axes.imshow(image, interpolation="nearest", **look)
             axes.set_title(title, fontsize=9)
+            axes.axis("off")
 
 
 def moments(plan: Plan) -> list[tuple[int, str, dict[int, str]]]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, product
-from math import inf
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +27,10 @@ from zoo.report import charts
 from zoo.report.chain_axis import fitting, round_numbers
 from zoo.report.escaping import visible
 from zoo.report.pictures import check_picture
-from zoo.report.rows import Heading, Row, variants
+from zoo.report.rows import Heading, Row, quartiles, spread, variants
 from zoo.units import format_bytes
 
+Target = str | Path | Sequence[Path] | Axes
 _SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 # the page's, by day
 COLORS = dict(re.findall(r"--([\w-]+): (?:light-dark\()?(#\w+)", _SHEET))
@@ -52,7 +53,7 @@ SIDES = ((1, 1), (-1, 1), (1, 0), (-1, 0), (1, -1), (-1, -1), (0, 1), (0, -1))
 
 
 def draw_plan(
-    target: str | Path | Axes,
+    target: Target,
     plan: Plan,
     chain: Mapping[str, Any],
     *,
@@ -61,60 +62,33 @@ def draw_plan(
     peak: Mapping[str, int],
     limits: Mapping[str, int],
 ) -> None:
-    """Draws what each step of a chain saves and how often it runs; into a file, also the peak.
+    """Draws `plan_chart` and, into a file, the bytes of each category at the peak above it.
 
-    `chain` is that of `plan_chart`; `peak` are bytes of each category at the peak, `limits` other
-    bytes to compare with: the budget, the baseline.
-
-    Raises:
-        ArgumentError: a file of another format than SVG, PNG and PDF.
+    `limits` are other bytes to compare the peak with: the budget, the baseline.
     """
-    chart = charts.plan_chart(plan, chain)
-    if isinstance(target, Axes):
-        _draw(target, chart)
-        return
-    with _picture([target], (11, 6), title, subtitle) as figure:
-        above, below = figure.subplots(2, height_ratios=(1, 4))
-        _draw_peak(above, peak, limits)
-        _draw(below, chart)
+    heights = {"nrows": 2, "height_ratios": (1, 4)}
+    with _axes(target, (11, 6), title, subtitle, **heights) as (*above, axes):
+        for rest in above:
+            _draw_peak(rest, peak, limits)
+        draw_chart(axes, charts.plan_chart(plan, chain))
 
 
-def draw_frontier(target: str | Path | Axes, frontier: Mapping[str, Any], title: str) -> None:
-    """Draws the frontier that `frontier_chart` shows.
-
-    Raises:
-        ArgumentError: a file of another format than SVG, PNG and PDF.
-    """
-    chart = charts.frontier_chart(frontier)
-    if isinstance(target, Axes):
-        draw_chart(target, chart)
-        return
+def draw_frontier(target: Target, frontier: Mapping[str, Any], title: str) -> None:
+    """Draws `frontier_chart`."""
     least, time = frontier["optimal"][0]
     subtitle = (
         f"peak of a training step: {format_bytes(frontier['baseline'])} for the baseline, "
         f"down to {format_bytes(least)} in ×{time:.2f} of the time"
     )
-    with _picture([target], (8.5, 5.2), title, subtitle) as figure:
-        draw_chart(figure.subplots(), chart)
+    with _axes(target, (8.5, 5.2), title, subtitle) as (axes,):
+        draw_chart(axes, charts.frontier_chart(frontier))
 
 
-def draw_timeline(
-    target: str | Path | Axes, timeline: charts.Timeline, title: str, subtitle: str
-) -> None:
-    """Draws the categories of a step over time, as `categories_chart` shows them.
-
-    Raises:
-        ArgumentError: a file of another format than SVG, PNG and PDF.
-    """
+def draw_timeline(target: Target, timeline: charts.Timeline, title: str, subtitle: str) -> None:
+    """Draws `categories_chart`, the names beside the areas in the order of these."""
     chart = charts.categories_chart(timeline, timeline["peak"]["bytes"])
-    if isinstance(target, Axes):
-        _draw(target, chart)
-        # beside the areas, in the order in which they are stacked
-        target.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
-        _place_names(target, chart)
-        return
-    with _picture([target], (10, 4.6), title, subtitle) as figure:
-        draw_timeline(figure.subplots(), timeline, title, subtitle)
+    with _axes(target, (10, 4.6), title, subtitle) as (axes,):
+        draw_chart(axes, chart, loc="upper left", ncols=1, reverse=True)
 
 
 def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
@@ -122,20 +96,68 @@ def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]
 
     Where a cell has no number, words say why.
     """
-    size = 10, 2.2 + 0.31 * len(variants(rows)) * len(rows)
-    with _picture(paths, size, heading.title, heading.setting) as figure:
-        memory, time = figure.subplots(ncols=2, sharey=True, width_ratios=(2.4, 1))
-        _draw_memory(memory, rows)
-        _draw_time(time, rows)
+    shown = variants(rows)
+    divisor, unit = charts.scale(
+        max(row.peaks["peak"][kind] or 0 for row in rows for kind in shown)
+    )
+    height = 0.72 / len(shown)
+    size = 10, 2.2 + 0.31 * len(shown) * len(rows)
+    widths: Any = {"ncols": 2, "sharey": True, "width_ratios": (2.4, 1)}
+    with _axes(paths, size, heading.title, heading.setting, **widths) as (memory, time):
+        for order, (kind, name) in enumerate(shown.items()):
+            offset = (order - (len(shown) - 1) / 2) * height
+            color = COLORS[charts.color_of(kind)]
+            sizes = [(row.peaks["peak"][kind] or 0) / divisor for row in rows]
+            places = [number + offset for number in range(len(rows))]
+            bars = memory.barh(places, sizes, height, color=color, label=name)
+            memory.bar_label(bars, [_peak_text(row, kind) for row in rows], padding=4, fontsize=9)
+            for number, row in enumerate(rows):
+                # beside its bar; one alone in the middle
+                _draw_time(time, number + offset * (len(shown) > 2), row.time_ratios(kind), color)
+        # there is no room for more beside the bars
+        named = ((row.model, row.arguments, row.batch) for row in rows)
+        names = ["\n".join(shortened_text(line, 60) for line in lines if line) for lines in named]
+        memory.set_yticks(range(len(rows)), names)
+        memory.margins(x=0.16)
+        memory.set_xlabel(f"peak of the whole training step ({unit})")
+        memory.invert_yaxis()
         memory.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
+        time.axvline(1, color=COLORS["baseline"], lw=1.5, zorder=0)
+        time.margins(x=0.25)
+        time.set_xlabel("step time, baseline = 1\n(median; quartiles from 5 pairs)")
+        bare(memory, "x")
+        bare(time, "x")
+
+
+def _peak_text(row: Row, kind: str) -> str:
+    if kind not in row.variants:
+        return ""
+    text, ratio = row.size(kind, missing="failed").text, row.ratio(kind)
+    return text if kind == "baseline" or ratio is None else f"{text}  ({ratio:.1%})"
+
+
+def _draw_time(axes: Axes, place: float, pairs: Sequence[float], color: str) -> None:
+    if pairs:
+        median = spread(pairs).median
+        ends = quartiles(pairs) or [median, median]
+        axes.plot(ends, [place, place], color=color, lw=2)
+        axes.plot([median], [place], "o", color=color, ms=7)
+        _annotate(axes, f"×{median:.2f}", (ends[1], place), (8, 0), fontsize=9, va="center")
 
 
 @contextmanager
-def _picture(
-    paths: Sequence[str | Path], size: tuple[float, float], title: str, subtitle: str
-) -> Iterator[Figure]:
-    """Yields a figure, its size in inches, with a title and a line below it; then saves it."""
-    files = [Path(path) for path in paths]
+def _axes(
+    target: Target, size: tuple[float, float], title: str, subtitle: str, **grid: Any
+) -> Iterator[list[Axes]]:
+    """Yields the target if it is axes, else those of a figure, in inches; then saves it.
+
+    Raises:
+        ArgumentError: a file of another format than SVG, PNG and PDF.
+    """
+    if isinstance(target, Axes):
+        yield [target]
+        return
+    files = [Path(target)] if isinstance(target, str | Path) else target
     for file in files:
         check_picture(file)
     with rc_context(STYLE):
@@ -143,30 +165,17 @@ def _picture(
         inch = 1 / size[1]
         engine: Any = figure.get_layout_engine()
         engine.set(rect=(0, 0, 1, 1 - 0.65 * inch))
-        above: Any = {"x": 0.01, "va": "top"}
-        figure.text(y=1 - 0.12 * inch, s=visible(title), fontsize=13, fontweight="bold", **above)
-        figure.text(
-            y=1 - 0.4 * inch, s=visible(subtitle), fontsize=9, color=COLORS["faint"], **above
-        )
-        yield figure
+        faint = COLORS["faint"]
+        figure.text(0.01, 1 - 0.12 * inch, visible(title), va="top", fontsize=13, fontweight="bold")
+        figure.text(0.01, 1 - 0.4 * inch, visible(subtitle), va="top", fontsize=9, color=faint)
+        yield [*figure.subplots(squeeze=False, **grid).flat]
         for file in files:
             undated = {"Date": None} if file.suffix.lower() == ".svg" else {}
             figure.savefig(file, dpi=160, metadata=undated)
 
 
-def draw_chart(axes: Axes, chart: charts.Chart) -> None:
+def draw_chart(axes: Axes, chart: charts.Chart, **legend: Any) -> None:
     """Draws a chart into axes, the texts of its marks where there is room for them."""
-    _draw(axes, chart)
-    _place_names(axes, chart)
-
-
-def _place_names(axes: Axes, chart: charts.Chart) -> None:
-    # where there is room is known when the layout is
-    axes.figure.draw_without_rendering()  # type: ignore[union-attr]
-    _name_marks(axes, chart)
-
-
-def _draw(axes: Axes, chart: charts.Chart) -> None:
     for order, layer in enumerate(chart.layers):
         style: Any = {"color": COLORS[layer.color], "zorder": 2 + order / 100, "label": layer.name}
         if isinstance(layer, charts.Bars):
@@ -174,34 +183,33 @@ def _draw(axes: Axes, chart: charts.Chart) -> None:
             style |= {"zorder": 0} if layer.behind else {}
             axes.bar(left, top - bottom, right - left, bottom, align="edge", **style)
         elif isinstance(layer, charts.Steps):
-            dashes = "--" if layer.dashed else "-"
             if layer.alpha:
-                area = style | ({"label": ""} if layer.width else {})
-                axes.fill_between(
-                    layer.x, layer.low, layer.y, step="post", alpha=layer.alpha, lw=0, **area
-                )
+                area = {"alpha": layer.alpha, "lw": 0, "step": "post"} | style
+                area["label"] = "" if layer.width else layer.name
+                axes.fill_between(layer.x, layer.low, layer.y, **area)
             if layer.width:
-                axes.step(layer.x, layer.y, where="post", lw=layer.width, ls=dashes, **style)
+                style |= {"lw": layer.width, "ls": "--" if layer.dashed else "-"}
+                axes.step(layer.x, layer.y, where="post", **style)
         elif isinstance(layer, charts.Marks):
-            x, y = zip(*layer.spots, strict=True)
             # once for all of the group
-            grouped = layer.group not in axes.get_legend_handles_labels()[1]
-            style |= {"label": layer.group if grouped else ""}
-            axes.plot(x, y, charts.SHAPES[layer.shape][0], ms=0.8 * layer.size, **style)
+            known = axes.get_legend_handles_labels()[1]
+            style["label"] = "" if layer.group in known else layer.group
+            shape = charts.SHAPES[layer.shape][0]
+            axes.plot(*zip(*layer.spots, strict=True), shape, ms=0.8 * layer.size, **style)
     if chart.x.log:
         axes.set_xscale("log", base=2)
-    axes.set(
-        xlim=(chart.x.start, chart.x.stop), ylim=(chart.y.start, chart.y.stop),
-        xlabel=chart.x.title, ylabel=chart.y.title,
-    )  # fmt: skip
-    axes.xaxis.set_major_formatter(FormatStrFormatter(chart.x.format))
-    axes.yaxis.set_major_formatter(FormatStrFormatter(chart.y.format))
+    for name, axis, shown in (("x", axes.xaxis, chart.x), ("y", axes.yaxis, chart.y)):
+        axes.set(**{f"{name}lim": (shown.start, shown.stop), f"{name}label": shown.title})
+        axis.set_major_formatter(FormatStrFormatter(shown.format))
     # what is drawn below zero are no sizes
     axes.set_yticks([y for y in axes.get_yticks() if max(chart.y.start, 0) <= y <= chart.y.stop])
-    axes.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
+    above: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2, "ncols": 4}
+    axes.legend(frameon=False, **above | legend)
     bare(axes, "y" if chart.x.labels else "both")
     if chart.x.labels:
         _label(axes, chart.x)
+    if any(isinstance(layer, charts.Marks) for layer in chart.layers):
+        _name_marks(axes, chart)
 
 
 def _label(axes: Axes, axis: charts.Axis) -> None:
@@ -229,17 +237,19 @@ def _label(axes: Axes, axis: charts.Axis) -> None:
 
 def _name_marks(axes: Axes, chart: charts.Chart) -> None:
     """Writes the marks' texts beside them."""
+    # where there is room is known when the layout is
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]
     marks = [layer for layer in chart.layers if isinstance(layer, charts.Marks) and layer.text]
     # to a text that found no room beside its mark a line leads
     lead = {"arrowstyle": "-", "color": COLORS["faint"], "lw": 0.6, "shrinkB": 5}
     style: Any = {"fontsize": 8, "linespacing": 1.1, "va": "bottom", "arrowprops": lead}
     texts = [_annotate(axes, mark.text, mark.spots[0], (0, 0), **style) for mark in marks]
+    to_pixels, curves = axes.transData, (c for c in chart.layers if isinstance(c, charts.Steps))
     lines = [
-        axes.transData.transform_path(Line(np.transpose(pts_to_poststep(layer.x, layer.y))))
-        for layer in chart.layers
-        if isinstance(layer, charts.Steps)
+        to_pixels.transform_path(Line(np.transpose(pts_to_poststep(curve.x, curve.y))))
+        for curve in curves
     ]
-    spots = [axes.transData.transform(mark.spots[0]) for mark in marks]
+    spots = [to_pixels.transform(mark.spots[0]) for mark in marks]
     sizes = [text.get_window_extent().size for text in texts]
     # the file may have other pixels than the screen
     point = axes.figure.dpi / 72
@@ -259,18 +269,23 @@ def place(
     boxes: list[Bbox] = []
     for spot, (width, height) in zip(spots, sizes, strict=True):
         marks = [Bbox([other, other]).padded(5 * point) for other in spots if other is not spot]
-        taken = [*boxes, *marks]
-        best = inf
-        for distance, (across, up) in product(DISTANCES, SIDES):
-            left = spot[0] + across * distance * point + (across - 1) / 2 * width
-            low = spot[1] + up * distance * point * 0.6 + (up - 1) / 2 * height
-            box = Bbox.from_bounds(left, low, width, height)
-            outside = frame.count_contains(box.get_points()) < 2
-            crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
-            cost = 1000 * (box.count_overlaps(taken) + outside) + crossed
-            if cost < best:
-                best, chosen = cost, box
-        boxes.append(chosen)
+        candidates = (
+            Bbox.from_bounds(
+                spot[0] + across * distance * point + (across - 1) / 2 * width,
+                spot[1] + up * distance * point * 0.6 + (up - 1) / 2 * height,
+                *(width, height),
+            )
+            for distance, (across, up) in product(DISTANCES, SIDES)
+        )
+        costs = [
+            (
+                box.count_overlaps([*boxes, *marks]) + (frame.count_contains(box.get_points()) < 2),
+                sum(line.intersects_bbox(box, filled=False) for line in lines),
+                box,
+            )
+            for box in candidates
+        ]
+        boxes.append(min(costs, key=itemgetter(0, 1))[2])
     return boxes
 
 
@@ -297,60 +312,6 @@ def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -
         frameon=False, ncols=5, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.32),
         handlelength=1, handleheight=1, borderaxespad=0, borderpad=0.2,
     )  # fmt: skip
-    bare(axes, "x")
-
-
-def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
-    shown = variants(rows)
-    peaks = [getattr(row.peak, kind) or 0 for row in rows for kind in shown]
-    divisor, unit = charts.scale(max(peaks, default=0))
-    offsets, height = _offsets(len(shown))
-    for (kind, name), offset in zip(shown.items(), offsets, strict=True):
-        places = [number + offset for number in range(len(rows))]
-        widths = [(getattr(row.peak, kind) or 0) / divisor for row in rows]
-        color = COLORS[charts.color_of(kind)]
-        bars = axes.barh(places, widths, height, color=color, label=name)
-        axes.bar_label(bars, [_peak_text(row, kind) for row in rows], padding=4, fontsize=9)
-    # there is no room for more beside the bars
-    named = ((row.model, row.arguments, row.batch) for row in rows)
-    names = ["\n".join(shortened_text(line, 60) for line in lines if line) for lines in named]
-    axes.set_yticks(range(len(rows)), names)
-    axes.margins(x=0.16)
-    axes.set_xlabel(f"peak of the whole training step ({unit})")
-    axes.invert_yaxis()
-    bare(axes, "x")
-
-
-def _offsets(count: int) -> tuple[list[float], float]:
-    """Returns where the bars of variants lie beside their model's place, and their height."""
-    height = 0.72 / count
-    return [(number - (count - 1) / 2) * height for number in range(count)], height
-
-
-def _peak_text(row: Row, kind: str) -> str:
-    if kind not in row.variants:
-        return ""
-    text, ratio = row.size(kind, missing="failed").text, row.peak.ratio(kind)
-    return text if kind == "baseline" or ratio is None else f"{text}  ({ratio:.1%})"
-
-
-def _draw_time(axes: Axes, rows: Sequence[Row]) -> None:
-    _, *timed = shown = variants(rows)
-    offsets = dict(zip(shown, _offsets(len(shown))[0], strict=True))
-    for number, row in enumerate(rows):
-        for kind in timed:
-            ratios, color = row.time(kind), COLORS[charts.color_of(kind)]
-            if ratios.spread is None:
-                continue
-            # beside its bar; one alone in the middle
-            place, median = number + offsets[kind] * (len(timed) > 1), ratios.spread.median
-            ends = ratios.quartiles or (median, median)
-            axes.plot(ends, [place, place], color=color, lw=2)
-            axes.plot(median, place, "o", color=color, ms=7)
-            _annotate(axes, f"×{median:.2f}", (ends[1], place), (8, 0), fontsize=9, va="center")
-    axes.axvline(1, color=COLORS["baseline"], lw=1.5, zorder=0)
-    axes.margins(x=0.25)
-    axes.set_xlabel("step time, baseline = 1\n(median; quartiles from 5 pairs)")
     bare(axes, "x")
 
 

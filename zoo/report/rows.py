@@ -6,7 +6,7 @@ itself: `str(cell)` for terminals and Markdown, `cell.__html__()` with exact val
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ VARIANTS = {
     "checkpointed": "checkpointed",
     "optimizer_in_backward": "+ optimizer in backward",
 }
+PEAKS = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak")
 # the status of a record whose cell ran out of memory
 UNFIT = "does not fit"
 # of this many timed pairs of steps, and of more, quartiles are shown
@@ -106,8 +107,7 @@ class Cell(NamedTuple):
         return text.format(*self.numbers)
 
 
-@dataclass(frozen=True)
-class Heading:
+class Heading(NamedTuple):
     """The comparison's name, where it was measured, and the command that repeats it."""
 
     name: str
@@ -121,20 +121,6 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Peaks:
-    """Peak bytes of each variant; None where not measured."""
-
-    baseline: int | None
-    checkpointed: int | None
-    optimizer_in_backward: int | None = None
-
-    def ratio(self, variant: str = "checkpointed") -> float | None:
-        """Returns a variant's peak over the baseline's, None where either is missing."""
-        peak: int | None = getattr(self, variant)
-        return None if self.baseline is None or peak is None else peak / max(self.baseline, 1)
-
-
-@dataclass(frozen=True)
 class Spread:
     """Median and quartiles."""
 
@@ -144,48 +130,19 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class TimeRatios:
-    """A variant's seconds over the baseline's, for each pair of steps; none where not timed."""
-
-    pairs: list[float]
-
-    @property
-    def spread(self) -> Spread | None:
-        """Median and quartiles."""
-        return spread(self.pairs) if self.pairs else None
-
-    @property
-    def quartiles(self) -> tuple[float, float] | None:
-        """The quartiles, where there are enough pairs for them."""
-        found = self.spread if len(self.pairs) >= FEWEST else None
-        return (found.lower, found.upper) if found else None
-
-    @property
-    def median(self) -> Number:
-        """The median."""
-        return Number(MISSING) if not (s := self.spread) else Number(f"×{s.median:.2f}", s.median)
-
-    @property
-    def cell(self) -> Cell:
-        """The median, the quartiles and how many pairs there are."""
-        if not self.pairs:
-            return Cell([self.median])
-        ends = [Number(f"{ratio:.2f}", ratio) for ratio in self.quartiles or ()]
-        detail = f"{'[{}, {}] ' if ends else ''}n={len(self.pairs)}"
-        return Cell([self.median, *ends], detail=detail)
-
-
-@dataclass(frozen=True)
 class Row:
     """The measurements of one model; None where a cell failed.
 
-    `number` is its place in the comparisons. `peak` and `activation_peak` are bytes from the
-    allocator, kernel workspaces included, which differ from processor to processor; `tensor_peak`
-    and `tensor_activation_peak` are of tensors alone, None in results from before they were
-    counted. The ratio of `peak` is judged: it may be `largest_ratio` at most. `arguments` are the
-    model's own and, unless True and SGD, `checkpoint` and `optimizer`. `step_seconds` and `fits`
-    have a key for each variant that is there. `faults` are sentences, each a reason why the
-    comparison fails.
+    Attributes:
+        number: its place in the comparisons.
+        arguments: the model's own and, unless True and SGD, `checkpoint` and `optimizer`.
+        largest_ratio: what the step peak of "checkpointed" may be of the baseline's.
+        peaks: bytes by name and variant. "peak" and "activation_peak" are the allocator's, kernel
+            workspaces included, which differ from processor to processor; "tensor_peak" and
+            "tensor_activation_peak" are of tensors alone, None in results from before they were
+            counted.
+        step_seconds, fits: by variant, those that are there.
+        faults: sentences, each a reason why the comparison fails.
     """
 
     number: int
@@ -195,10 +152,7 @@ class Row:
     batch: str
     largest_ratio: float
     parameters: int | None
-    peak: Peaks
-    activation_peak: Peaks
-    tensor_peak: Peaks
-    tensor_activation_peak: Peaks
+    peaks: Mapping[str, Mapping[str, int | None]]
     step_seconds: Mapping[str, list[float]]
     fits: Mapping[str, bool]
     exact: bool | None
@@ -214,44 +168,51 @@ class Row:
         """The variants that were to be measured, the baseline first."""
         return list(self.fits)
 
-    def time(self, kind: str) -> TimeRatios:
-        """Returns the time ratios of a variant; none of the baseline."""
+    def time_ratios(self, kind: str) -> list[float]:
+        """Returns a variant's seconds over the baseline's, for each pair of steps."""
         # older timings lack a variant
         seconds = [] if kind == "baseline" else self.step_seconds.get(kind, [])
         pairs = zip(seconds, self.step_seconds["baseline"], strict=False)
-        return TimeRatios([second / whole for second, whole in pairs])
+        return [second / whole for second, whole in pairs]
+
+    def ratio(self, kind: str = "checkpointed", peak: str = "peak") -> float | None:
+        """Returns a variant's peak over the baseline's, None where either is missing."""
+        whole, part = (self.peaks[peak][name] for name in ("baseline", kind))
+        return None if whole is None or part is None else part / max(whole, 1)
 
     def size(self, kind: str, peak: str = "peak", missing: str = MISSING) -> Number:
         """Returns a peak of a variant in words, or why there is none."""
         why = missing if self.fits.get(kind, True) else UNFIT
-        count = getattr(getattr(self, peak), kind)
+        count = self.peaks[peak][kind]
         return Number.of_bytes(count, self.number, kind, "memory", peak, missing=why)
 
-    def peak_cell(self, kind: str) -> Cell:
-        """Returns the step peak of a variant, and its ratio to the baseline's."""
-        ratio = None if kind == "baseline" else self.peak.ratio(kind)
-        return _with_ratio("{}", [self.size(kind)], ratio)
+    def peak_cell(self, *kinds: str, peak: str = "peak") -> Cell:
+        """Returns a peak of one variant or of two, and the ratio of the last to the baseline's."""
+        sizes, text = [self.size(kind, peak) for kind in kinds], " → ".join("{}" for _ in kinds)
+        ratio = None if kinds[-1] == "baseline" else self.ratio(kinds[-1], peak)
+        if ratio is None:
+            return Cell(sizes, text)
+        return Cell([*sizes, Number(f"{ratio:.3f}", ratio)], text, "({})")
 
-    def change_cell(self, peak: str) -> Cell:
-        """Returns a peak of the baseline and of the checkpointed variant, and their ratio."""
-        sizes = [self.size(kind, peak) for kind in KINDS]
-        return _with_ratio("{} → {}", sizes, getattr(self, peak).ratio())
+    def time_cell(self, kind: str) -> Cell:
+        """Returns the median of the time ratios, the quartiles and how many pairs there are."""
+        ratios = self.time_ratios(kind)
+        ends = [Number(f"{ratio:.2f}", ratio) for ratio in quartiles(ratios)]
+        between = "[{}, {}] " if ends else ""
+        return Cell([median(ratios), *ends], detail=f"{between}n={len(ratios)}" if ratios else "")
 
     def cells(self, shown: Mapping[str, str]) -> dict[str, Any]:
         """Returns the cells of a report's table of some variants, by column: texts and Cells."""
         parameters = MISSING if self.parameters is None else f"{self.parameters / 1e6:.2f} M"
+        times = {f"step time: {name}": self.time_cell(kind) for kind, name in shown.items()}
         return {
             "model": self.label,
             "batch": self.batch,
             "parameters": Cell([Number(parameters, self.parameters)]),
             **{f"step peak: {name}": self.peak_cell(kind) for kind, name in shown.items()},
-            "activation peak": self.change_cell("activation_peak"),
-            "of tensors alone": self.change_cell("tensor_activation_peak"),
-            **{
-                f"step time: {name}": self.time(kind).cell
-                for kind, name in shown.items()
-                if kind != "baseline"
-            },
+            "activation peak": self.peak_cell(*KINDS, peak="activation_peak"),
+            "of tensors alone": self.peak_cell(*KINDS, peak="tensor_activation_peak"),
+            **dict([*times.items()][1:]),
             "exact": {None: MISSING, True: "yes", False: "NO"}[self.exact],
         }
 
@@ -296,6 +257,17 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median, lower, upper)
 
 
+def median(ratios: Sequence[float]) -> Number:
+    """Returns the median of time ratios, if there are any."""
+    value = spread(ratios).median if ratios else None
+    return Number(MISSING if value is None else f"×{value:.2f}", value)
+
+
+def quartiles(ratios: Sequence[float]) -> list[float]:
+    """Returns the quartiles of time ratios where there are enough for them, else nothing."""
+    return [*astuple(spread(ratios))[1:]] if len(ratios) >= FEWEST else []
+
+
 def differences(
     baseline: Sequence[Mapping[str, str]], checkpointed: Sequence[Mapping[str, str]]
 ) -> list[str]:
@@ -312,27 +284,14 @@ def differences(
     return [f"{name} from step {step} on" for name, step in first.items()]
 
 
-def _with_ratio(text: str, sizes: Sequence[Number], ratio: float | None) -> Cell:
-    return (
-        Cell(sizes, text)
-        if ratio is None
-        else Cell([*sizes, Number(f"{ratio:.3f}", ratio)], text, "({})")
-    )
-
-
 def _row(number: int, comparison: Comparison) -> Row:
     model = comparison["model"]
     cells = {kind: comparison[kind] for kind in VARIANTS if kind in comparison}
-    _, *others = cells
-    differing = {kind: _differing(kind, cells) for kind in others}
+    differing = {kind: _differing(kind, cells) for kind in cells if kind != "baseline"}
     seconds = comparison["timing"].get("step_seconds", {})
-    names = "peak", "activation_peak", "tensor_peak", "tensor_activation_peak"
-    peaks = {
-        name: Peaks(**{kind: cell.get("memory", {}).get(name) for kind, cell in cells.items()})
-        for name in names
-    }
+    memory = {kind: cells.get(kind, {}).get("memory", {}) for kind in VARIANTS}
     parameters = (cell["parameters"] for cell in cells.values() if "parameters" in cell)
-    return Row(
+    row = Row(
         number=number,
         model=visible(model["name"]),
         arguments=visible(_arguments(model)),
@@ -340,12 +299,14 @@ def _row(number: int, comparison: Comparison) -> Row:
         batch=_batch(model),
         largest_ratio=model["largest_ratio"],
         parameters=next(parameters, None),
-        **peaks,
+        peaks={name: {kind: memory[kind].get(name) for kind in VARIANTS} for name in PEAKS},
         step_seconds={kind: seconds.get(kind, []) for kind in cells},
         fits={kind: cell["status"] != UNFIT for kind, cell in cells.items()},
         exact=None if None in differing.values() else not any(differing.values()),
-        faults=tuple(map(visible, _faults(comparison, differing, peaks["peak"].ratio()))),
+        faults=(),
     )
+    faults = _faults(comparison, differing, row.ratio())
+    return replace(row, faults=tuple(map(visible, faults)))
 
 
 def _differing(kind: str, cells: Mapping[str, Mapping[str, Any]]) -> list[str] | None:

@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table
 from zoo.report.plot import draw_comparison
-from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, variants
+from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, median, quartiles, variants
 from zoo.report.two_runs import TwoRuns, as_entries, as_markdown
 
 CAPTION = (
@@ -65,34 +65,33 @@ def write_report(
 
 def csv_files(rows: Sequence[Row], runs: TwoRuns | None) -> dict[str, str]:
     """Returns the CSV files of a report by name: models, timings and, of two runs, compared."""
-    tables = {"models.csv": _models(rows), "timings.csv": _timings(rows)}
-    if runs is not None:
-        tables["compared.csv"] = as_entries(runs)
-    return {name: to_csv(entries) for name, entries in tables.items()}
+    files = {"models.csv": to_csv(_models(rows)), "timings.csv": to_csv(_timings(rows))}
+    return files if runs is None else {**files, "compared.csv": to_csv(as_entries(runs))}
 
 
-def _models(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns an entry per model, bytes and ratios unrounded."""
+def _models(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Yields an entry per model, bytes and ratios unrounded."""
     _, *others = shown = variants(rows)
-    given = ("model", "arguments", "checkpoint", "batch", "parameters")
-    return [
-        {
-            **{name: getattr(row, name) for name in given},
-            **_peaks(row, "peak", shown),
-            **{_of("peak_ratio", kind): row.peak.ratio(kind) for kind in others},
-            **_peaks(row, "activation_peak", KINDS),
-            **_peaks(row, "tensor_peak", shown),
-            **_peaks(row, "tensor_activation_peak", shown),
-            "activation_peak_ratio": row.activation_peak.ratio(),
-            "tensor_activation_peak_ratio": row.tensor_activation_peak.ratio(),
-            "largest_ratio": row.largest_ratio,
-            **{name: value for kind in others for name, value in _times(row, kind).items()},
-            "time_pairs": len(row.time("checkpointed").pairs),
-            "exact": row.exact,
-            "faults": "; ".join(row.faults),
-        }
-        for row in rows
-    ]
+    for row in rows:
+        given = ("model", "arguments", "checkpoint", "batch", "parameters")
+        entry = {name: getattr(row, name) for name in given}
+        entry |= _peaks(row, "peak", shown)
+        entry |= {_of("peak_ratio", kind): row.ratio(kind) for kind in others}
+        entry |= _peaks(row, "activation_peak", KINDS)
+        entry |= _peaks(row, "tensor_peak", shown)
+        entry |= _peaks(row, "tensor_activation_peak", shown)
+        for peak in ("activation_peak", "tensor_activation_peak"):
+            entry[f"{peak}_ratio"] = row.ratio(peak=peak)
+        entry["largest_ratio"] = row.largest_ratio
+        for kind in others:
+            ratios = row.time_ratios(kind)
+            found = (median(ratios).value, *(quartiles(ratios) or (None, None)))
+            for name, value in zip(
+                ("median", "lower_quartile", "upper_quartile"), found, strict=True
+            ):
+                entry[_of(f"time_ratio_{name}", kind)] = value
+        entry["time_pairs"] = len(row.time_ratios("checkpointed"))
+        yield {**entry, "exact": row.exact, "faults": "; ".join(row.faults)}
 
 
 def _of(name: str, kind: str) -> str:
@@ -100,34 +99,19 @@ def _of(name: str, kind: str) -> str:
     return name if kind == "checkpointed" else f"{name}_{kind}"
 
 
-def _peaks(row: Row, name: str, kinds: Iterable[str]) -> dict[str, float | None]:
-    return {f"{name}_bytes_{kind}": row.size(kind, name).value for kind in kinds}
+def _peaks(row: Row, name: str, kinds: Iterable[str]) -> dict[str, int | None]:
+    return {f"{name}_bytes_{kind}": row.peaks[name][kind] for kind in kinds}
 
 
-def _times(row: Row, kind: str) -> dict[str, float | None]:
-    ratios = row.time(kind)
-    lower, upper = ratios.quartiles or (None, None)
-    return {
-        _of("time_ratio_median", kind): ratios.median.value,
-        _of("time_ratio_lower_quartile", kind): lower,
-        _of("time_ratio_upper_quartile", kind): upper,
-    }
-
-
-def _timings(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns an entry per timed pair of steps, in seconds."""
+def _timings(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Yields an entry per timed pair of steps, in seconds."""
     _, *others = shown = variants(rows)
-    return [
-        {"model": row.model, "pair": pair + 1}
-        | {f"seconds_{kind}": _at(row.step_seconds.get(kind), pair) for kind in shown}
-        | {_of("time_ratio", kind): _at(row.time(kind).pairs, pair) for kind in others}
-        for row in rows
-        for pair in range(len(row.time("checkpointed").pairs))
-    ]
-
-
-def _at(values: Sequence[float] | None, place: int) -> float | None:
-    return values[place] if values else None
+    for row in rows:
+        columns = {f"seconds_{kind}": row.step_seconds.get(kind) for kind in shown}
+        columns |= {_of("time_ratio", kind): row.time_ratios(kind) for kind in others}
+        for pair in range(len(row.time_ratios("checkpointed"))):
+            cells = {name: column[pair] if column else None for name, column in columns.items()}
+            yield {"model": row.model, "pair": pair + 1, **cells}
 
 
 def to_csv(entries: Iterable[dict[str, Any]]) -> str:

@@ -11,11 +11,10 @@ quartiles of the ratios do not meet.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from zoo.report.escaping import in_markdown, markdown_table, visible
-from zoo.report.rows import FEWEST, VARIANTS, Cell, Comparison, Number, Row, TimeRatios, rows
+from zoo.report.rows import FEWEST, VARIANTS, Cell, Comparison, Number, Row, median, quartiles, rows
 
 WHAT = ("name", "data", "batch_size", "size", "arguments", "optimizer", "checkpoint")
 WHERE = ("device", "dtype")
@@ -35,8 +34,7 @@ ABOUT = (
 )
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A number before and now."""
 
     before: Number
@@ -46,19 +44,20 @@ class Change:
     @property
     def cell(self) -> Cell:
         """Both numbers and what it has grown by; one number where nothing changed."""
-        (_, old, _), (_, new, _) = self.before, self.now
-        if self.before == self.now:
-            return Cell([self.now], detail="(unchanged)" if old else "")
-        if not old or new is None:
-            return Cell([self.before, self.now], "{} → {}")
-        share = f"{100 * (new / old - 1):+.2f} %".replace("-", "−")
-        verdict = f"({share})" if self.is_clear else f"({share}, unclear)"
-        tone = "faint" if not self.is_clear else "less" if new < old else "more"
-        return Cell([self.before, self.now], "{} → {}", verdict, tone)
+        # no paths: one of the numbers is of other results
+        before, now = (Number(number.text, number.value) for number in self[:2])
+        if before == now:
+            return Cell([now], detail="" if now.value is None else "(unchanged)")
+        if not before.value or now.value is None:
+            return Cell([before, now], "{} → {}")
+        share = now.value / before.value - 1
+        percent = f"{100 * share:+.2f} %".replace("-", "−")
+        verdict = f"({percent}{'' if self.is_clear else ', unclear'})"
+        tone = "faint" if not self.is_clear else "less" if share < 0 else "more"
+        return Cell([before, now], "{} → {}", verdict, tone)
 
 
-@dataclass(frozen=True)
-class CellChanges:
+class CellChanges(NamedTuple):
     """What changed of a cell; `replanned` where `checkpoint=` chose another plan than before."""
 
     name: str
@@ -69,11 +68,10 @@ class CellChanges:
     @property
     def note(self) -> str:
         """What stands beside the name."""
-        return f"{self.batch}{', another plan' if self.replanned else ''}"
+        return f"{self.batch}{', another plan' * self.replanned}"
 
 
-@dataclass(frozen=True)
-class TwoRuns:
+class TwoRuns(NamedTuple):
     """A run and an earlier one, whose file is `name`.
 
     Attributes:
@@ -129,8 +127,8 @@ def two_runs(now: Sequence[Comparison], before: Sequence[Comparison], name: str)
         name=visible(name),
         measured=visible(max(ends, default="")),
         cells=[_changes(old[key], new[key]) for key in shared],
-        only_now=[_name(*new[key][:2]) for key in new if key not in old],
-        only_before=[_name(*old[key][:2]) for key in old if key not in new],
+        only_now=_lacking(new, old),
+        only_before=_lacking(old, new),
         differs=[visible(words) for words in dict.fromkeys(differs) if words],
     )
 
@@ -175,28 +173,24 @@ def _cells(comparisons: Sequence[Comparison]) -> dict[str, _Cell]:
 def _changes(before: _Cell, now: _Cell) -> CellChanges:
     (old, kind, _), (new, _, _) = before, now
     plans = [record.get("plan") for _, _, record in (before, now)]
-    return CellChanges(
-        name=f"{new.label} {VARIANTS[kind]}",
-        batch=new.batch,
-        changes={
-            "step peak": _size_change(old, new, kind, "peak"),
-            "activation peak": _size_change(old, new, kind, "activation_peak"),
-            "step time": _time_change(old.time(kind), new.time(kind)),
-        },
-        replanned=None not in plans and plans[0] != plans[1],
-    )
-
-
-def _size_change(old: Row, new: Row, kind: str, peak: str) -> Change:
-    before, now = (row.size(kind, peak)._replace(path=()) for row in (old, new))
-    return Change(before, now)
-
-
-def _time_change(old: TimeRatios, new: TimeRatios) -> Change:
-    one, other = old.quartiles, new.quartiles
+    past, present = old.time_ratios(kind), new.time_ratios(kind)
+    one, other = quartiles(past), quartiles(present)
     is_clear = bool(one and other and (one[1] < other[0] or other[1] < one[0]))
-    return Change(old.median, new.median, is_clear)
+    changes = {
+        "step peak": Change(old.size(kind), new.size(kind)),
+        "activation peak": Change(
+            old.size(kind, "activation_peak"), new.size(kind, "activation_peak")
+        ),
+        "step time": Change(median(past), median(present), is_clear),
+    }
+    name, replanned = f"{new.label} {VARIANTS[kind]}", None not in plans and plans[0] != plans[1]
+    return CellChanges(name, new.batch, changes, replanned)
 
 
-def _name(row: Row, kind: str) -> str:
-    return f"{row.label} {VARIANTS[kind]}, {row.batch}"
+def _lacking(cells: Mapping[str, _Cell], others: Mapping[str, _Cell]) -> list[str]:
+    """Names the cells of a run that the other lacks."""
+    return [
+        f"{row.label} {VARIANTS[kind]}, {row.batch}"
+        for key, (row, kind, _) in cells.items()
+        if key not in others
+    ]
