@@ -11,6 +11,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
+from inspect import ismodule
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -77,7 +78,7 @@ TYPES: dict[str, ModuleType] = {
 
 def page() -> str:
     """Returns the page."""
-    exported = [name for name in zoo.__all__ if not name.startswith("__")]
+    exported = [name for name, value in vars(zoo).items() if name[0] != "_" and not ismodule(value)]
     parts = [HEADER]
     for group in GROUPS:
         names = [name for name in exported if group_of(name) is group]

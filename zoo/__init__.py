@@ -7,147 +7,91 @@ Also called gradient checkpointing or rematerialization. A model is a chain of n
 whose activations are saved and whose are recomputed, and nothing else changes. See README.md.
 """
 
+# ruff: noqa: I001 (`as` says that a name is exported)
+
 # before torch, which takes a second to import
 from zoo.cli import interrupts as _interrupts
 
-# isort: split
-from zoo.api.plan import RankReport, frontier, plan, plan_rank
-from zoo.api.track import Anatomy, anatomy, track
-from zoo.api.verify import verify
+from zoo.api.plan import (
+    RankReport as RankReport,
+    frontier as frontier,
+    plan as plan,
+    plan_rank as plan_rank,
+)
+from zoo.api.track import Anatomy as Anatomy, anatomy as anatomy, track as track
+from zoo.api.verify import verify as verify
 from zoo.catalog import (
-    create,
-    densenet100,
-    densenet121,
-    densenet161,
-    densenet169,
-    densenet190,
-    densenet201,
-    densenet264,
-    gpt2_large,
-    gpt2_medium,
-    gpt2_small,
-    gpt2_xl,
-    gru,
-    list_models,
-    lstm,
-    resnet18,
-    resnet34,
-    resnet50,
-    resnet101,
-    resnet110,
-    resnet152,
-    resnet164,
-    resnet1001,
-    resnet1202,
-    resnext50_32x4d,
-    resnext101_32x8d,
-    vit_base_patch16,
-    vit_large_patch16,
-    vit_small_patch16,
-    vit_tiny_patch16,
-    vnet,
-    wide_resnet50_2,
-    wide_resnet101_2,
+    create as create,
+    densenet100 as densenet100,
+    densenet121 as densenet121,
+    densenet161 as densenet161,
+    densenet169 as densenet169,
+    densenet190 as densenet190,
+    densenet201 as densenet201,
+    densenet264 as densenet264,
+    gpt2_large as gpt2_large,
+    gpt2_medium as gpt2_medium,
+    gpt2_small as gpt2_small,
+    gpt2_xl as gpt2_xl,
+    gru as gru,
+    list_models as list_models,
+    lstm as lstm,
+    resnet18 as resnet18,
+    resnet34 as resnet34,
+    resnet50 as resnet50,
+    resnet101 as resnet101,
+    resnet110 as resnet110,
+    resnet152 as resnet152,
+    resnet164 as resnet164,
+    resnet1001 as resnet1001,
+    resnet1202 as resnet1202,
+    resnext50_32x4d as resnext50_32x4d,
+    resnext101_32x8d as resnext101_32x8d,
+    vit_base_patch16 as vit_base_patch16,
+    vit_large_patch16 as vit_large_patch16,
+    vit_small_patch16 as vit_small_patch16,
+    vit_tiny_patch16 as vit_tiny_patch16,
+    vnet as vnet,
+    wide_resnet50_2 as wide_resnet50_2,
+    wide_resnet101_2 as wide_resnet101_2,
 )
-from zoo.chain import Chain
-from zoo.engine.recompute import recompute
+from zoo.chain import Chain as Chain
+from zoo.engine.recompute import recompute as recompute
 from zoo.errors import (
-    ArgumentError,
-    BudgetError,
-    ConfigError,
-    FileError,
-    InputError,
-    Interrupted,
-    ModelNameError,
-    OptimizerError,
-    PlanError,
-    RecomputeError,
-    VerifyError,
-    WeightsError,
-    ZooError,
+    ArgumentError as ArgumentError,
+    BudgetError as BudgetError,
+    ConfigError as ConfigError,
+    FileError as FileError,
+    InputError as InputError,
+    Interrupted as Interrupted,
+    ModelNameError as ModelNameError,
+    OptimizerError as OptimizerError,
+    PlanError as PlanError,
+    RecomputeError as RecomputeError,
+    VerifyError as VerifyError,
+    WeightsError as WeightsError,
+    ZooError as ZooError,
 )
-from zoo.layers.transformer import TransformerBlock
-from zoo.optimizer.in_backward import OptimizerInBackward, optimizer_in_backward
-from zoo.planner.plan import Plan
-from zoo.policy.report import Frontier, PlanReport
-from zoo.profiling.timeline import Timeline
-from zoo.sizing.max_size import Largest, largest, max_batch_size
-from zoo.tracing.api import chain_of, checkpoint, plan_of, uncheckpoint
-from zoo.version import __version__
+from zoo.layers.transformer import TransformerBlock as TransformerBlock
+from zoo.optimizer.in_backward import (
+    OptimizerInBackward as OptimizerInBackward,
+    optimizer_in_backward as optimizer_in_backward,
+)
+from zoo.planner.plan import Plan as Plan
+from zoo.policy.report import Frontier as Frontier, PlanReport as PlanReport
+from zoo.profiling.timeline import Timeline as Timeline
+from zoo.sizing.max_size import (
+    Largest as Largest,
+    largest as largest,
+    max_batch_size as max_batch_size,
+)
+from zoo.tracing.api import (
+    chain_of as chain_of,
+    checkpoint as checkpoint,
+    plan_of as plan_of,
+    uncheckpoint as uncheckpoint,
+)
+from zoo.version import __version__ as __version__
 
 # a program of somebody else's may have the command's name, too
 _interrupts.raise_on_interrupt()
-
-__all__ = [
-    "Anatomy",
-    "ArgumentError",
-    "BudgetError",
-    "Chain",
-    "ConfigError",
-    "FileError",
-    "Frontier",
-    "InputError",
-    "Interrupted",
-    "Largest",
-    "ModelNameError",
-    "OptimizerError",
-    "OptimizerInBackward",
-    "Plan",
-    "PlanError",
-    "PlanReport",
-    "RankReport",
-    "RecomputeError",
-    "Timeline",
-    "TransformerBlock",
-    "VerifyError",
-    "WeightsError",
-    "ZooError",
-    "__version__",
-    "anatomy",
-    "chain_of",
-    "checkpoint",
-    "create",
-    "densenet100",
-    "densenet121",
-    "densenet161",
-    "densenet169",
-    "densenet190",
-    "densenet201",
-    "densenet264",
-    "frontier",
-    "gpt2_large",
-    "gpt2_medium",
-    "gpt2_small",
-    "gpt2_xl",
-    "gru",
-    "largest",
-    "list_models",
-    "lstm",
-    "max_batch_size",
-    "optimizer_in_backward",
-    "plan",
-    "plan_of",
-    "plan_rank",
-    "recompute",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet110",
-    "resnet152",
-    "resnet164",
-    "resnet1001",
-    "resnet1202",
-    "resnext50_32x4d",
-    "resnext101_32x8d",
-    "track",
-    "uncheckpoint",
-    "verify",
-    "vit_base_patch16",
-    "vit_large_patch16",
-    "vit_small_patch16",
-    "vit_tiny_patch16",
-    "vnet",
-    "wide_resnet50_2",
-    "wide_resnet101_2",
-]

@@ -79,25 +79,23 @@ current_backward: Any = _private("_C._current_graph_task_id")
 disabled_torch_dispatch: Any = _private("_C._disabled_torch_dispatch_impl")
 is_key_excluded: Any = _private("_C._dispatch_tls_is_dispatch_key_excluded")
 is_legacy_batched: Any = _private("_C._functorch.is_legacy_batchedtensor")
-get_cudnn_benchmark: Any = _private("_C._get_cudnn_benchmark")
-get_cudnn_deterministic: Any = _private("_C._get_cudnn_deterministic")
-get_cudnn_enabled: Any = _private("_C._get_cudnn_enabled")
 get_dispatch_mode: Any = _private("_C._get_dispatch_mode")
-get_float32_matmul_precision: Any = _private("_C._get_float32_matmul_precision")
-get_mkldnn_enabled: Any = _private("_C._get_mkldnn_enabled")
 HAS_MKLDNN: Any = _private("_C._has_mkldnn")
 is_any_autocast_enabled: Any = _private("_C._is_any_autocast_enabled")
 is_tracing: Any = _private("_C._is_tracing")
 count_dispatch_modes: Any = _private("_C._len_torch_dispatch_stack")
-set_cudnn_benchmark: Any = _private("_C._set_cudnn_benchmark")
-set_cudnn_deterministic: Any = _private("_C._set_cudnn_deterministic")
-set_cudnn_enabled: Any = _private("_C._set_cudnn_enabled")
-set_float32_matmul_precision: Any = _private("_C._set_float32_matmul_precision")
 set_grad_enabled: Any = _private("_C._set_grad_enabled")
-set_mkldnn_enabled: Any = _private("_C._set_mkldnn_enabled")
 will_run: Any = _private("_C._will_engine_execute_node")
 conj: Any = _private("_conj")
 neg_view: Any = _private("_neg_view")
+# of what chooses among kernels, how to read and to write it
+SETTINGS_OF_KERNELS: Any = [
+    (_private(f"_C._get_{name}"), _private(f"_C._set_{name}"))
+    for name in (
+        "float32_matmul_precision", "mkldnn_enabled", "cudnn_enabled", "cudnn_benchmark",
+        "cudnn_deterministic",
+    )
+]  # fmt: skip
 queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
 is_profiling: Any = _private("autograd._profiler_enabled")
 

@@ -3,16 +3,16 @@
 `torch.nn.Sequential` is the nearest relative; it cannot hand several tensors on, cannot offer the
 inside of its blocks as steps, and cannot be run by a plan. A chain runs its steps in order over a
 *state*, a tuple of tensors: each step takes what the step before it returned. What is kept in
-memory meanwhile is somebody else's business: the runner that `policy.options` attaches.
-
-A chain that nobody attached anything to is an ordinary module with an ordinary forward.
+memory meanwhile is decided by the runner that `policy.options` attaches; without one a chain is an
+ordinary module.
 """
 
 import functools
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Union
+from typing import Any, ClassVar, NamedTuple, Protocol, Union
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +56,9 @@ class NamedStep(functools.partial[Any]):
 class PassThrough:
     """A function of a part of the state; the rest is handed on.
 
-    Attributes:
-        function: takes `modules` modules and then the tensors that it reads; returns new ones.
-        modules: how many.
-        reads: places of the tensors that it reads, in the state.
-        gives: for each tensor of the next state its place in this state, or ~n for the n-th new
-            one.
+    `function` takes so many modules and then the tensors that it reads, by their places in the
+    state, and returns new ones. `gives` has for each tensor of the next state its place in this
+    state, or ~n for the n-th new one.
     """
 
     function: Callable[..., tuple[Any, ...]]
@@ -87,15 +84,13 @@ class Runner(Protocol):
 
     def __call__(self, chain: "Chain", outline: "Outline", inputs: State) -> Any:
         """Runs the outlined steps over the inputs; returns what the last one returned."""
-        ...
 
 
 class Held(NamedTuple):
     """What names in a forward, and calls under way, hold during a step beside its state.
 
-    Attributes:
-        tensors: those that were in a state before: the number of the state, and the place in it.
-        others: bytes of each that no state has.
+    `tensors` were in a state before: the number of the state and the place in it. `others` are the
+    bytes of each that was in none.
     """
 
     tensors: tuple[tuple[int, int], ...]
@@ -133,6 +128,8 @@ class Chain(nn.Module):
     calling it, so that its hooks fire as in any module; so is a chain with a plan of its own.
     """
 
+    # parts of another library's names of weights, as regular expressions, and ours, in this order
+    renames: ClassVar[Mapping[str, str]] = {}
     runner: Runner | None
 
     def __init__(self) -> None:
@@ -176,8 +173,11 @@ class Chain(nn.Module):
         return self.runner.plan if self.runner is not None else None
 
     def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Renames the keys of another library's weights for this model; by default nothing."""
-        return state_dict
+        """Renames the keys of another library's weights for this model, by `renames`, if any."""
+        names = {key: key for key in state_dict}
+        for theirs, ours in self.renames.items():
+            names = {key: re.sub(theirs, ours, name) for key, name in names.items()}
+        return {names[key]: v for key, v in state_dict.items()} if self.renames else state_dict
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -187,21 +187,17 @@ class Chain(nn.Module):
         Raises:
             WeightsError: keys are missing, unknown or of another shape; the model is unchanged.
         """
-        translated = self.translate(state_dict) if isinstance(state_dict, Mapping) else state_dict
-        check_weights(self, translated, strict)
-        return super().load_state_dict(translated, strict=strict, assign=assign)
+        if isinstance(state_dict, Mapping):
+            state_dict = self.translate(state_dict)
+        check_weights(self, state_dict, strict)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def outline(steps: Steps) -> Outline:
     """Flattens a list of steps, chains, Sequentials and groups to fine steps and their blocks."""
-    flat: list[Step] = []
-    blocks: list[int] = []
-    for block, entry in enumerate(steps):
-        fine = list(_fine(entry))
-        flat += fine
-        blocks += [block] * len(fine)
-    whole = frozenset(place for place, step in enumerate(flat) if has_parts(step))
-    return Outline(tuple(flat), tuple(blocks), whole)
+    found = [(step, block) for block, entry in enumerate(steps) for step in _fine(entry)]
+    whole = frozenset(place for place, (step, _) in enumerate(found) if has_parts(step))
+    return Outline(tuple(step for step, _ in found), tuple(block for _, block in found), whole)
 
 
 def spread(*stages: nn.Module) -> Iterator[nn.Module]:
@@ -210,10 +206,8 @@ def spread(*stages: nn.Module) -> Iterator[nn.Module]:
     A Sequential that has hooks of its own stays whole, so that they fire.
     """
     for stage in stages:
-        if isinstance(stage, nn.Sequential) and is_hooked(stage):
-            yield stage
-        else:
-            yield from stage.children()
+        is_whole = isinstance(stage, nn.Sequential) and is_hooked(stage)
+        yield from (stage,) if is_whole else stage.children()
 
 
 def fold(steps: Sequence[Step], state: State) -> Any:
@@ -238,24 +232,17 @@ def check_weights(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     missing = sorted(own.keys() - state_dict.keys()) if strict else []
     missing = [key for key in missing if not key.endswith("num_batches_tracked")]
     unknown = sorted(state_dict.keys() - own.keys()) if strict else []
-    shapes = [
-        f"{key} {tuple(value.shape)} instead of {tuple(own[key].shape)}"
-        for key, value in state_dict.items()
-        if key in own and isinstance(value, Tensor) and isinstance(own[key], Tensor)
-        if value.shape != own[key].shape
-    ]
-    others = [
-        f"{key} ({type(value).__name__})"
-        for key, value in state_dict.items()
-        if isinstance(own.get(key), Tensor) and not isinstance(value, Tensor)
-    ]
-    kinds = (
-        ("missing", missing), ("unknown", unknown), ("of another shape", shapes),
-        ("no tensor", others),
-    )  # fmt: skip
+    shapes, others = [], []
+    for key, value in state_dict.items():
+        wanted = own.get(key)
+        if isinstance(wanted, Tensor) and not isinstance(value, Tensor):
+            others.append(f"{key} ({type(value).__name__})")
+        elif isinstance(wanted, Tensor) and value.shape != wanted.shape:
+            shapes.append(f"{key} {tuple(value.shape)} instead of {tuple(wanted.shape)}")
+    kinds = "missing", "unknown", "of another shape", "no tensor"
     faults = [
         f"{len(keys)} {what}: {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
-        for what, keys in kinds
+        for what, keys in zip(kinds, (missing, unknown, shapes, others), strict=True)
         if keys
     ]
     if faults:
@@ -267,18 +254,14 @@ def check_weights(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
 
 
 def _fine(entry: Any) -> Iterator[Step]:
-    inner: Sequence[Any] | None = None
-    if isinstance(entry, list | tuple):
-        inner = entry
-    elif isinstance(entry, Chain) and entry.runner is None and not is_hooked(entry):
-        inner = entry.steps()
-    elif type(entry) is nn.Sequential and not is_hooked(entry):
-        inner = tuple(entry)
-    if inner is None:
-        yield entry
-    else:
-        for part in inner:
+    is_open = not isinstance(entry, nn.Module) or not is_hooked(entry)
+    if isinstance(entry, Chain) and entry.runner is None and is_open:
+        entry = tuple(entry.steps())
+    if isinstance(entry, list | tuple) or (type(entry) is nn.Sequential and is_open):
+        for part in entry:
             yield from _fine(part)
+    else:
+        yield entry
 
 
 def has_parts(step: Step) -> bool:
@@ -292,23 +275,14 @@ def is_hooked(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in HOOKS)
 
 
-def hooks_for_all() -> Iterator[Callable[..., Any]]:
-    """Yields the hooks that are registered for all modules."""
-    for registry in GLOBAL_HOOKS:
-        yield from registry.values()
-
-
 def step_name(step: Step, paths: Mapping[int, str]) -> str:
     """Names a step; `paths` are those of the chain's modules by their ids."""
     if isinstance(step, NamedStep):
         return step.title
     if isinstance(step, functools.partial):
-        shown = ", ".join(
-            paths.get(id(value), str(value))
-            for value in step.args
-            if isinstance(value, int | str)
-            or (id(value) in paths and not isinstance(step.func, types.MethodType))
-        )
+        known = {} if isinstance(step.func, types.MethodType) else paths
+        given = (known.get(id(v), str(v) if isinstance(v, int | str) else "") for v in step.args)
+        shown = ", ".join(filter(None, given))
         return f"{step_name(step.func, paths)}({shown})" if shown else step_name(step.func, paths)
     if isinstance(step, nn.Module):
         return paths.get(id(step), type(step).__name__)

@@ -9,8 +9,8 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
+# characters of a value that an error repeats, at most
 LONGEST = 200
-"""The most characters of a value that an error repeats."""
 
 
 class ZooError(Exception):
@@ -28,9 +28,8 @@ class BudgetError(ZooError, ValueError):
 class Interrupted(KeyboardInterrupt):
     """Says that Ctrl-C ended a search, and what it had found; nothing else of it is left.
 
-    Attributes:
-        found: of `zoo.plan` and `zoo.frontier` a `Frontier` of the best plans so far; of
-            `zoo.largest` and `zoo.max_batch_size` the largest size that is known to fit.
+    `found` is a `Frontier` of the best plans so far, where `zoo.plan` or `zoo.frontier` was
+    interrupted; of `zoo.largest` and `zoo.max_batch_size` the largest size that is known to fit.
     """
 
     def __init__(self, text: str, found: Any) -> None:
@@ -86,10 +85,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def shortened(value: object) -> str:
     """Returns a value's repr for an error: of a long or deep one about 200 characters.
 
-    The whole repr is never made: that of a few nested lists which repeat each other would be
-    longer than any memory.
+    The whole repr is never made: that of nested lists may be longer than any memory.
     """
-    return shortened_text(_BRIEF.repr(value))
+    return shortened_text(_Brief().repr(value))
 
 
 def shortened_text(text: str, longest: int = LONGEST) -> str:
@@ -114,6 +112,3 @@ class _Brief(reprlib.Repr):
         if abs(x).bit_length() > 10 * LONGEST:
             return f"a whole number of {x.bit_length()} bits"
         return super().repr_int(x, level)
-
-
-_BRIEF = _Brief()

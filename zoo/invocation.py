@@ -57,12 +57,10 @@ class Invocation:
         """
         if isinstance(inputs, Invocation):
             return inputs
-        if isinstance(inputs, Tensor):
-            return cls((inputs,))
         if isinstance(inputs, Mapping):
             return cls(kwargs=dict(inputs))
-        if isinstance(inputs, tuple | list):
-            return cls(tuple(inputs))
+        if isinstance(inputs, Tensor | tuple | list):
+            return cls((inputs,) if isinstance(inputs, Tensor) else tuple(inputs))
         raise ArgumentError(
             "a model's inputs are a tensor, a tuple of arguments or a dict of keyword arguments; "
             f"got {type(inputs).__name__}"
@@ -73,12 +71,7 @@ class Invocation:
         return model(*self.args, **self.kwargs)
 
     def taken_by(self, model: nn.Module) -> Any:
-        """Calls a model without recomputation and returns what it returns.
-
-        Raises:
-            ArgumentError: it raises on these arguments; an error of zoo's, or memory that runs out,
-                stays what it is.
-        """
+        """Calls a model; what it raises becomes ArgumentError, but for zoo's and lack of memory."""
         try:
             return self.on(model)
         except (ZooError, MemoryError, torch.OutOfMemoryError):
@@ -92,23 +85,22 @@ class Invocation:
 
     def at(self, place: torch.device) -> "Invocation":
         """Returns fake tensors on a device for meta tensors, and any others as they are."""
-
-        def placed(value: Tensor) -> Tensor:
-            if value.device.type != "meta" or place.type == "meta":
-                return value
-            with FakeTensorMode():
-                fake = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=place
-                )
-            return fake.requires_grad_(value.requires_grad)
-
-        return self.map(placed)
+        if place.type == "meta":
+            return self
+        return self.map(lambda v: fake_at(FakeTensorMode(), v, place) if v.is_meta else v)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in order."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def fake_at(mode: FakeTensorMode, tensor: Tensor, place: torch.device) -> Tensor:
+    """Makes a fake tensor on a device, of the sizes of one on meta."""
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 class InputSpec(NamedTuple):
@@ -136,10 +128,7 @@ class InputSpec(NamedTuple):
         )
 
     def smallest_cover(self, others: Iterable["InputSpec"]) -> "InputSpec | None":
-        """Returns the one of fewest elements that these arguments are within; None if none is.
-
-        By a plan for larger inputs they need no more memory than those.
-        """
+        """Returns the one of fewest elements that these arguments are within; None if none is."""
         covers = filter(self.is_within, others)
         return min(covers, key=lambda spec: sum(map(math.prod, spec.sizes)), default=None)
 
@@ -149,18 +138,15 @@ _holders: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary
 
 
 def _trained(model: nn.Module) -> tuple[tuple[torch.dtype | None, bool], ...]:
-    """Lists the type of each parameter and whether it is trained.
-
-    The modules that hold parameters are looked up anew once one of them is gone.
-    """
-    known = _holders.get(model, ())
-    found = [module for module in (holder() for holder in known) if module is not None]
-    if not found or len(found) < len(known):
+    """Lists the type of each parameter and whether it is trained."""
+    found = [holder() for holder in _holders.get(model, ())]
+    if not found or None in found:  # a module is gone
         found = [module for module in model.modules() if module._parameters]
-        _holders[model] = [ref(module) for module in found]
+        _holders[model] = [ref(module) for module in found if module is not None]
     return tuple(
         (weight.dtype, weight.requires_grad)
         for module in found
+        if module is not None
         for weight in module._parameters.values()
         if weight is not None
     )
@@ -212,7 +198,7 @@ def place_of(model: nn.Module) -> torch.device:
 
 
 def kernel_device(model: nn.Module) -> torch.device:
-    """Returns the device whose kernels a model is planned by: its own, for the meta device the CPU.
+    """Returns the device whose kernels a model is planned by: its own, or the CPU's for meta.
 
     Meta tensors run other kernels for attention and LSTMs than any device does.
     """
@@ -236,8 +222,9 @@ def check_module(model: object, what: str) -> None:
         raise ArgumentError(f"{what} needs a torch.nn.Module; got {type(model).__name__}")
 
 
-def check_training(model: nn.Module, what: str) -> None:
-    """Raises ArgumentError unless a model is a module in training mode; `what` needs one."""
+def check_training(model: nn.Module, what: str, loss: object = None) -> None:
+    """Raises ArgumentError unless a model is a module in training mode, and a loss a function."""
+    check_loss(loss)
     check_module(model, what)
     if not model.training:
         raise ArgumentError(
@@ -268,10 +255,9 @@ class UnknownTargets(ArgumentError):
 
 
 def with_loss_errors(loss: Loss, place: torch.device) -> Loss:
-    """Returns a loss whose failures say that it was the loss, and that takes targets on meta.
+    """Returns a loss that takes targets on meta, which become zeros, and whose failures say so.
 
-    These become zeros on a device. What it returns raises ArgumentError where the loss does not
-    take what the model returns, or returns no tensor of one element.
+    They are ArgumentErrors: it does not take what the model returns, or returns no scalar.
     """
     name = _name(loss)
 

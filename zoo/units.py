@@ -16,10 +16,8 @@ LARGEST = 2**63 - 1
 
 def format_bytes(count: int) -> str:
     """Writes bytes with a binary unit and four digits at most: 1536 -> '1.50 KiB'."""
-    size, unit = _in_unit(count)
-    if unit == "B":
-        return f"{count} B"
-    return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
+    size, unit, digits = _in_unit(count)
+    return f"{size:.{digits}f} {unit}"
 
 
 def exact_bytes(count: int) -> str:
@@ -29,15 +27,15 @@ def exact_bytes(count: int) -> str:
 
 def at_least(count: int) -> str:
     """Writes a short size of so many bytes or up to a hundredth more, as `parse_bytes` reads it."""
-    size, unit = _in_unit(count)
-    digits = 0 if unit == "B" or size >= 100 else 1 if size >= 10 else 2
+    size, unit, digits = _in_unit(count)
     return f"{math.ceil(size * 10**digits) / 10**digits:.{digits}f}{unit}"
 
 
-def _in_unit(count: int) -> tuple[float, str]:
-    """Returns bytes in the largest binary unit of which there is one, and that unit."""
+def _in_unit(count: int) -> tuple[float, str, int]:
+    """Returns bytes in the largest binary unit of which there is one, the unit, and digits."""
     power = min(max(abs(count).bit_length() - 1, 0) // 10, len(BINARY) - 1)
-    return count / 1024**power, BINARY[power]
+    size = count / 1024**power
+    return size, BINARY[power], 0 if power == 0 or abs(size) >= 100 else 1 if abs(size) >= 10 else 2
 
 
 def format_seconds(seconds: float) -> str:
@@ -71,13 +69,10 @@ def _bytes(value: object) -> int | None:
     """Returns the bytes that a value stands for; None where it is no size."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if not isinstance(value, str):
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", value.strip())
-    if found is None:
-        return None
-    unit = found[2].lower() or "b"
-    if unit not in UNITS or (unit == "b" and "." in found[1]):
+    text = value.strip() if isinstance(value, str) else ""
+    found = re.fullmatch(r"(\d+)(\.\d+)?\s*([a-zA-Z]*)", text)
+    unit = (found[3].lower() or "b") if found else ""
+    if not found or unit not in UNITS or (unit == "b" and found[2]):
         return None
     # of hundreds of digits a float is infinite
-    return int(min(float(found[1]) * UNITS[unit], 2.0 * LARGEST))
+    return int(min(float(found[1] + (found[2] or "")) * UNITS[unit], 2.0 * LARGEST))

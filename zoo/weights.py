@@ -1,11 +1,7 @@
-"""Published weights for models of the catalog, fetched by the libraries that publish them.
-
-The libraries are imported where they are asked, keep what they fetched in caches of their own, and
-are no part of what `import zoo` needs.
-"""
+"""Published weights, fetched and cached by the libraries that publish them, imported only then."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,30 +17,17 @@ _TORCHVISION = (
 # the library that publishes a model's weights, and its own name for the model
 SOURCES = {
     **{name: ("torchvision", name) for name in _TORCHVISION},
-    "vit_tiny_patch16": ("timm", "vit_tiny_patch16_224"),
-    "vit_small_patch16": ("timm", "vit_small_patch16_224"),
-    "vit_base_patch16": ("timm", "vit_base_patch16_224"),
-    "vit_large_patch16": ("timm", "vit_large_patch16_224"),
+    **{
+        f"vit_{size}_patch16": ("timm", f"vit_{size}_patch16_224")
+        for size in ("tiny", "small", "base", "large")
+    },
+    **{f"gpt2_{size}": ("transformers", f"gpt2-{size}") for size in ("medium", "large", "xl")},
     "gpt2_small": ("transformers", "gpt2"),
-    "gpt2_medium": ("transformers", "gpt2-medium"),
-    "gpt2_large": ("transformers", "gpt2-large"),
-    "gpt2_xl": ("transformers", "gpt2-xl"),
-}
-_FETCH: dict[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
-    "torchvision": lambda library, name: library.models.get_model_weights(
-        name
-    ).DEFAULT.get_state_dict(progress=False),
-    "timm": lambda library, name: library.create_model(name, pretrained=True).state_dict(),
-    "transformers": lambda library, name: library.GPT2LMHeadModel.from_pretrained(
-        name
-    ).state_dict(),
 }
 
 
 def published(name: str) -> Mapping[str, Tensor]:
-    """Returns the weights that a library publishes for a model of the catalog.
-
-    Random states are left as they are. What is on disk from an earlier time is not fetched again.
+    """Returns the weights that a library publishes for a model; random states stay as they are.
 
     Raises:
         WeightsError: nobody publishes weights for it, the library is not installed, or there is
@@ -57,7 +40,7 @@ def published(name: str) -> Mapping[str, Tensor]:
         )
     library, theirs = SOURCES[name]
     try:
-        module = importlib.import_module(library)
+        module: Any = importlib.import_module(library)
     except (ImportError, RuntimeError) as error:
         raise WeightsError(
             f"the weights of {name} come from {library}, which cannot be imported here: "
@@ -65,10 +48,18 @@ def published(name: str) -> Mapping[str, Tensor]:
         ) from error
     try:
         with torch.random.fork_rng(devices=[]):
-            return _FETCH[library](module, theirs)
+            return _fetched(module, library, theirs)  # type: ignore[no-any-return]
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise WeightsError(
             f"the weights of {name} could not be fetched through {library}, which takes a network "
             f"or a file fetched before ({reason[:200]})"
         ) from error
+
+
+def _fetched(module: Any, library: str, name: str) -> Any:
+    if library == "torchvision":
+        return module.models.get_model_weights(name).DEFAULT.get_state_dict(progress=False)
+    if library == "timm":
+        return module.create_model(name, pretrained=True).state_dict()
+    return module.GPT2LMHeadModel.from_pretrained(name).state_dict()

@@ -142,6 +142,6 @@ def test_no_step_writes_its_inputs():
 def test_targets_that_do_not_fit_the_tokens_are_refused():
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     with pytest.raises(InputError, match=r"one target for each token; got targets \(2, 4\)"):
-        check_tokens("GPT2", tokens, tokens[:, :4], "N T", vocabulary=50)
+        check_tokens("GPT2", tokens, tokens[:, :4], "NT", vocabulary=50)
     with pytest.raises(InputError, match=r"int64; got torch\.int32\. Convert them"):
-        check_tokens("GPT2", tokens, tokens.int(), "N T", vocabulary=50)
+        check_tokens("GPT2", tokens, tokens.int(), "NT", vocabulary=50)

@@ -250,7 +250,7 @@ TOKENS = torch.zeros(2, 8, dtype=torch.int64)
     ("inputs", "message"),
     [
         ((TOKENS.float(),), r"token numbers, int64 or int32; got torch\.float32"),
-        ((TOKENS[:, :0],), r"at least one token; got \(2, 0\)"),
+        ((TOKENS[:, :0],), r"at least one element on each axis; got \(2, 0\)"),
         ((TOKENS[0],), r"takes \(N, T\), 2 axes; got \(8,\)"),
         ((TOKENS.repeat(1, 5),), "has 32 positions; got 40 tokens"),
         ((TOKENS, TOKENS[:, 1:]), r"one target for each token; got targets \(2, 7\)"),

@@ -279,7 +279,7 @@ def test_every_layers_chunk_of_time_and_every_chunk_of_scores_is_a_block():
     ("arguments", "message"),
     [
         ((torch.zeros(3, 2),), "lstm takes token numbers.* got torch.float32"),
-        ((torch.zeros(0, 2, dtype=torch.int64),), r"at least one token; got \(0, 2\)"),
+        ((torch.zeros(0, 2, dtype=torch.int64),), r"one element on each axis; got \(0, 2\)"),
         ((torch.zeros(3, dtype=torch.int64),), r"takes \(T, N\), 2 axes; got \(3,\)"),
         ((text()[0], None, text()[1][1:]), r"one target for each token; got targets \(22, 3\)"),
         ((text()[0], None, text()[1].int()), "targets of int64; got torch.int32"),

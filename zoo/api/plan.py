@@ -28,14 +28,14 @@ import torch
 from torch import distributed, nn
 
 from zoo._torch import fake_store
-from zoo.api.track import FakeStep, mean_of
+from zoo.api.track import CopiedStep, mean_of
 from zoo.chain import is_hooked
 from zoo.errors import ArgumentError, BudgetError, OptimizerError, shortened
-from zoo.invocation import Inputs, Invocation, Loss, check_loss, check_training, place_of, title_of
+from zoo.invocation import Inputs, Invocation, Loss, check_training, place_of, title_of
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds, only_in_backward
 from zoo.policy.report import Frontier, PlanReport, peak_table
-from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
+from zoo.profiling.optimizer import MakeOptimizer
 from zoo.profiling.progress import each, shown
 from zoo.profiling.timeline import Timeline
 from zoo.report.escaping import markdown_table
@@ -94,15 +94,12 @@ def plan(
         BudgetError: no plan keeps to the budget, with the least that one needs.
     """
     check_bounds(memory_budget, max_overhead)
-    planner = planner_for(
-        model,
-        inputs,
-        optimizer=optimizer,
-        loss=loss,
-        device=device,
-        optimizer_in_backward=optimizer_in_backward,
-    )
-    return planner.report(memory_budget, max_overhead)
+    step: Any = {
+        "optimizer": optimizer,
+        "loss": loss,
+        "optimizer_in_backward": optimizer_in_backward,
+    }
+    return planner_for(model, inputs, device=device, **step).report(memory_budget, max_overhead)
 
 
 @shown("zoo.frontier")
@@ -121,32 +118,23 @@ def frontier(
     Arguments and errors are those of `plan`. Ctrl-C raises `Interrupted`, a KeyboardInterrupt whose
     `found` is the `Frontier` of the plans found so far, once there are some.
     """
-    planner = planner_for(
-        model,
-        inputs,
-        optimizer=optimizer,
-        loss=loss,
-        device=device,
-        optimizer_in_backward=optimizer_in_backward,
-    )
-    return planner.frontier()
+    step: Any = {
+        "optimizer": optimizer,
+        "loss": loss,
+        "optimizer_in_backward": optimizer_in_backward,
+    }
+    return planner_for(model, inputs, device=device, **step).frontier()
 
 
 def planner_for(
     model: nn.Module,
     inputs: Inputs | Invocation,
     *,
-    optimizer: MakeOptimizer | OptimizerBytes | None = torch.optim.AdamW,
     loss: Loss | None = None,
-    device: str | None = None,
-    optimizer_in_backward: bool = False,
+    **options: Any,
 ) -> BudgetPlanner:
-    """Traces a model for these inputs; arguments are those of `plan`.
-
-    Known bytes of an optimizer may be given in its place: they do not depend on the inputs.
-    """
-    check_training(model, "planning")
-    check_loss(loss)
+    """Traces a model for these inputs; options are those of `BudgetPlanner`."""
+    check_training(model, "planning", loss)
     given = Invocation.of(inputs)
     with (
         torch.inference_mode(False),
@@ -154,15 +142,7 @@ def planner_for(
         shown(title_of(model, tuple(given.tensors))),
     ):
         found = steps_of(model, given, loss)
-        return BudgetPlanner(
-            model,
-            found.outline,
-            found.state,
-            optimizer=optimizer,
-            loss=found.loss,
-            device=device,
-            optimizer_in_backward=optimizer_in_backward,
-        )
+        return BudgetPlanner(model, found.outline, found.state, loss=found.loss, **options)
 
 
 @dataclass(frozen=True)
@@ -208,13 +188,13 @@ class RankReport:
         self.alone.save(path)
 
     def __str__(self) -> str:
-        def share(size: int) -> tuple[str, str]:
-            return format_bytes(size), f"×{size / max(self.baseline_peak, 1):.2f}"
-
+        sizes = {"peak": self.predicted_peak, "budget": self.budget, "baseline": self.baseline_peak}
         predicted = [
-            ("peak", *share(self.predicted_peak)),
-            *([] if self.budget is None else [("budget", *share(self.budget))]),
-            ("baseline", *share(self.baseline_peak)),
+            *(
+                (name, format_bytes(size), f"×{size / max(self.baseline_peak, 1):.2f}")
+                for name, size in sizes.items()
+                if size is not None
+            ),
             ("the plan in one process", format_bytes(self.alone.predicted_peak), ""),
             ("time without communication", "", f"×{self.predicted_time_ratio:.2f}"),
         ]
@@ -275,14 +255,13 @@ def plan_rank(
         OptimizerError: the optimizer cannot step in the backward.
     """
     check_bounds(memory_budget, max_overhead)
-    check_training(model, "planning")
+    check_training(model, "planning", loss)
     if memory_budget == "device":
         raise ArgumentError(
             "memory_budget='device' is what is free here; for a rank that is elsewhere give bytes, "
             "'80GiB' or a fraction of the baseline"
         )
-    is_whole = isinstance(world_size, int) and not isinstance(world_size, bool)
-    if not is_whole or not 1 <= world_size <= MOST_RANKS:
+    if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
         raise ArgumentError(
             f"world_size={shortened(world_size)} is no number from 1 to {MOST_RANKS}; for more "
             "ranks plan for that many, of which one takes hardly less"
@@ -294,20 +273,15 @@ def plan_rank(
             "choose 'fsdp2', or leave out optimizer_in_backward"
         )
     with random_state_restored(), _fake_group(world_size):
-        made = (model, Invocation.of(inputs), optimizer, loss or mean_of, spread)
-        step = FakeStep(*made, in_backward=optimizer_in_backward)
-        planner = planner_for(
-            _hooked_as(step.model, model),
-            inputs,
-            optimizer=optimizer,
-            loss=loss,
-            device=device or "cpu",
-            optimizer_in_backward=optimizer_in_backward,
-        )
+        given = model, Invocation.of(inputs), optimizer, loss or mean_of, spread
+        make = functools.partial(CopiedStep, *given)
+        step = make(in_backward=optimizer_in_backward)
+        options: Any = {"optimizer": optimizer, "optimizer_in_backward": optimizer_in_backward}
+        hooked = _hooked_as(step.model, model)
+        planner = planner_for(hooked, inputs, loss=loss, device=device or "cpu", **options)
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         buckets = sum(parameter.nbytes for parameter in trained) if name == "ddp" else 0
-        is_other = not optimizer_in_backward and name != "ddp"
-        other = (lambda: FakeStep(*made, in_backward=True)) if is_other else None
+        other = None if optimizer_in_backward or name == "ddp" else make
         rank = _Rank(world_size, name, functools.cache(step.track), buckets, other)
         return rank.report(planner, memory_budget, max_overhead)
 
@@ -316,14 +290,14 @@ def plan_rank(
 class _Rank:
     """Rank 0: `track` tracks a step by a plan; `buckets` are bytes of gradients beside it.
 
-    `in_backward` makes the same step with the optimizer in the backward, where that can be.
+    `other` makes the step in which the optimizer steps in the backward, where it does not yet.
     """
 
     world_size: int
     strategy: str
     track: Callable[[Plan | None], Timeline]
     buckets: int
-    in_backward: Callable[[], FakeStep] | None
+    other: Callable[..., CopiedStep] | None
 
     def report(
         self, planner: BudgetPlanner, memory_budget: Budget | None, max_overhead: float | None
@@ -373,8 +347,8 @@ class _Rank:
             "batch of a rank, or spread over more ranks."
         )
         with contextlib.suppress(OptimizerError):
-            if self.in_backward is not None:
-                other = self.in_backward().track(plan).peak
+            if self.other is not None:
+                other = self.other(in_backward=True).track(plan).peak
                 text += only_in_backward(other) if other <= budget else ""
         return BudgetError(text)
 

@@ -1,8 +1,7 @@
 """`zoo.track` and `zoo.anatomy`: where the memory of a training step goes, with and without a plan.
 
-An anatomy trains a copy of the model: a real one, whose second step is tracked, or one of fake
-tensors, which have sizes and no memory, so that a step is tracked that would fit nowhere; kernel
-workspaces are not in that.
+An anatomy trains a copy of the model: a real one, or one of fake tensors, which have sizes and no
+memory, so that a step is tracked that would fit nowhere; kernel workspaces are not in that.
 """
 
 import contextlib
@@ -23,12 +22,11 @@ from zoo.invocation import (
     Inputs,
     Invocation,
     Loss,
-    check_loss,
     check_training,
     checked_loss,
+    fake_at,
     nothing_trained,
     own_loss,
-    place_of,
     with_loss_errors,
 )
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
@@ -98,14 +96,13 @@ class Anatomy:
             return self.baseline.table(holders)
         return compare({"baseline": self.baseline, "with the plan": self.planned}, holders)
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def to_json(self) -> str:
         """Writes plan and timelines as JSON."""
-        planned = None if self.planned is None else json.loads(self.planned.to_json())
-        baseline = json.loads(self.baseline.to_json())
-        return json.dumps({"plan": self.plan, "baseline": baseline, "planned": planned})
+        steps = {"baseline": self.baseline, "planned": self.planned}
+        found = {name: step and json.loads(step.to_json()) for name, step in steps.items()}
+        return json.dumps({"plan": self.plan, **found})
 
 
 @shown("zoo.anatomy")
@@ -139,25 +136,21 @@ def anatomy(
         ArgumentError: no module or not in training mode; a plan for what cannot be traced.
         OptimizerError: the optimizer cannot step in the backward.
     """
-    check_training(model, "an anatomy")
+    check_training(model, "an anatomy", loss)
     if device not in (None, "meta"):
         raise ArgumentError(
             f"device={device!r} is neither None nor 'meta'; the step runs where the model is"
         )
-    check_loss(loss)
-    given, loss = Invocation.of(inputs), loss or mean_of
+    given = Invocation.of(inputs)
     plan = _decided(model, given, checkpoint)
     on_meta = any(tensor.is_meta for tensor in (*given.tensors, *model.parameters()))
-    step = (model, given, optimizer, loss)
+    options: Any = {"fake": device == "meta" or on_meta, "in_backward": optimizer_in_backward}
     with random_state_restored():
-        if device == "meta" or on_meta:
-            tracked = FakeStep(*step, in_backward=optimizer_in_backward).track
-        else:
-            tracked = functools.partial(_measured, *step, in_backward=optimizer_in_backward)
-        steps = (None,) if plan is None else (plan, None)
-        *planned, baseline = map(tracked, each("tracked steps", steps))
-        by_plan = plan if isinstance(plan, Plan) else None
-        return Anatomy(baseline, planned[0] if planned else None, by_plan)
+        step = CopiedStep(model, given, optimizer, loss or mean_of, **options)
+        plans = (None,) if plan is None else (plan, None)
+        *planned, baseline = map(step.track, each("tracked steps", plans))
+    by_plan = plan if isinstance(plan, Plan) else None
+    return Anatomy(baseline, planned[0] if planned else None, by_plan)
 
 
 def _decided(
@@ -177,35 +170,11 @@ def _decided(
         return "blocks"
 
 
-def _measured(
-    model: nn.Module,
-    inputs: Invocation,
-    make: MakeOptimizer | None,
-    loss: Loss,
-    plan: Plan | str | None,
-    *,
-    in_backward: bool,
-) -> Timeline:
-    """Trains a real copy for two steps and returns the timeline of the second."""
-    trained, own = copy.deepcopy(model), own_copy(inputs)
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters() if p.requires_grad)
-    with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
-        optimizer = optimizer_of(make, trained, in_backward)
-        loss = with_loss_errors(loss, place_of(model))
-        if in_backward and optimizer is not None:
-            stack.enter_context(stepping_in_backward(trained, optimizer))
-        put_in_force(trained, False if plan is None else plan, steps=named_steps(model))
-        train_step(trained, own, loss, optimizer)
-        with track(trained, optimizer=optimizer, inputs=own.tensors, allocator=on_cpu) as timeline:
-            train_step(trained, own, loss, optimizer)
-    return timeline
+class CopiedStep:
+    """A training step of a copy of a model, tracked by one plan after another.
 
-
-class FakeStep:
-    """A training step of a fake copy of a model, tracked by one plan after another.
-
-    `wrap` does to the copy what a program does to a model before it trains: shards it, say. With
-    `in_backward` the optimizer steps in the backward.
+    The tensors of a fake copy have sizes and no memory. `wrap` does to it what a program does to a
+    model before it trains: shards it, say. With `in_backward` the optimizer steps in the backward.
     """
 
     def __init__(
@@ -216,41 +185,44 @@ class FakeStep:
         loss: Loss,
         wrap: Callable[[nn.Module], object] | None = None,
         *,
+        fake: bool = True,
         in_backward: bool = False,
     ) -> None:
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.names, self.loss = named_steps(model), with_loss_errors(loss, device)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fake = functools.partial(_fake, self.mode, device)
-        self.model = _fake_copy(model, fake, device)
+        self.in_backward = in_backward
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+        own = functools.partial(_own, self.mode, device)
+        self.model = copy.deepcopy(model) if self.mode is None else _fake_copy(model, own, device)
         if wrap is not None:
             wrap(self.model)
-        with self._on_fakes():
-            self.inputs = inputs.map(fake)
+        with self._modes():
+            self.inputs = inputs.map(functools.cache(own))
             self.optimizer = optimizer_of(make, self.model, in_backward)
             if wrap is not None:
                 # the first step of a wrapped model differs from all that follow
                 put_in_force(self.model, False)
                 self._train()
-            elif self.optimizer is not None:
+            elif fake and self.optimizer is not None:
                 # a step makes its state
                 for parameter in self.model.parameters():
                     if parameter.requires_grad:
                         parameter.grad = torch.empty_like(parameter)
                 self.optimizer.step()
-        # outside of the mode, since the optimizer is tried on real tensors
-        if in_backward and self.optimizer is not None:
-            step_in_backward(self.model, self.optimizer)
 
     def track(self, plan: Plan | str | None) -> Timeline:
-        """Trains a step by a plan; None is the baseline."""
-        with self._on_fakes():
+        """Trains a step by a plan, for real after another one; None is the baseline."""
+        own = [p for p in self.model.parameters() if p.requires_grad]
+        on_cpu = self.mode is None and all(parameter.device.type == "cpu" for parameter in own)
+        # outside of the mode, since the optimizer is tried on real tensors
+        attached = stepping_in_backward(self.model, self.optimizer if self.in_backward else None)
+        with attached, self._modes():
             put_in_force(self.model, False if plan is None else plan, steps=self.names)
             self.model.zero_grad(set_to_none=True)
-            if plan is not None and not isinstance(self.model, Chain):
-                self._train()  # the first step is traced
-            tensors = self.inputs.tensors
-            with track(self.model, optimizer=self.optimizer, inputs=tensors) as timeline:
+            if self.mode is None or (plan is not None and not isinstance(self.model, Chain)):
+                self._train()  # it is traced, and makes the state of a real optimizer
+            given: Any = {"inputs": self.inputs.tensors, "allocator": on_cpu}
+            with track(self.model, optimizer=self.optimizer, **given) as timeline:
                 self._train()
         return timeline
 
@@ -258,13 +230,13 @@ class FakeStep:
         train_step(self.model, self.inputs, self.loss, self.optimizer)
 
     @contextlib.contextmanager
-    def _on_fakes(self) -> Iterator[None]:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            self.mode,
-            FakeTensorFixes(self.mode),
-        ):
+    def _modes(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            if self.mode is not None:
+                stack.enter_context(self.mode)
+                stack.enter_context(FakeTensorFixes(self.mode))
             yield
 
 
@@ -275,11 +247,7 @@ def train_step(
     optimizer: torch.optim.Optimizer | None,
     call: Callable[[Invocation, nn.Module], Any] = Invocation.taken_by,
 ) -> tuple[Any, Tensor]:
-    """Trains a model one step; returns what it returned, and the loss.
-
-    Raises:
-        ArgumentError: the loss is no tensor of one element, or nothing in it requires a gradient.
-    """
+    """Trains a model one step; returns what it returned, and the loss."""
     model.zero_grad(set_to_none=True)
     # as in a training loop, these names outlive the backward
     outputs = call(inputs, model)
@@ -295,48 +263,41 @@ def train_step(
 def optimizer_of(
     make: MakeOptimizer | None, model: nn.Module, in_backward: bool = False
 ) -> torch.optim.Optimizer | None:
-    """Makes an optimizer of the trainable parameters of a model; None where there are none.
-
-    With `in_backward` plain SGD, which has no state, is in the place of none.
-    """
+    """Makes an optimizer of what is trained; with `in_backward` SGD where there is no `make`."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if make is None and in_backward:
-        make = torch.optim.SGD
+    make = make or (torch.optim.SGD if in_backward else None)
     return made_by(make, trained) if make is not None and trained else None
 
 
 @contextlib.contextmanager
-def stepping_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Has an optimizer step in the backward inside the block, of which the gradients are dropped.
-
-    Raises:
-        OptimizerError: it cannot.
-    """
-    handle = step_in_backward(model, optimizer)
+def stepping_in_backward(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterator[None]:
+    """Has an optimizer, if any, step in the backward inside the block, and drops the gradients."""
+    handle = step_in_backward(model, optimizer) if optimizer is not None else None
     try:
         yield
     finally:
-        # a backward may have raised
-        handle.reset()
-        handle.remove()
+        if handle is not None:
+            # a backward may have raised
+            handle.reset()
+            handle.remove()
 
 
 def own_copy(inputs: Invocation) -> Invocation:
     """Copies the tensors among arguments; one that is passed twice stays one."""
+    return inputs.map(functools.cache(functools.partial(_own, None, torch.device("cpu"))))
 
-    @functools.cache
-    def own(tensor: Tensor) -> Tensor:
+
+def _own(mode: FakeTensorMode | None, device: torch.device, tensor: Tensor) -> Tensor:
+    """Returns a clone of a tensor or, with a mode, its fake, on the device if it is on meta."""
+    if mode is None:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    return inputs.map(own)
+    return fake_at(mode, tensor, device) if tensor.is_meta else mode.from_tensor(tensor)
 
 
 def mean_of(outputs: Any) -> Tensor:
-    """Returns the loss among named outputs, or the sum of the means of all floating tensors -> ().
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """Returns the loss among named outputs, or the summed means of all floating tensors -> ()."""
     own = own_loss(outputs)
     if isinstance(own, Tensor) and own.numel() == 1:
         return own
@@ -360,11 +321,3 @@ def _fake_copy(
         elif buffer.is_meta:
             copies[id(buffer)] = torch.zeros_like(buffer, device=device)
     return copy.deepcopy(model, copies)
-
-
-def _fake(mode: FakeTensorMode, device: torch.device, tensor: Tensor) -> Tensor:
-    if not tensor.is_meta:
-        return mode.from_tensor(tensor)
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return fake.requires_grad_(tensor.requires_grad)

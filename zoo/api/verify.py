@@ -9,8 +9,7 @@ plan, and all state that a step of training leaves is compared bit for bit:
 
 A pair that differs trains once more, up to the step of training in question, whose outputs,
 gradients and recomputations are then recorded: these take as much memory as the baseline's
-activations. Whatever a copy shares with its original is not protected: a function kept by a module
-that reaches the original through a closure trains the original.
+activations. What a copy shares with its original, through a closure, is not protected.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ from zoo.chain import Chain, Outline, Runner, State, fold, step_names
 from zoo.engine.fingerprint import without_fingerprints
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.errors import ArgumentError, RecomputeError
-from zoo.invocation import Invocation, Loss, check_loss, check_training
+from zoo.invocation import Invocation, Loss, check_training
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, runner_for
@@ -87,8 +86,8 @@ def verify(
         OptimizerError: this optimizer cannot step in the backward.
         RecomputeError: the engine itself refuses to train this model.
     """
-    check_training(model, "verify")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    check_training(model, "verify", loss)
+    if type(steps) is not int or steps < 1:
         raise ArgumentError(f"verify needs steps of at least 1; got {steps!r}")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ArgumentError(
@@ -97,7 +96,6 @@ def verify(
         )
     make = optimizer or MOMENTUM
     check_maker(make)
-    check_loss(loss)
     runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
     with (
         random_state_restored() as streams,
@@ -116,10 +114,7 @@ def verify(
             other = training(False if deterministic else None)
             place = _place(training(), other, plans, batches, first)
             first = dataclasses.replace(first, place=place)
-    if isinstance(checkpoint, PlanReport):
-        checkpoint = checkpoint.plan
-    if isinstance(checkpoint, tuple | list):
-        checkpoint = Plan(checkpoint).text()
+    option = checkpoint.plan if isinstance(checkpoint, PlanReport) else checkpoint
     return Report(
         exact=first is None,
         deterministic=deterministic,
@@ -128,7 +123,7 @@ def verify(
         plan=plans[-1],
         first=first,
         model=type(model).__name__,
-        checkpoint=repr(checkpoint),
+        checkpoint=repr(Plan(option).text() if isinstance(option, tuple | list) else option),
         optimizer_in_backward=optimizer_in_backward,
     )
 
@@ -136,38 +131,33 @@ def verify(
 def weighted_sum(outputs: Any) -> Tensor:
     """Sums every element of every floating tensor in `outputs`, each with its own weight -> ().
 
-    The weights are the cosines of 0, 1, 2, ...: unequal, of both signs, none zero. Equal ones
-    would give normalized outputs no gradient. Divided by the root of the number of elements, the
-    gradients of what all elements share are of the order of 1.
+    The weights are the cosines of 0, 1, 2, ..., since equal ones would give normalized outputs no
+    gradient, divided by the root of the number of elements.
     """
-    total: Any = None
+    parts: list[Tensor] = []
     for tensor in tensors_in(outputs):
-        if tensor.is_floating_point() or tensor.is_complex():
-            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if numbers.is_floating_point():
             dtype = torch.promote_types(numbers.dtype, torch.float32)
             weights = torch.arange(numbers.numel(), dtype=torch.float64).cos()
             weights = weights.to(numbers.device, dtype) / max(numbers.numel(), 1) ** 0.5
-            part = (numbers.to(dtype).reshape(-1) * weights).sum()
-            total = part if total is None else total + part.to(total)
-    if total is None:
+            parts.append((numbers.to(dtype).reshape(-1) * weights).sum())
+    if not parts:
         raise ArgumentError("the model returns no floating tensor; pass loss= a scalar of its own")
-    return total  # type: ignore[no-any-return]
+    return sum((part.to(parts[0]) for part in parts[1:]), parts[0])
 
 
 def _batch(inputs: Any, step: int) -> Invocation:
     batch = Invocation.of(inputs(step) if callable(inputs) else inputs)
     if any(tensor.is_meta for tensor in batch.tensors):
-        raise ArgumentError(
-            "these inputs are on the meta device, which has no bits to compare; pass real ones"
-        )
+        raise ArgumentError("these inputs are on the meta device and have no bits; pass real ones")
     return batch
 
 
 class _Training:
     """Trains a copy of a model, with an optimizer and random streams of its own.
 
-    Without `checkpoint` it is the baseline: no plan, in no module of the model either, and the
-    optimizer's own step, also where `in_backward` gives others the optimizer in the backward.
+    Without `checkpoint` it is the baseline: no plan in any module, and the optimizer's own step.
     """
 
     def __init__(
@@ -196,21 +186,21 @@ class _Training:
                 "optimizer= made an optimizer of other parameters than it was given, which are "
                 "those of a copy; write it as lambda parameters: torch.optim.SGD(parameters, ...)"
             )
-        if checkpoint is None:
-            uncheckpoint(self.model)
-        else:
-            put_in_force(self.model, checkpoint)
-        self.in_backward = in_backward
+        # an error without a plan is not to be blamed on one
+        self.call = Invocation.taken_by if checkpoint is None else Invocation.on
         # gradients of parameters, which a step in the backward frees
         self.gradients: dict[Tensor, Tensor] = {}
-        if in_backward and checkpoint is not None and self.optimizer is not None:
+        self.compared = self.optimizer if in_backward else None
+        if checkpoint is None:
+            uncheckpoint(self.model)
+            return
+        put_in_force(self.model, checkpoint)
+        if self.compared is not None:
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
                     hook: Any = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]
                     hook(self._record_gradient)
-            step_in_backward(self.model, self.optimizer)
-        # an error without a plan is not to be blamed on one
-        self.call = Invocation.taken_by if checkpoint is None else Invocation.on
+            step_in_backward(self.model, self.compared)
 
     def step(self, batch: Invocation) -> Record:
         """Trains one step and returns the tensors and values that it left, not copies."""
@@ -222,8 +212,7 @@ class _Training:
             parameter.grad = gradient
         self.gradients.clear()
         given = (inputs.args, inputs.kwargs)
-        compared = self.optimizer if self.in_backward else None
-        return record(self.model, given, outputs, loss, self.streams, optimizer=compared)
+        return record(self.model, given, outputs, loss, self.streams, optimizer=self.compared)
 
     def _record_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None, "it has just been accumulated"
@@ -235,15 +224,13 @@ def _train_pair(
 ) -> tuple[Difference | None, list[Plan | None], dict[str, int]]:
     """Trains until the two differ or the batches end.
 
-    Returns the first difference, the plan of each step of training, and the number of tensors and
-    values compared after each, by kind.
+    Returns the first difference, the plan of each step, and how many of a kind were compared.
     """
-    plans, first = [], None
+    plans = []
     for number, batch in enumerate(each("steps of training", batches), 1):
         expected, actual = baseline.step(batch), other.step(batch)
         plans.append(plan_of(other.model))
-        first = first_difference(expected, actual, number)
-        if first is not None:
+        if (first := first_difference(expected, actual, number)) is not None:
             break
     return first, plans, dict(Counter(kind for kind, _ in expected))
 
@@ -271,15 +258,7 @@ def _place(
 
 
 class _StepRecorder:
-    """Runs a chain as its own runner would and records what each of its steps returned.
-
-    To blame is the first step of these:
-
-        its output differs from the baseline's
-        its kernels, replayed, compute another output
-        the gradient of its output differs: the last in the chain, the first in the backward
-        it updates the buffer in question
-    """
+    """Runs a chain as its own runner would and records what each of its steps returned."""
 
     runner: Runner | None = None
     plan: Plan | None = None
@@ -295,8 +274,8 @@ class _StepRecorder:
     def attach(self, model: nn.Module, buffer: str | None) -> None:
         """Records from now on what each step of a chain does, and which ones update a buffer."""
         if isinstance(model, Chain):
+            self.plan = model.plan
             self.runner, self.buffer, model.runner = model.runner, buffer, self
-            self.plan = self.runner.plan if self.runner is not None else None
 
     def __call__(self, chain: nn.Module, outline: Outline, inputs: State) -> Any:
         self.names = step_names(chain, outline.steps)
@@ -318,13 +297,14 @@ class _StepRecorder:
             if mine is None or others is None or not same_bits(mine, others):
                 differing[key[0]].append(key[1])
         updates = self.buffer_updates | other.buffer_updates
-        suspects = (
-            (min(differing["output"], default=None), "whose output differs"),
-            (min(other.differing_replays, default=None), "whose recomputed output differs"),
-            (max(differing["gradient"], default=None), "whose output's gradient differs"),
-            (min(updates, default=None), "which updates this buffer"),
-        )
-        places = (Place(n, self.names[n], what) for n, what in suspects if n is not None)
+        # the last gradient in the chain is the first of the backward
+        suspects = {
+            "whose output differs": min(differing["output"], default=None),
+            "whose recomputed output differs": min(other.differing_replays, default=None),
+            "whose output's gradient differs": max(differing["gradient"], default=None),
+            "which updates this buffer": min(updates, default=None),
+        }
+        places = (Place(n, self.names[n], what) for what, n in suspects.items() if n is not None)
         return next(places, None)
 
     def _run(self, chain: nn.Module, number: int, step: Any, *state: Any) -> Any:

@@ -6,22 +6,12 @@ A schema tells nearly all of it. What no schema tells is listed here by name and
 
 import functools
 from collections.abc import Callable
+from operator import call
 from typing import Any, NamedTuple
 
 import torch
 
-from zoo._torch import (
-    get_cudnn_benchmark,
-    get_cudnn_deterministic,
-    get_cudnn_enabled,
-    get_float32_matmul_precision,
-    get_mkldnn_enabled,
-    set_cudnn_benchmark,
-    set_cudnn_deterministic,
-    set_cudnn_enabled,
-    set_float32_matmul_precision,
-    set_mkldnn_enabled,
-)
+from zoo._torch import SETTINGS_OF_KERNELS
 
 # what operators take beside tensors, generators and lists of these
 CONSTANTS = (
@@ -128,33 +118,20 @@ def _read(operator: Any) -> Effects:
 
 
 Settings = tuple[Any, ...]
+# how to read and to write the globals of torch that change what kernels compute
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    # these two concern all kernels
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *SETTINGS_OF_KERNELS,
+)
+_READERS, WRITERS = zip(*_SETTINGS, strict=True)
 
 
 def read_settings() -> Settings:
     """Reads the globals of torch that change what kernels compute; the first two concern all."""
-    return (
-        torch.get_default_dtype(),
-        torch.get_num_threads(),
-        torch.get_deterministic_debug_mode(),
-        get_float32_matmul_precision(),
-        get_mkldnn_enabled(),
-        get_cudnn_enabled(),
-        get_cudnn_benchmark(),
-        get_cudnn_deterministic(),
-    )
-
-
-# how to set each of them
-WRITERS: tuple[Callable[[Any], object], ...] = (
-    torch.set_default_dtype,
-    torch.set_num_threads,
-    torch.set_deterministic_debug_mode,
-    set_float32_matmul_precision,
-    set_mkldnn_enabled,
-    set_cudnn_enabled,
-    set_cudnn_benchmark,
-    set_cudnn_deterministic,
-)
+    return tuple(map(call, _READERS))
 
 
 def write_settings(wanted: Settings, present: Settings) -> None:

@@ -1,10 +1,11 @@
-"""Validation of a model's arguments and inputs: errors name the value, the limit, the way out."""
+"""Checks of a model's arguments and inputs: errors name the value, the limit and the way out."""
 
 from collections.abc import Sequence
+from math import ceil, prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo.errors import ArgumentError, InputError, shortened
 
@@ -14,47 +15,42 @@ LARGEST = 2**40
 IGNORED = -100
 
 
-def check_input(
-    model: str, inputs: Sequence[Any], axes: str, channels: int, weight: Tensor
-) -> Tensor:
-    """Returns the only input, a floating tensor with these axes ("N C H W") and channels.
-
-    Raises:
-        InputError: there is not one tensor; it has other axes, an empty one or other channels; its
-            device, or outside of autocast its type, is not that of the weight.
-    """
+def check_images(model: str, inputs: Sequence[Any], first: Any) -> Tensor:
+    """Returns the only input; raises InputError unless the first convolution takes it."""
     if len(inputs) != 1:
         raise InputError(f"{model} takes one tensor; got {len(inputs)} inputs")
-    tensor: Tensor = inputs[0]
-    shape = _shape(model, tensor, axes)
-    if not tensor.is_floating_point():
+    images: Tensor = inputs[0]
+    weight = first.weight
+    _check_axes(model, images, "NCHW" if weight.ndim == 4 else "NCDHW")
+    if not images.is_floating_point():
         raise InputError(
-            f"{model} takes floating numbers; got {tensor.dtype}. Convert with .float() and scale"
+            f"{model} takes floating numbers; got {images.dtype}. Convert with .float() and scale"
         )
-    if tensor.device != weight.device:
+    if images.device != weight.device or (
+        images.dtype != weight.dtype and not torch.is_autocast_enabled(images.device.type)
+    ):
         raise InputError(
-            f"{model}'s weights are on {weight.device}; got a tensor on {tensor.device}. Move it "
-            f"with .to({str(weight.device)!r})"
+            f"{model}'s weights are {weight.dtype} on {weight.device}; got {images.dtype} on "
+            f"{images.device}. Convert the input with .to({str(weight.device)!r}, {weight.dtype})"
         )
-    if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
+    if images.shape[1] != first.in_channels:
         raise InputError(
-            f"{model}'s weights are {weight.dtype}; got {tensor.dtype}. Convert the input with "
-            f".to({weight.dtype}), or the model"
+            f"{model} was built for {first.in_channels} channels; got {images.shape[1]} in "
+            f"{tuple(images.shape)}. Build it with in_channels=..."
         )
-    if shape["C"] != channels:
-        raise InputError(
-            f"{model} was built for {channels} channels; got {shape['C']} in "
-            f"{tuple(tensor.shape)}. Build it with in_channels=..."
-        )
-    if 0 in tensor.shape:
-        got = tuple(tensor.shape)
-        raise InputError(f"{model} needs at least one element on each axis; got {got}")
-    return tensor
+    return images
 
 
-def check_norm(model: str, images: Tensor, values: int) -> None:
-    """Raises InputError where norms would see one value per channel of the smallest maps."""
-    if values == 1:
+def check_norm(model: str, images: Tensor, norm: Any, stride: int, halvings: int = 0) -> None:
+    """Raises InputError where a norm would see one value per channel of the smallest maps.
+
+    Their size is that of the images by the stride, rounded up, then halved and rounded down.
+    """
+    if not isinstance(norm, nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm3d):
+        return
+    values = prod(ceil(size / stride) >> halvings for size in images.shape[2:])
+    values *= 1 if isinstance(norm, nn.InstanceNorm3d) else len(images)
+    if values == 1 and (norm.training or not norm.track_running_stats):
         raise InputError(
             f"{model}'s norms need at least 2 values per channel where its maps are smallest; "
             f"{tuple(images.shape)} leaves 1. Pass larger inputs, or for batch norm more of them"
@@ -70,22 +66,16 @@ def check_tokens(
     vocabulary: int,
     longest: int | None = None,
 ) -> None:
-    """Checks tokens with these axes ("N T") and targets; their values on the CPU only, to not wait.
+    """Raises InputError unless tokens have these axes ("NT"), and targets, if any, their shape.
 
-    Raises:
-        InputError: tokens are not integers, have other axes, an empty one or T beyond `longest`;
-            targets are not int64 or of another shape; a value other than a target of -100 is
-            outside [0, vocabulary).
+    Values are compared with the vocabulary on the CPU only; other devices would be waited for.
     """
-    shape = _shape(model, tokens, axes)
+    _check_axes(model, tokens, axes)
     if tokens.dtype not in (torch.int32, torch.int64):
         raise InputError(f"{model} takes token numbers, int64 or int32; got {tokens.dtype}")
-    if 0 in tokens.shape:
-        raise InputError(f"{model} needs at least one token; got {tuple(tokens.shape)}")
-    if longest is not None and shape["T"] > longest:
-        raise InputError(
-            f"{model} has {longest} positions; got {shape['T']} tokens. Shorten the text"
-        )
+    length = tokens.shape[axes.index("T")]
+    if longest is not None and length > longest:
+        raise InputError(f"{model} has {longest} positions; got {length} tokens. Shorten the text")
     _check_range(model, tokens, vocabulary)
     if targets is None:
         return
@@ -102,23 +92,22 @@ def check_tokens(
         _check_range(model, targets.where(targets != IGNORED, 0), vocabulary)
 
 
-def check_integers(model: str, minimum: int = 1, **values: int) -> None:
-    """Raises ArgumentError when a value is no whole number from the minimum to `LARGEST`."""
+def check_arguments(model: str, minimum: int = 1, **values: Any) -> None:
+    """Raises ArgumentError where a value is out of range.
+
+    A drop rate is a probability below 1, any other value a whole number from `minimum` on.
+    """
     for argument, value in values.items():
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not minimum <= value <= LARGEST:
+        if "drop" in argument:
+            if not isinstance(value, int | float) or not 0 <= value < 1:
+                raise ArgumentError(f"{model} needs {argument} from 0 up to below 1; got {value!r}")
+        elif not is_whole or not minimum <= value <= LARGEST:
             limit = f"most {LARGEST}" if is_whole and value > LARGEST else f"least {minimum}"
             why = "" if is_whole else ", which is no whole number"
             raise ArgumentError(
                 f"{model} needs {argument} of at {limit}; got {shortened(value)}{why}"
             )
-
-
-def check_rates(model: str, **values: float) -> None:
-    """Raises ArgumentError when one of the probabilities is outside [0, 1)."""
-    for argument, value in values.items():
-        if not isinstance(value, int | float) or not 0 <= value < 1:
-            raise ArgumentError(f"{model} needs {argument} from 0 up to below 1; got {value!r}")
 
 
 def check_choice(model: str, argument: str, value: str, choices: Sequence[str]) -> None:
@@ -127,16 +116,17 @@ def check_choice(model: str, argument: str, value: str, choices: Sequence[str]) 
         raise ArgumentError(f"{model} takes {argument} {' or '.join(choices)}; got {value!r}")
 
 
-def _shape(model: str, tensor: Any, axes: str) -> dict[str, int]:
-    """Returns the sizes of a tensor by the names of its axes."""
-    names = axes.split()
-    expected = f"({', '.join(names)})"
+def _check_axes(model: str, tensor: Any, axes: str) -> None:
+    """Raises InputError unless a value is a tensor with these axes, a letter each, none empty."""
+    expected = f"({', '.join(axes)})"
     if not isinstance(tensor, Tensor):
         got = "none" if tensor is None else f"a {type(tensor).__name__}"
         raise InputError(f"{model} takes a tensor {expected}; got {got}")
-    if tensor.ndim != len(names):
-        raise InputError(f"{model} takes {expected}, {len(names)} axes; got {tuple(tensor.shape)}")
-    return dict(zip(names, tensor.shape, strict=True))
+    shape = tuple(tensor.shape)
+    if tensor.ndim != len(axes):
+        raise InputError(f"{model} takes {expected}, {len(axes)} axes; got {shape}")
+    if 0 in shape:
+        raise InputError(f"{model} needs at least one element on each axis; got {shape}")
 
 
 def _check_range(model: str, tokens: Tensor, vocabulary: int) -> None:

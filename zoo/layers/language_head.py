@@ -4,22 +4,18 @@ The logits (tokens x vocabulary) are by far the largest tensor of a language mod
 tokens x 50257 are 196 MiB a sample. A plan that recomputes each chunk's step holds the logits of
 one chunk at a time, with the baseline's gradients bit for bit.
 
-    state after            tensors, behind those carried on
-    split                  total count | hidden targets | hidden targets | ...
-    add_loss               total count | hidden targets | ...
-    mean                   loss
+    state after    tensors, behind those carried on
+    split          total count | hidden targets | hidden targets | ...
+    add_loss       total count | hidden targets | ...
+    mean           loss
 
-Heads are, by a model's `head=`,
-
-- "plain": `F.cross_entropy`, which holds three buffers of a chunk's size at once: the logits, the
-  gradient of their logarithms, that of the logits;
-- "inplace": the same bits in one buffer. Only the logits are saved; the backward recomputes the
+- "plain" is `F.cross_entropy`: three buffers of a chunk's size at once, for the logits and the
+  gradients of their logarithms and their own;
+- "inplace" has the same bits in one buffer. Only the logits are saved; the backward recomputes the
   logarithms, a few rows at a time, by torch's own kernels and writes the gradient over the logits;
-- "fused": one step decodes all chunks and computes their gradients at once, equal up to rounding
-  since they are summed before they are scaled. No logits are saved.
-
-`torch.nn.functional.linear_cross_entropy` (torch 2.13) is like "fused", but computes one gradient
-for each use of a weight, where `SharedWeight` sums them in one buffer.
+- "fused" is one step, which decodes all chunks, computes their gradients at once and saves no
+  logits. Equal up to rounding, since gradients are summed before they are scaled. It is like torch
+  2.13's `F.linear_cross_entropy`, but a weight's gradient is that of `SharedWeight`.
 """
 
 import operator
@@ -34,17 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo._torch import FakeTensor, is_graph_kept
+from zoo._torch import FakeTensor
 from zoo.chain import Steps
 from zoo.errors import ArgumentError
 from zoo.layers.checks import IGNORED
-from zoo.layers.shared_weight import (
-    SharedWeight,
-    Total,
-    is_eager,
-    is_engine_running,
-    is_first_order,
-)
+from zoo.layers.shared_weight import SharedWeight, Total, is_eager, is_first_order, is_last_backward
 
 HEADS = ("inplace", "plain", "fused")
 # the widths of a token that a layer's backward holds at least: of a transformer's MLP 4 before its
@@ -52,7 +42,7 @@ HEADS = ("inplace", "plain", "fused")
 WIDTHS = 8
 # below so many rows a matrix product does little but read the decoder's weight
 ROWS = 32
-# rows are processed in as many parts: small beside the logits, large enough to keep kernels busy
+# of the rows that are processed at once: small beside the logits, large enough to keep kernels busy
 PARTS = 8
 SUM = 2  # `reduction="sum"`, as the operators of torch count
 
@@ -63,10 +53,7 @@ class Head:
 
     `loss` maps hidden (tokens, C), targets (tokens) to their summed loss (). Each `chunk_tokens`
     are a step; None is one step for all. The first `carried` tensors of the state are handed on and
-    stand before the loss at the end.
-
-    With one chunk and an exact head the loss is that of `F.cross_entropy` bit for bit. Half
-    precision is summed in float32: in bfloat16, 256 losses of 10 would round to a few hundredths.
+    stand before the loss at the end. With one chunk it is that of `F.cross_entropy` bit for bit.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -103,18 +90,14 @@ def choose_chunk_tokens(tokens: int, width: int, vocabulary: int) -> int:
     """Returns how many of the tokens that a layer holds at once are decoded at a time.
 
     A chunk's logits take about as many bytes as `WIDTHS` widths of all these tokens, which the
-    layer's backward holds too. So they do not raise the peak, smaller chunks would hardly lower it,
-    and it stays so for any number of tokens. The number is rounded up to a multiple of `ROWS`.
+    layer's backward holds too: so they do not raise the peak, and smaller chunks would hardly lower
+    it. The number is rounded up to a multiple of `ROWS`. It depends on shapes alone, never on a
+    plan: other chunks sum in another order.
 
         tokens  width  vocabulary   chunk   its logits
-           256    768       50257      32      6.1 MiB
           1024    384       50257      64     12.3 MiB
          16384    768       50257    2016      387 MiB
-           150    400       33278      32      4.1 MiB
             60     64         101      60       24 KiB    one chunk
-
-    It depends on shapes alone, never on a plan: other chunks sum in another order, so baseline and
-    checkpointed model must have the same.
     """
     rows = WIDTHS * width * tokens // vocabulary
     return min(tokens, ROWS * max(ceil(rows / ROWS), 1))
@@ -140,16 +123,18 @@ def make_head(
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Logits (tokens, V), targets (tokens) -> summed loss (), in float32 for half precision."""
+    """Logits (tokens, V), targets (tokens) -> summed loss (), in float32 for half precision.
+
+    In bfloat16, 256 losses of 10 would round to a few hundredths.
+    """
     return F.cross_entropy(_widened(logits), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def cross_entropy_inplace(logits: Tensor, targets: Tensor) -> Tensor:
     """Computes `cross_entropy`, bit for bit; its backward writes the gradient over the logits.
 
-    So nothing else may use the logits, hooks included. A backward with `retain_graph`,
-    `create_graph` or batched gradients does not write them; under `torch.compile`, `torch.func`,
-    forward-mode derivatives and for tensor subclasses this is `cross_entropy` itself.
+    So nothing else may use the logits, hooks included. A backward that is differentiated, batched
+    or followed by another does not write them.
     """
     if type(logits) not in (Tensor, FakeTensor) or not is_eager():
         return cross_entropy(logits, targets)
@@ -163,27 +148,20 @@ def fused_loss(
 ) -> Tensor:
     """Hidden (tokens, C), targets (tokens) -> summed loss (), `chunk_tokens` decoded at a time.
 
-    Plain operations compute it without gradients and under `torch.compile`, `torch.func` and
-    forward-mode derivatives.
-
-    Raises:
-        ArgumentError: in a backward that is differentiated or batched.
+    Without gradients and under `torch.compile` and `torch.func` it is computed by plain operations.
     """
     weight, device = shared.weight, hidden.device.type
     if not torch.is_grad_enabled() or not is_eager():
-        chunks = (torch.split(tensor, chunk_tokens) for tensor in (hidden, targets))
-        pairs = zip(*chunks, strict=True)
+        pairs = zip(*(torch.split(x, chunk_tokens) for x in (hidden, targets)), strict=True)
         losses = [cross_entropy(F.linear(x, weight, bias), wanted) for x, wanted in pairs]
         return torch.stack(losses).sum()
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         bias = bias if bias is None else bias.to(dtype)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
+    given = shared.token, weight, hidden, bias, targets, chunk_tokens, shared.total
     with torch.autocast(device, enabled=False):
-        loss = _FusedLoss.apply(
-            shared.token, weight, hidden, bias, targets, chunk_tokens, shared.total
-        )
-    return cast(Tensor, loss)
+        return cast(Tensor, _FusedLoss.apply(*given))
 
 
 class _InplaceLoss(torch.autograd.Function):
@@ -199,7 +177,7 @@ class _InplaceLoss(torch.autograd.Function):
         (gradient,), (targets, logits) = gradients, ctx.saved_tensors
         if not is_first_order(gradient):  # by operations that autograd can differentiate
             return _gradient(_log_softmax(logits), targets, gradient).to(logits.dtype), None
-        written = logits.detach() if _is_last_backward() else logits.detach().clone()
+        written = logits.detach() if is_last_backward() else logits.detach().clone()
         for rows in _parts(len(written)):
             part = written[rows]
             part.copy_(_gradient(_log_softmax(part), targets[rows], gradient))
@@ -251,7 +229,7 @@ class _FusedLoss(torch.autograd.Function):
                 "head='inplace'"
             )
         sums, scale = ctx.sums, operator.mul
-        if _is_last_backward():
+        if is_last_backward():
             ctx.sums, scale = None, operator.imul
         for_weight, for_bias = (None if total is None else scale(total, gradient) for total in sums)
         if ctx.shared and for_weight is not None:
@@ -296,8 +274,3 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 def _widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _is_last_backward() -> bool:
-    """Says whether the current backward frees its graph, so that no other can follow."""
-    return not (is_engine_running() and is_graph_kept())

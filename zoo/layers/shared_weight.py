@@ -3,7 +3,7 @@
 Every chunk of tokens uses a language model's decoder, and so does a tied embedding. Autograd
 computes a gradient of the whole weight for each use (GPT-2 small: 147 MiB) and adds them pairwise,
 so two or three exist at once. Here the uses share one buffer, which becomes the parameter's
-gradient:
+gradient, equal up to the order of additions:
 
     forward    weight -> token          an empty tensor, which every use takes as an input
     backward   last use                 total  = logits' @ hidden
@@ -11,9 +11,8 @@ gradient:
                embedding                total[tokens] += gradient
                token, after all uses    gives total to the weight
 
-Gradients equal autograd's up to the order of additions. Plain operations are used under autocast,
-`torch.compile` and `torch.func`, without gradients, for frozen weights and tensor subclasses, and
-in a backward that is itself differentiated or batched.
+Plain operations are used under autocast, `torch.compile` and `torch.func`, without gradients, for
+frozen weights and tensor subclasses, and in a backward that is itself differentiated or batched.
 """
 
 import functools
@@ -30,21 +29,21 @@ from zoo._torch import (
     are_functorch_transforms_active,
     current_backward,
     is_any_autocast_enabled,
+    is_graph_kept,
     is_legacy_batched,
     is_tracing,
     will_run,
 )
-from zoo.chain import hooks_for_all, is_hooked
+from zoo.chain import GLOBAL_HOOKS, is_hooked
+
+# the id of the current backward where autograd's engine runs none: the planner does, once
+NO_ENGINE = -1
 
 
 def is_eager() -> bool:
     """Says whether no compiler, tracer, `torch.func` or forward-mode derivative is at work."""
-    return (
-        not torch.compiler.is_compiling()
-        and not are_functorch_transforms_active()
-        and not is_tracing()
-        and forward_ad._current_level < 0
-    )
+    is_transformed = are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not (torch.compiler.is_compiling() or is_tracing() or is_transformed)
 
 
 def is_first_order(gradient: Tensor) -> bool:
@@ -53,9 +52,9 @@ def is_first_order(gradient: Tensor) -> bool:
     return not torch.is_grad_enabled() and not is_batched
 
 
-def is_engine_running() -> bool:
-    """Says whether autograd's engine runs this backward; else the planner does, once."""
-    return bool(current_backward() != -1)
+def is_last_backward() -> bool:
+    """Says whether the current backward frees its graph, so that no other can follow."""
+    return current_backward() == NO_ENGINE or not is_graph_kept()
 
 
 class SharedWeight:
@@ -87,13 +86,13 @@ class SharedWeight:
             return functools.partial(self._linear, getattr(module, "bias", None))
         return module
 
-    def embedding(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+    def embedding(self, module: nn.Embedding) -> Callable[[Tensor], Tensor]:
         """Returns tokens (...) -> x (..., C): the module, if it does more than look up."""
-        if self.shared and type(module) is nn.Embedding and _is_unmodified(module):
-            options = (module.padding_idx, module.max_norm)
-            if options == (None, None) and not module.scale_grad_by_freq and not module.sparse:
-                return self._look_up
-        return module
+        is_plain = type(module) is nn.Embedding and _is_unmodified(module)
+        if not self.shared or not is_plain or module.scale_grad_by_freq or module.sparse:
+            return module
+        has_options = module.padding_idx is not None or module.max_norm is not None
+        return module if has_options else self._look_up
 
     def _linear(self, bias: Tensor | None, x: Tensor) -> Tensor:
         if self.shared:
@@ -122,10 +121,9 @@ class Total:
         """
         if not is_first_order(gradient):
             return make()
-        token, _ = ctx.next_functions[0]
-        if is_engine_running() and not will_run(token):
+        backward, (token, _) = current_backward(), ctx.next_functions[0]
+        if backward != NO_ENGINE and not will_run(token):
             return None  # `autograd.grad` for other inputs
-        backward = current_backward()
         if backward in self.sums:
             add(self.sums[backward])
         else:
@@ -175,23 +173,18 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, weight: Tensor, tokens: Tensor, total: Total) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.rows = len(weight)
-        ctx.total = total
+        ctx.rows, ctx.total = len(weight), total
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (tokens,) = gradients, ctx.saved_tensors
-        for_weight = ctx.total.add(
-            ctx,
-            gradient,
-            lambda: _row_sums(gradient, tokens, ctx.rows),
-            lambda total: _add_rows(total, gradient, tokens.flatten()),
-        )
-        return None, for_weight, None, None
+        make = functools.partial(_row_sums, gradient, tokens, ctx.rows)
+        add = functools.partial(_add_rows, gradient, tokens.flatten())
+        return None, ctx.total.add(ctx, gradient, make, add), None, None
 
 
-def _add_rows(total: Tensor, gradient: Tensor, tokens: Tensor) -> None:
+def _add_rows(gradient: Tensor, tokens: Tensor, total: Tensor) -> None:
     """Adds each token's gradient to its row, deterministically: one sum per row.
 
     The sum of equal tokens is in the slot of the first of them in order; the slots of the others
@@ -201,8 +194,7 @@ def _add_rows(total: Tensor, gradient: Tensor, tokens: Tensor) -> None:
     """
     ordered = tokens.sort().values
     slots = torch.searchsorted(ordered, tokens)
-    sums = _row_sums(gradient.flatten(0, -2), slots, len(tokens))
-    total.index_add_(0, ordered, sums)
+    total.index_add_(0, ordered, _row_sums(gradient.flatten(0, -2), slots, len(tokens)))
 
 
 def _row_sums(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
@@ -212,6 +204,6 @@ def _row_sums(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
 
 def _is_unmodified(module: nn.Module) -> bool:
     """Says whether calling a module does only its class's forward, but for zoo's global hooks."""
-    owners = (str(getattr(hook, "__module__", "")) for hook in hooks_for_all())
-    is_foreign = any(not owner.startswith("zoo.") for owner in owners)
+    hooks = (hook for registry in GLOBAL_HOOKS for hook in registry.values())
+    is_foreign = any(not str(getattr(hook, "__module__", "")).startswith("zoo.") for hook in hooks)
     return not (is_hooked(module) or "forward" in vars(module) or is_foreign)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, shortened
-from zoo.layers.checks import check_choice, check_integers, check_rates
+from zoo.layers.checks import check_arguments, check_choice
 from zoo.layers.drop_path import drop_path
 
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -26,12 +26,9 @@ class TransformerBlock(Chain):
     `width` is C, `heads` divides it, the perceptron is `mlp_ratio` times as wide. `causal` lets a
     token see itself and those before it. `attention_drop_rate` drops attention weights, `drop_rate`
     what each branch adds, `drop_path_rate` whole samples of a branch. `activation` is "gelu" or its
-    tanh form "gelu_tanh".
-
-    Each step hands on the rest of its state, so the block fits into any chain.
-
-    Outputs and gradients are those of timm's `Block(qkv_bias=True)` bit for bit. Deviation: timm's
-    `proj_drop` also drops after the activation; here, as in GPT-2, nothing is dropped there.
+    tanh form "gelu_tanh". Each step hands on the rest of its state, so the block fits into any
+    chain. Outputs and gradients are those of timm's `Block(qkv_bias=True)` bit for bit, but nothing
+    is dropped after the activation, as in GPT-2.
 
     Raises:
         ArgumentError: heads that do not divide the width, an unknown activation, a rate outside
@@ -52,31 +49,29 @@ class TransformerBlock(Chain):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        check_integers("TransformerBlock", width=width, heads=heads)
+        check_arguments("TransformerBlock", width=width, heads=heads)
         if not isinstance(mlp_ratio, int | float) or not math.isfinite(mlp_ratio):
             raise ArgumentError(
                 f"TransformerBlock needs mlp_ratio that is a number; got {shortened(mlp_ratio)}"
             )
         hidden = int(width * mlp_ratio)
-        check_integers("TransformerBlock", hidden=hidden)
+        check_arguments("TransformerBlock", hidden=hidden)
         if width % heads:
             raise ArgumentError(
                 f"TransformerBlock splits its width over the heads; {width} is not divisible by "
                 f"{heads}. Choose heads from {[n for n in range(1, width + 1) if width % n == 0]}"
             )
         check_choice("TransformerBlock", "activation", activation, list(ACTIVATIONS))
-        rates = {"attention_drop_rate": attention_drop_rate, "drop_path_rate": drop_path_rate}
-        check_rates("TransformerBlock", drop_rate=drop_rate, **rates)
-        self.heads = heads
-        self.causal = causal
-        self.attention_drop_rate = attention_drop_rate
+        rates: Any = {"attention_drop_rate": attention_drop_rate, "drop_path_rate": drop_path_rate}
+        check_arguments("TransformerBlock", drop_rate=drop_rate, **rates)
+        self.heads, self.causal, self.attention_drop_rate = heads, causal, attention_drop_rate
         self.norm1 = nn.LayerNorm(width, eps=norm_epsilon)
-        self.attn = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width)})
-        self.attn["proj"] = nn.Linear(width, width)
+        qkv, proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attn = nn.ModuleDict({"qkv": qkv, "proj": proj})
         self.norm2 = nn.LayerNorm(width, eps=norm_epsilon)
-        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, hidden)})
-        self.mlp["act"] = nn.GELU(approximate=ACTIVATIONS[activation])
-        self.mlp["fc2"] = nn.Linear(hidden, width)
+        act = nn.GELU(approximate=ACTIVATIONS[activation])
+        fc1, fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.mlp = nn.ModuleDict({"fc1": fc1, "act": act, "fc2": fc2})
         self.drop = nn.Dropout(drop_rate)
         self.drop_path = drop_path(drop_path_rate)
 

@@ -12,19 +12,17 @@ counts one layer less than the paper's table. Deviations, shared with torchvisio
 the 3x3 convolutions only, weights are normal with variance 2 / fan in, not fan out.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.chain import Chain, Step, Steps
+from zoo.chain import Chain, Steps
 from zoo.errors import InputError
-from zoo.layers.checks import check_input, check_integers, check_norm, check_rates
+from zoo.layers.checks import check_arguments, check_images, check_norm
 
 State = tuple[Tensor, ...]
 
@@ -83,13 +81,16 @@ class DenseNet(Chain):
 
     `depths` counts the layers of each block; a transition follows each block but the last. The
     stem divides height and width by 4, for `small_images` by 1, a transition by 2: images are at
-    least 29x29, small ones 4x4 where there are three blocks.
+    least 29x29, small ones 4x4.
 
     Raises:
         ArgumentError: classes, in_channels or growth_rate below 1, drop_rate outside [0, 1).
         InputError: not floating (N, in_channels, H, W); images of which the transitions leave
             nothing; in training, one of which they leave one value per channel to batch norm.
     """
+
+    # torchvision's published files have `norm.1` for `norm1`
+    renames: ClassVar = {r"(denselayer\d+\.(?:norm|conv))\.(?=[12]\.)": r"\1"}
 
     def __init__(
         self,
@@ -102,29 +103,27 @@ class DenseNet(Chain):
         small_images: bool = False,
     ) -> None:
         super().__init__()
-        check_integers("DenseNet", classes=classes, in_channels=in_channels)
-        check_integers("DenseNet", growth_rate=growth_rate)
-        check_rates("DenseNet", drop_rate=drop_rate)
+        given: Any = {"growth_rate": growth_rate, "drop_rate": drop_rate}
+        check_arguments("DenseNet", classes=classes, in_channels=in_channels, **given)
         self.stem_stride = 1 if small_images else 4
         self.transitions = len(depths) - 1
         channels = 2 * growth_rate
         kernel, stride = (3, 1) if small_images else (7, 2)
         stem = nn.Conv2d(in_channels, channels, kernel, stride, kernel // 2, bias=False)
-        self.features = nn.ModuleDict({"conv0": stem})
+        self.features = features = nn.ModuleDict({"conv0": stem})
         if not small_images:
-            self.features["norm0"] = nn.BatchNorm2d(channels)
-            self.features["relu0"] = nn.ReLU(inplace=True)
-            self.features["pool0"] = nn.MaxPool2d(3, stride=2, padding=1)
+            features["norm0"] = nn.BatchNorm2d(channels)
+            features["relu0"] = nn.ReLU(inplace=True)
+            features["pool0"] = nn.MaxPool2d(3, stride=2, padding=1)
         for number, depth in enumerate(depths, 1):
-            block = nn.ModuleDict()
+            features[f"denseblock{number}"] = block = nn.ModuleDict()
             for layer in range(1, depth + 1):
                 block[f"denselayer{layer}"] = DenseLayer(channels, growth_rate, drop_rate)
                 channels += growth_rate
-            self.features[f"denseblock{number}"] = block
             if number < len(depths):
-                self.features[f"transition{number}"] = Transition(channels, channels // 2)
+                features[f"transition{number}"] = Transition(channels, channels // 2)
                 channels //= 2
-        self.features["norm5"] = nn.BatchNorm2d(channels)
+        features["norm5"] = nn.BatchNorm2d(channels)
         self.classifier = nn.Linear(channels, classes)
         nn.init.zeros_(self.classifier.bias)
         for module in self.modules():
@@ -134,20 +133,20 @@ class DenseNet(Chain):
     def steps(self) -> Steps:
         """Lists the stem, the dense layers and transitions, and the head."""
         features: Any = self.features
-        stem: list[Step] = [features["conv0"]]
-        body: list[nn.Module] = []
+        stem = [features["conv0"]]
         if "pool0" in features:
             stem += [partial(_normalize, features["norm0"], features["relu0"]), features["pool0"]]
-        for part in features.values():
-            if isinstance(part, nn.ModuleDict | Transition):
-                body += [part] if isinstance(part, Transition) else part.values()
+        body: list[nn.Module] = []
+        for name, part in features.items():
+            if name.startswith(("denseblock", "transition")):
+                body += part.values() if isinstance(part, nn.ModuleDict) else [part]
         last_norm = partial(_normalize, features["norm5"], partial(F.relu, inplace=True))
         return [stem, *body, [last_norm, self._classify]]
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
-        first = cast(nn.Conv2d, self.features["conv0"])
-        images = check_input("DenseNet", inputs, "N C H W", first.in_channels, first.weight)
+        features: Any = self.features
+        images = check_images("DenseNet", inputs, features["conv0"])
         height, width = images.shape[2:]
         smallest = self.stem_stride * (2**self.transitions - 1) + 1
         if min(height, width) < smallest:
@@ -155,16 +154,8 @@ class DenseNet(Chain):
                 f"DenseNet with {self.transitions} transitions needs images of at least {smallest}x"
                 f"{smallest}; got {height}x{width} in {tuple(images.shape)}. Resize or pad them"
             )
-        norm = self.features["norm5"]
-        if isinstance(norm, nn.BatchNorm2d) and norm.training:
-            left = [-(-size // self.stem_stride) >> self.transitions for size in (height, width)]
-            check_norm("DenseNet", images, len(images) * prod(left))
+        check_norm("DenseNet", images, features["norm5"], self.stem_stride, self.transitions)
         return self.steps()
-
-    def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Renames the keys of torchvision's published files, `norm.1` for `norm1`."""
-        dotted = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(?=[12]\.)")
-        return {dotted.sub(r"\1", key): value for key, value in state_dict.items()}
 
     def _classify(self, features: Tensor) -> Any:
         return self.classifier(F.adaptive_avg_pool2d(features, (1, 1)).flatten(1))

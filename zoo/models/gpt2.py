@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.chain import Chain, Steps, spread
-from zoo.layers.checks import check_choice, check_integers, check_rates, check_tokens
+from zoo.layers.checks import check_arguments, check_choice, check_tokens
 from zoo.layers.drop_path import drop_path_rates
 from zoo.layers.language_head import HEADS, choose_chunk_tokens, make_head
 from zoo.layers.shared_weight import SharedWeight
@@ -44,24 +44,24 @@ class GPT2(Chain):
     """GPT-2: tokens (N, T) -> logits (N, T, V); with targets (N, T) -> mean loss ().
 
     Targets are the next tokens, shifted by the caller; those of -100 are ignored. V is `vocabulary`
-    and T at most `positions`. `depth` blocks of `width` channels in `heads` heads; the embedding of
-    the tokens is also the decoder's weight. `drop_rate` is the dropout of embedding, attention and
-    residuals, `drop_path_rate` the stochastic depth of the last block, rising linearly from 0 at
-    the first (not in the paper). The loss decodes `chunk_tokens` tokens at a time; None chooses by
-    the tokens of each input, so that a chunk's logits take no more than a block's activations
-    (`layers.language_head.choose_chunk_tokens`): the same with and without a plan.
+    and T at most `positions`. The embedding of the tokens is also the decoder's weight. `drop_rate`
+    is the dropout of embedding, attention and residuals, `drop_path_rate` the stochastic depth of
+    the last block, rising linearly from 0 at the first (not in the paper). The loss decodes
+    `chunk_tokens` tokens at a time; None chooses by the tokens of each input, so that a chunk's
+    logits take no more than a block's activations (`layers.language_head.choose_chunk_tokens`).
 
     `head` "inplace" writes the gradient of the logits over them; "plain" is `F.cross_entropy`, the
     same bits in three times the memory; "fused" computes the gradients in the forward and saves no
     logits: equal up to rounding, and not differentiable twice.
 
-    Weights are drawn as published: normal of 0.02, on the residual paths divided by sqrt(2 depth);
-    biases zero.
+    Weights are drawn as published: normal of 0.02, on the residual paths divided by sqrt(2 depth).
 
     Raises:
         ArgumentError: a size below 1, heads that do not divide the width, a rate outside [0, 1).
         InputError: at the call, tokens or targets of another shape or type, too many tokens.
     """
+
+    renames = RENAMED
 
     def __init__(
         self,
@@ -77,30 +77,20 @@ class GPT2(Chain):
         head: str = "inplace",
     ) -> None:
         super().__init__()
-        check_integers("GPT2", width=width, depth=depth, vocabulary=vocabulary)
-        check_integers("GPT2", positions=positions)
-        if chunk_tokens is not None:
-            check_integers("GPT2", chunk_tokens=chunk_tokens)
+        check_arguments("GPT2", width=width, depth=depth, vocabulary=vocabulary)
+        rates: Any = {"drop_rate": drop_rate, "drop_path_rate": drop_path_rate}
+        check_arguments("GPT2", positions=positions, **rates)
+        check_arguments("GPT2", chunk_tokens=1 if chunk_tokens is None else chunk_tokens)
         check_choice("GPT2", "head", head, HEADS)
-        check_rates("GPT2", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
-        self.positions = positions
-        self.chunk_tokens = chunk_tokens
-        self.head = head
+        self.positions, self.chunk_tokens, self.head = positions, chunk_tokens, head
         self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(positions, width)
         self.drop = nn.Dropout(drop_rate)
-        block = partial(
-            TransformerBlock,
-            width,
-            heads,
-            causal=True,
-            activation="gelu_tanh",
-            norm_epsilon=1e-5,
-            attention_drop_rate=drop_rate,
-            drop_rate=drop_rate,
-        )
-        rates = drop_path_rates(drop_path_rate, depth)
-        self.blocks = nn.Sequential(*(block(drop_path_rate=rate) for rate in rates))
+        form: Any = {"causal": True, "activation": "gelu_tanh", "norm_epsilon": 1e-5}
+        drops: Any = {"attention_drop_rate": drop_rate, "drop_rate": drop_rate}
+        block = partial(TransformerBlock, width, heads, **form, **drops)
+        depths = drop_path_rates(drop_path_rate, depth)
+        self.blocks = nn.Sequential(*(block(drop_path_rate=rate) for rate in depths))
         self.norm = nn.LayerNorm(width, eps=1e-5)
         self.initialize()
 
@@ -121,12 +111,12 @@ class GPT2(Chain):
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Checks tokens (N, T) and targets (N, T) and lists the steps for them."""
         tokens, targets = cast(Tensor, inputs[0]), inputs[1] if len(inputs) > 1 else None
-        sizes = {"vocabulary": self.token_embedding.num_embeddings, "longest": self.positions}
-        check_tokens("GPT2", tokens, targets, "N T", **sizes)
+        vocabulary, width = self.token_embedding.weight.shape
+        limits = {"vocabulary": vocabulary, "longest": self.positions}
+        check_tokens("GPT2", tokens, targets, "NT", **limits)
         if targets is None:
             return self.steps()
         weight = SharedWeight(self.token_embedding.weight)
-        width, vocabulary = self.token_embedding.embedding_dim, sizes["vocabulary"]
         chunk = self.chunk_tokens or choose_chunk_tokens(tokens.numel(), width, vocabulary)
         head = make_head(self.head, weight, chunk)
         embed = partial(self.embed, weight.embedding(self.token_embedding))
@@ -151,11 +141,7 @@ class GPT2(Chain):
         return F.linear(hidden, self.token_embedding.weight)
 
     def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Renames and transposes the weights of Hugging Face's GPT-2; our own stay as they are.
-
-        Drops the causal masks that it once stored and a tied decoder; another decoder is refused
-        as unknown.
-        """
+        """Renames and transposes Hugging Face's weights, without its masks and tied decoder."""
         prefix = "transformer." if "transformer.wte.weight" in state_dict else ""
         embedding = state_dict.get(f"{prefix}wte.weight")
         if embedding is None:
@@ -163,13 +149,10 @@ class GPT2(Chain):
         translated = {}
         for key, value in state_dict.items():
             is_tied = key == "lm_head.weight" and torch.equal(value, embedding)
-            if is_tied or re.search(r"\.attn\.(masked_)?bias$", key):
-                continue
-            renamed = key.removeprefix(prefix)
-            for theirs, ours in RENAMED.items():
-                renamed = re.sub(theirs, ours, renamed)
-            translated[renamed] = value.t() if re.search(r"\.c_\w+\.weight$", key) else value
-        return translated
+            if not is_tied and not re.search(r"\.attn\.(masked_)?bias$", key):
+                is_transposed = re.search(r"\.c_\w+\.weight$", key)
+                translated[key.removeprefix(prefix)] = value.t() if is_transposed else value
+        return super().translate(translated)
 
 
 # millions of parameters, and arguments

@@ -13,8 +13,7 @@ With targets, a chunk's logits and losses follow before the next chunk.
     finish        loss, hidden, cell
 
 Without targets, total, count and targets are None, and all chunks are decoded at once. Chunks embed
-their own tokens: views of one embedding would each save all of it. Other `chunk_steps` sum the
-weights' gradients in another order: equal up to rounding.
+their own tokens: views of one embedding would each save all of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from zoo._torch import HAS_MKLDNN
 from zoo.chain import Chain, State, Steps
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import IGNORED, check_choice, check_integers, check_rates, check_tokens
+from zoo.layers.checks import IGNORED, check_arguments, check_choice, check_tokens
 from zoo.layers.language_head import HEADS, choose_chunk_tokens, make_head
 from zoo.layers.shared_weight import SharedWeight
 
@@ -50,12 +49,12 @@ class WordLanguageModel(Chain):
 
     `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are decoded at a time.
     None, for either, chooses by the shape of each input, the same with and without a plan: about
-    sqrt(T) steps, since the states between chunks grow with their number and the activations inside
-    with their length, and one chunk up to T = 8; and so many tokens that their logits take no more
-    than the activations of a chunk of time (`layers.language_head.choose_chunk_tokens`).
+    sqrt(T) steps, and so many tokens that their logits take no more than the activations of a chunk
+    of time (`layers.language_head.choose_chunk_tokens`). Other `chunk_steps` sum the weights'
+    gradients in another order: equal up to rounding.
 
     Embedding and decoder are drawn from (-0.1, 0.1), the decoder's bias is zero, as in torch's
-    example; the layers are torch's own (Zaremba draws them from (-0.1, 0.1) too).
+    example; the layers are torch's own.
 
     Raises:
         ArgumentError: a size below 1, a rate outside [0, 1), tied where embedding is not hidden.
@@ -80,11 +79,10 @@ class WordLanguageModel(Chain):
     ) -> None:
         super().__init__()
         self.name = self.recurrent.__name__.lower()
-        check_integers(self.name, vocabulary=vocabulary, embedding=embedding, hidden=hidden)
+        check_arguments(self.name, vocabulary=vocabulary, embedding=embedding, hidden=hidden)
         chunks = {"chunk_steps": chunk_steps, "chunk_tokens": chunk_tokens}
         given = {name: value for name, value in chunks.items() if value is not None}
-        check_integers(self.name, layers=layers, **given)
-        check_rates(self.name, drop_rate=drop_rate)
+        check_arguments(self.name, layers=layers, drop_rate=drop_rate, **given)
         check_choice(self.name, "head", head, HEADS)
         if tied and embedding != hidden:
             raise ArgumentError(
@@ -127,18 +125,18 @@ class WordLanguageModel(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Checks tokens, targets and state and lists the steps for a text of this length."""
-        tokens, targets, *state = inputs
+        tokens, targets, *state = cast(tuple[Any, ...], inputs)
         vocabulary = self.embedding.num_embeddings
-        check_tokens(self.name, cast(Tensor, tokens), targets, "T N", vocabulary=vocabulary)
-        length, batch = cast(Tensor, tokens).shape
+        check_tokens(self.name, tokens, targets, "TN", vocabulary=vocabulary)
+        length, batch = tokens.shape
         self._check_state(state, batch)
-        layers = [(partial(self.recur, layer), self.drop) for layer in range(len(self.layers))]
         chunk_steps = self.chunk_steps or _choose_chunk_steps(length)
         chunk_tokens = self.chunk_tokens or choose_chunk_tokens(
             min(chunk_steps, length) * batch, len(self.layers) * self.hidden, vocabulary
         )
         begin = partial(self.begin, chunk_steps)
         words = SharedWeight(self.embedding.weight)
+        layers = [(partial(self.recur, layer), self.drop) for layer in range(len(self.layers))]
         body: Steps = [partial(self.embed, words.embedding(self.embedding)), self.drop, *layers]
         whole: list[Steps] = [[body, self.set_aside]] * ceil(length / chunk_steps)
         if targets is None:
@@ -150,10 +148,10 @@ class WordLanguageModel(Chain):
         if head.chunk_tokens is None:
             return [begin, *whole, [self.join, head.add_loss], end]
         chunks: list[Steps] = []
-        divide = partial(self.divide, chunk_tokens)
         for start in range(0, length, chunk_steps):
             size = min(chunk_steps, length - start) * batch
-            chunks += [[body, divide], *[[head.add_loss]] * ceil(size / chunk_tokens)]
+            losses: list[Steps] = [[head.add_loss]] * ceil(size / chunk_tokens)
+            chunks += [[body, partial(self.divide, chunk_tokens)], *losses]
         return [begin, *chunks, end]
 
     def begin(self, chunk_steps: int, tokens: Any, targets: Any, *state: Any) -> State:
@@ -230,12 +228,10 @@ def _choose_chunk_steps(length: int) -> int:
     """Returns about sqrt(length), or 8 where that is more, such that chunks are about as long.
 
     All chunks' states are held beside one chunk's activations, so their sum is least where neither
-    is much larger. Shorter chunks take less still with a large batch, a time step's activations
-    being about 6 times its states, but their number is what planning and Python's part take.
+    is much larger. The number of chunks is what planning takes.
 
         length          1   8   9  35  100  200  1000
         chunk_steps     1   8   5   7   10   14    31
-        chunks          1   1   2   5   10   15    33
     """
     chunks = ceil(length / max(isqrt(length), 8))
     return ceil(length / chunks)

@@ -1,14 +1,11 @@
 """Pre-activation residual networks (He et al. 2016, arXiv:1603.05027) for small images, as chains.
 
 Norm and activation stand before each convolution, so that the sum runs through a thousand layers
-unchanged. torchvision lacks them. This follows the paper and the authors' code
+unchanged. torchvision lacks them. This follows the authors' code
 (github.com/KaimingHe/resnet-1k-layers): a bottleneck strides in its first 1x1; no bias but the
 classifier's, which starts at zero. The first unit of a stage activates once, for branch and
-shortcut: in the first stage as the paper says, in the others as the code has it. Its shortcut is a
-1x1 convolution, `downsample`, wherever the number of channels changes; the earlier paper padded
-with zeros in basic units.
-
-Deviations: those of `resnet`.
+shortcut, which is a 1x1 convolution, `downsample`, wherever the number of channels changes. Added
+is what `resnet` adds.
 """
 
 from collections.abc import Sequence
@@ -18,14 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoo.chain import Step, Steps, spread
-from zoo.layers.checks import check_integers, check_rates
+from zoo.layers.checks import check_arguments, check_images, check_norm
 from zoo.models.resnet import Convolutions, Pair, Residual, ResidualNetwork, basic, conv
 
 
 def bottleneck(inputs: int, width: int, stride: int = 1) -> list[nn.Conv2d]:
     """Makes 1x1, 3x3, 1x1 convolutions -> 4 width channels."""
-    first = conv(inputs, width, 1, stride)
-    return [first, conv(width, width, 3), conv(width, 4 * width, 1)]
+    return [conv(inputs, width, 1, stride), conv(width, width, 3), conv(width, 4 * width, 1)]
 
 
 class Unit(Residual):
@@ -34,7 +30,7 @@ class Unit(Residual):
     def __init__(self, layers: Sequence[nn.Conv2d], drop_rate: float = 0.0) -> None:
         super().__init__(layers, drop_rate)
         self.bn1 = nn.BatchNorm2d(self.inputs)
-        self.downsample: Any = None
+        self.downsample = None
         if self.inputs != self.outputs:
             self.downsample = conv(self.inputs, self.outputs, 1, self.stride)
         self.conv1 = layers[0]
@@ -47,8 +43,7 @@ class Unit(Residual):
         steps: list[Step] = [self._activate]
         for number in range(1, self.depth):
             steps += [partial(self._convolve, number), partial(self._normalize, number + 1)]
-        projection = [] if self.downsample is None else [self._project]
-        return [*steps, *projection, self._add]
+        return [*steps, *self._projection(), self._add]
 
     def _activate(self, images: Tensor) -> Pair:
         active = self.relu(self.bn1(images))
@@ -87,8 +82,8 @@ class PreactivationResNet(ResidualNetwork):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        check_integers("PreactivationResNet", classes=classes, in_channels=in_channels)
-        check_rates("PreactivationResNet", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        rates: Any = {"drop_rate": drop_rate, "drop_path_rate": drop_path_rate}
+        check_arguments("PreactivationResNet", classes=classes, in_channels=in_channels, **rates)
         self.conv1 = conv(in_channels, 16, 3)
         channels = self._add_stages(unit, (units,) * 3, drop_path_rate)
         self.bn = nn.BatchNorm2d(channels)
@@ -102,7 +97,8 @@ class PreactivationResNet(ResidualNetwork):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
-        self._check(inputs, 4, self.bn)
+        images = check_images("PreactivationResNet", inputs, self.conv1)
+        check_norm("PreactivationResNet", images, self.bn, stride=4)
         return self.steps()
 
     def _normalize(self, features: Tensor) -> Any:

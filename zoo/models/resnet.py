@@ -9,12 +9,12 @@ Added are images of any size, dropout before `fc` and stochastic depth (arXiv:16
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from zoo.chain import Chain, State, Step, Steps, spread
-from zoo.layers.checks import check_input, check_integers, check_norm, check_rates
+from zoo.chain import Chain, Step, Steps, spread
+from zoo.layers.checks import check_arguments, check_images, check_norm
 from zoo.layers.drop_path import drop_path, drop_path_rates
 
 Pair = tuple[Tensor, Tensor]
@@ -47,6 +47,7 @@ class Residual(Chain):
     """
 
     is_first = False  # of its stage; the network says so
+    downsample: Any
 
     def __init__(self, layers: Sequence[nn.Conv2d], drop_rate: float) -> None:
         super().__init__()
@@ -61,6 +62,12 @@ class Residual(Chain):
     def _normalize(self, number: int, branch: Tensor, shortcut: Tensor) -> Pair:
         return self.relu(getattr(self, f"bn{number}")(branch)), shortcut
 
+    def _projection(self) -> list[Step]:
+        return [] if self.downsample is None else [self._project]
+
+    def _project(self, branch: Tensor, shortcut: Tensor) -> Pair:
+        return branch, self.downsample(shortcut)
+
 
 class Block(Residual):
     """A block of `ResNet`: a norm and an activation behind each convolution."""
@@ -70,7 +77,7 @@ class Block(Residual):
         for number, layer in enumerate(layers, 1):
             self.add_module(f"conv{number}", layer)
             self.add_module(f"bn{number}", nn.BatchNorm2d(layer.out_channels))
-        self.downsample: Any = None
+        self.downsample = None
         if self.stride != 1 or self.inputs != self.outputs:
             projection = conv(self.inputs, self.outputs, 1, self.stride)
             self.downsample = nn.Sequential(projection, nn.BatchNorm2d(self.outputs))
@@ -80,8 +87,7 @@ class Block(Residual):
         steps: list[Step] = [partial(self._convolve, 1)]
         for number in range(1, self.depth):
             steps += [partial(self._normalize, number), partial(self._convolve, number + 1)]
-        projection = [] if self.downsample is None else [self._project]
-        return [*steps, *projection, self._add]
+        return [*steps, *self._projection(), self._add]
 
     def _project(self, branch: Tensor, images: Tensor) -> Pair:
         return branch, self.downsample[0](images)
@@ -121,17 +127,8 @@ class ResidualNetwork(Chain):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def _stages(self) -> list[nn.Sequential]:
-        stages = [stage for name, stage in self.named_children() if name.startswith("layer")]
-        return cast(list[nn.Sequential], stages)
-
-    def _check(self, inputs: State, stride: int, last_norm: Tensor | nn.Module) -> None:
-        """Checks images for a network that divides height and width by `stride`."""
-        name = type(self).__name__
-        images = check_input(name, inputs, "N C H W", self.conv1.in_channels, self.conv1.weight)
-        if isinstance(last_norm, nn.BatchNorm2d) and last_norm.training:
-            left = prod(-(-size // stride) for size in images.shape[2:])
-            check_norm(name, images, len(images) * left)
+    def _stages(self) -> list[Any]:
+        return [stage for name, stage in self.named_children() if name.startswith("layer")]
 
     def _classify(self, features: Tensor) -> Any:
         return self.fc(self.dropout(self.avgpool(features).flatten(1)))
@@ -160,9 +157,9 @@ class ResNet(ResidualNetwork):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        check_integers("ResNet", classes=classes, in_channels=in_channels)
-        check_rates("ResNet", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
-        self.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
+        check_arguments("ResNet", classes=classes, in_channels=in_channels)
+        check_arguments("ResNet", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        self.conv1 = conv(in_channels, 64, 7, stride=2)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
@@ -176,14 +173,14 @@ class ResNet(ResidualNetwork):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the same steps for any images that the network can take."""
-        self._check(inputs, 32, self._stages()[-1][-1].bn2)
+        images = check_images("ResNet", inputs, self.conv1)
+        check_norm("ResNet", images, self._stages()[-1][-1].bn2, stride=32)
         return self.steps()
 
     def _normalize(self, images: Tensor) -> Any:
         return self.relu(self.bn1(images))
 
 
-# the 3x3 twice as wide; in 32 groups
 _WIDE = partial(bottleneck, group_width=128)
 _GROUPED4, _GROUPED8 = (partial(bottleneck, groups=32, group_width=width) for width in (4, 8))
 # millions of parameters, and arguments

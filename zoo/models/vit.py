@@ -6,7 +6,7 @@ paper are timm's: no hidden layer before the classifier, and dropout only in fro
 """
 
 from math import sqrt
-from typing import cast
+from typing import Any, cast
 
 import torch
 from einops import rearrange
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, Steps, spread
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_input, check_integers, check_rates
+from zoo.layers.checks import check_arguments, check_images
 from zoo.layers.drop_path import drop_path_rates
 from zoo.layers.transformer import TransformerBlock
 
@@ -24,9 +24,8 @@ PATCH = 16
 class ViT(Chain):
     """A vision transformer on patches of 16 x 16: images (N, C, H, W) -> logits (N, classes).
 
-    `depth` blocks of `width` channels in `heads` heads. H and W are `image_size`, a multiple of 16;
-    C is `in_channels`. `drop_rate` is the dropout before the classifier, `drop_path_rate` the
-    stochastic depth of the last block, rising linearly from 0 at the first.
+    H and W are `image_size`, a multiple of 16. `drop_rate` is the dropout before the classifier,
+    `drop_path_rate` the stochastic depth of the last block, rising linearly from 0 at the first.
 
     Raises:
         ArgumentError: a size below 1, heads that do not divide the width, an image size that 16
@@ -47,22 +46,21 @@ class ViT(Chain):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        check_integers("ViT", width=width, depth=depth, classes=classes, in_channels=in_channels)
-        check_integers("ViT", image_size=image_size)
-        check_rates("ViT", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        check_arguments("ViT", width=width, depth=depth, classes=classes, in_channels=in_channels)
+        rates: Any = {"drop_rate": drop_rate, "drop_path_rate": drop_path_rate}
+        check_arguments("ViT", image_size=image_size, **rates)
         if image_size % PATCH:
             raise ArgumentError(
                 f"ViT cuts images into patches of {PATCH}; image_size {image_size} is not a "
                 f"multiple. Take {image_size // PATCH * PATCH or PATCH}"
             )
-        patches = (image_size // PATCH) ** 2
-        self.in_channels, self.image_size = in_channels, image_size
+        self.image_size = image_size
         self.cls_token = nn.Parameter(torch.empty(1, 1, width))
-        self.pos_embed = nn.Parameter(torch.empty(1, 1 + patches, width))
-        patch_embed = nn.Conv2d(in_channels, width, PATCH, stride=PATCH)
-        self.patch_embed = nn.ModuleDict({"proj": patch_embed})
-        rates = drop_path_rates(drop_path_rate, depth)
-        blocks = (TransformerBlock(width, heads, drop_path_rate=rate) for rate in rates)
+        self.pos_embed = nn.Parameter(torch.empty(1, 1 + (image_size // PATCH) ** 2, width))
+        self.patch_embed = nn.ModuleDict()
+        self.patch_embed["proj"] = nn.Conv2d(in_channels, width, PATCH, stride=PATCH)
+        depths = drop_path_rates(drop_path_rate, depth)
+        blocks = (TransformerBlock(width, heads, drop_path_rate=rate) for rate in depths)
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)
@@ -80,11 +78,12 @@ class ViT(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Checks images (N, C, H, W) and lists the steps."""
-        images = check_input("ViT", inputs, "N C H W", self.in_channels, self.cls_token)
-        if tuple(images.shape[2:]) != (self.image_size, self.image_size):
+        images = check_images("ViT", inputs, self.patch_embed["proj"])
+        (height, width), size = images.shape[2:], self.image_size
+        if height != size or width != size:
             raise InputError(
-                f"this ViT takes images of {self.image_size} x {self.image_size}; got "
-                f"{images.shape[2]} x {images.shape[3]}. Resize them or build with image_size=..."
+                f"this ViT takes images of {size} x {size}; got {height} x {width}. Resize them or "
+                "build with image_size=..."
             )
         return self.steps()
 

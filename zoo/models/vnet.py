@@ -8,15 +8,11 @@ MONAI's skips are locals of one forward; here they are tensors handed on:
     up 0-3    x256     1/8  ...  x32   1         one less each
     logits    classes  1
 
-The last level up holds half of the activations, so each operation is a step: its saved tensors are
-then not recomputed beside those of the next.
-
-MONAI's weights load, values and gradients are MONAI's bit for bit. Deviations: `drop_rate` rules
-every dropout (MONAI's two last skips always have 0.5); instance norm and `width` are ours.
+The last level up holds half of the activations, so each operation is a step. MONAI's weights load,
+values and gradients are MONAI's bit for bit. Deviations: `drop_rate` rules every dropout (MONAI's
+two last skips always have 0.5); instance norm and `width` are ours.
 """
 
-from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 import torch
@@ -26,28 +22,26 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, State, Steps, spread
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_choice, check_input, check_integers, check_norm, check_rates
+from zoo.layers.checks import check_arguments, check_choice, check_images, check_norm
 
 STRIDE = 16
-Convolution = nn.Conv3d | nn.ConvTranspose3d
 NORMS = {"batch": nn.BatchNorm3d, "instance": nn.InstanceNorm3d}
-# Parts of MONAI's names and ours, replaced in this order; none of MONAI's stands in a name of ours.
+# parts of MONAI's names and ours
 FROM_MONAI = {
-    "out_tr.conv2": "logits",
-    "out_tr.act_function1": "head.act",
-    "out_tr.": "head.",
-    "in_tr.": "stem.unit.",
-    **{f"down_tr{32 << level}.": f"down.{level}." for level in range(4)},
-    **{f"up_tr{256 >> level}.": f"up.{level}." for level in range(4)},
-    ".down_conv": ".resample.conv",
-    ".up_conv": ".resample.conv",
-    ".bn1": ".resample.norm",
-    ".act_function1": ".resample.act",
-    ".ops.": ".units.",
-    ".act_function2": ".act",
-    ".conv_block.conv": ".conv",
-    ".conv_block.adn.N": ".norm",
-    ".act_function": ".act",
+    r"out_tr\.conv2": "logits",
+    r"out_tr\.act_function1": "head.act",
+    r"out_tr\.": "head.",
+    r"in_tr\.": "stem.unit.",
+    **{rf"down_tr{32 << level}\.": f"down.{level}." for level in range(4)},
+    **{rf"up_tr{256 >> level}\.": f"up.{level}." for level in range(4)},
+    r"\.(down|up)_conv": ".resample.conv",
+    r"\.bn1": ".resample.norm",
+    r"\.act_function1": ".resample.act",
+    r"\.ops\.": ".units.",
+    r"\.act_function2": ".act",
+    r"\.conv_block\.conv": ".conv",
+    r"\.conv_block\.adn\.N": ".norm",
+    r"\.act_function": ".act",
 }
 
 
@@ -69,7 +63,7 @@ def _activation(name: str, channels: int) -> nn.Module:
 class ConvNormAct(Chain):
     """Convolution, norm, activation, each a step: x (N, C, D, H, W), ... -> (N, channels, ...)."""
 
-    def __init__(self, conv: Convolution, activation: str, norm: str) -> None:
+    def __init__(self, conv: Any, activation: str, norm: str) -> None:
         super().__init__()
         self.conv = conv
         self.norm = NORMS[norm](conv.out_channels, affine=True)
@@ -116,7 +110,7 @@ class Stem(Chain):
 class Level(Chain):
     """A convolution that resamples, dropout, and units in whose state a shortcut follows x."""
 
-    def __init__(self, conv: Convolution, channels: int, depth: int, drop: float, *parts: str):
+    def __init__(self, conv: Any, channels: int, depth: int, drop: float, *parts: str) -> None:
         super().__init__()
         self.resample = ConvNormAct(conv, *parts)
         self.units = nn.Sequential(*(_unit(channels, channels, *parts) for _ in range(depth)))
@@ -186,6 +180,8 @@ class VNet(Chain):
         InputError: in the forward, a volume of another shape or type.
     """
 
+    renames = FROM_MONAI
+
     def __init__(
         self,
         classes: int = 2,
@@ -197,9 +193,8 @@ class VNet(Chain):
         width: int = 16,
     ) -> None:
         super().__init__()
-        check_integers("vnet", in_channels=in_channels, width=width)
-        check_integers("vnet", minimum=2, classes=classes)
-        check_rates("vnet", drop_rate=drop_rate)
+        check_arguments("vnet", in_channels=in_channels, width=width, drop_rate=drop_rate)
+        check_arguments("vnet", minimum=2, classes=classes)
         check_choice("vnet", "activation", activation, ("elu", "prelu"))
         check_choice("vnet", "norm", norm, list(NORMS))
         if width % in_channels:
@@ -207,7 +202,6 @@ class VNet(Chain):
                 f"vnet repeats its input to {width} channels; {in_channels} does not divide {width}"
                 ". Append channels of zeros, or take another width"
             )
-        self.in_channels, self.norm = in_channels, norm
         parts = activation, norm
         self.stem = Stem(in_channels, width, *parts)
         self.down = nn.Sequential(
@@ -231,8 +225,7 @@ class VNet(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the steps once the volume is known to fit."""
-        weight = self.stem.unit.conv.weight
-        volume = check_input("vnet", inputs, "N C D H W", self.in_channels, weight)
+        volume = check_images("vnet", inputs, self.stem.unit.conv)
         for axis, size in zip("DHW", volume.shape[2:], strict=True):
             if size % STRIDE:
                 below, above = size // STRIDE * STRIDE, -(-size // STRIDE) * STRIDE
@@ -241,14 +234,5 @@ class VNet(Chain):
                     f"size {size}, which {STRIDE} does not divide. Crop or pad it to "
                     f"{f'{below} or ' if below else ''}{above}"
                 )
-        if self.training or self.norm == "instance":
-            least = prod(size // STRIDE for size in volume.shape[2:])
-            check_norm("vnet", volume, least * (len(volume) if self.norm == "batch" else 1))
+        check_norm("vnet", volume, self.down[-1].resample.norm, STRIDE)
         return self.steps()
-
-    def translate(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Renames MONAI's keys; this model's own stay."""
-        names = {key: key for key in state_dict}
-        for theirs, ours in FROM_MONAI.items():
-            names = {key: name.replace(theirs, ours) for key, name in names.items()}
-        return {names[key]: value for key, value in state_dict.items()}
