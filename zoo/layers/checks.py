@@ -95,14 +95,17 @@ def check_tokens(
 def check_arguments(model: str, minimum: int = 1, **values: Any) -> None:
     """Raises ArgumentError where a value is out of range.
 
-    A drop rate is a probability below 1, any other value a whole number from `minimum` on.
+    A drop rate is a probability below 1, any other value a whole number from `minimum` on; a chunk
+    may be None, to be chosen by the inputs.
     """
     for argument, value in values.items():
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
         if "drop" in argument:
             if not isinstance(value, int | float) or not 0 <= value < 1:
                 raise ArgumentError(f"{model} needs {argument} from 0 up to below 1; got {value!r}")
-        elif not is_whole or not minimum <= value <= LARGEST:
+            continue
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        is_chosen = value is None and argument.startswith("chunk")
+        if not is_chosen and not (is_whole and minimum <= value <= LARGEST):
             limit = f"most {LARGEST}" if is_whole and value > LARGEST else f"least {minimum}"
             why = "" if is_whole else ", which is no whole number"
             raise ArgumentError(

@@ -29,11 +29,6 @@ class DropPath(nn.Module):
         return f"rate={self.rate}"
 
 
-def drop_path(rate: float) -> nn.Module:
-    """Makes stochastic depth; a rate of 0 is the identity, as in timm."""
-    return DropPath(rate) if rate else nn.Identity()
-
-
 def drop_path_rates(rate: float, blocks: int) -> list[float]:
     """Returns rates that rise linearly from 0 at the first block to `rate` at the last."""
     return [rate * block / max(blocks - 1, 1) for block in range(blocks)]

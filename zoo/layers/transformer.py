@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, shortened
 from zoo.layers.checks import check_arguments, check_choice
-from zoo.layers.drop_path import drop_path
+from zoo.layers.drop_path import DropPath
 
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -62,8 +62,8 @@ class TransformerBlock(Chain):
                 f"{heads}. Choose heads from {[n for n in range(1, width + 1) if width % n == 0]}"
             )
         check_choice("TransformerBlock", "activation", activation, list(ACTIVATIONS))
-        rates: Any = {"attention_drop_rate": attention_drop_rate, "drop_path_rate": drop_path_rate}
-        check_arguments("TransformerBlock", drop_rate=drop_rate, **rates)
+        check_arguments("TransformerBlock", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        check_arguments("TransformerBlock", attention_drop_rate=attention_drop_rate)
         self.heads, self.causal, self.attention_drop_rate = heads, causal, attention_drop_rate
         self.norm1 = nn.LayerNorm(width, eps=norm_epsilon)
         qkv, proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -73,7 +73,7 @@ class TransformerBlock(Chain):
         fc1, fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
         self.mlp = nn.ModuleDict({"fc1": fc1, "act": act, "fc2": fc2})
         self.drop = nn.Dropout(drop_rate)
-        self.drop_path = drop_path(drop_path_rate)
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
 
     def steps(self) -> Steps:
         """Lists project, attend, merge, widen, narrow."""

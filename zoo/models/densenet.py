@@ -103,8 +103,8 @@ class DenseNet(Chain):
         small_images: bool = False,
     ) -> None:
         super().__init__()
-        given: Any = {"growth_rate": growth_rate, "drop_rate": drop_rate}
-        check_arguments("DenseNet", classes=classes, in_channels=in_channels, **given)
+        check_arguments("DenseNet", classes=classes, in_channels=in_channels)
+        check_arguments("DenseNet", growth_rate=growth_rate, drop_rate=drop_rate)
         self.stem_stride = 1 if small_images else 4
         self.transitions = len(depths) - 1
         channels = 2 * growth_rate

@@ -77,10 +77,11 @@ class GPT2(Chain):
         head: str = "inplace",
     ) -> None:
         super().__init__()
-        check_arguments("GPT2", width=width, depth=depth, vocabulary=vocabulary)
-        rates: Any = {"drop_rate": drop_rate, "drop_path_rate": drop_path_rate}
-        check_arguments("GPT2", positions=positions, **rates)
-        check_arguments("GPT2", chunk_tokens=1 if chunk_tokens is None else chunk_tokens)
+        check_arguments(
+            "GPT2", width=width, depth=depth, vocabulary=vocabulary, positions=positions
+        )
+        check_arguments("GPT2", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        check_arguments("GPT2", positions=positions, chunk_tokens=chunk_tokens)
         check_choice("GPT2", "head", head, HEADS)
         self.positions, self.chunk_tokens, self.head = positions, chunk_tokens, head
         self.token_embedding = nn.Embedding(vocabulary, width)

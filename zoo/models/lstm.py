@@ -80,9 +80,8 @@ class WordLanguageModel(Chain):
         super().__init__()
         self.name = self.recurrent.__name__.lower()
         check_arguments(self.name, vocabulary=vocabulary, embedding=embedding, hidden=hidden)
-        chunks = {"chunk_steps": chunk_steps, "chunk_tokens": chunk_tokens}
-        given = {name: value for name, value in chunks.items() if value is not None}
-        check_arguments(self.name, layers=layers, drop_rate=drop_rate, **given)
+        check_arguments(self.name, layers=layers, drop_rate=drop_rate)
+        check_arguments(self.name, chunk_steps=chunk_steps, chunk_tokens=chunk_tokens)
         check_choice(self.name, "head", head, HEADS)
         if tied and embedding != hidden:
             raise ArgumentError(

@@ -82,8 +82,8 @@ class PreactivationResNet(ResidualNetwork):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        rates: Any = {"drop_rate": drop_rate, "drop_path_rate": drop_path_rate}
-        check_arguments("PreactivationResNet", classes=classes, in_channels=in_channels, **rates)
+        check_arguments("PreactivationResNet", classes=classes, in_channels=in_channels)
+        check_arguments("PreactivationResNet", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         self.conv1 = conv(in_channels, 16, 3)
         channels = self._add_stages(unit, (units,) * 3, drop_path_rate)
         self.bn = nn.BatchNorm2d(channels)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zoo.chain import Chain, Step, Steps, spread
 from zoo.layers.checks import check_arguments, check_images, check_norm
-from zoo.layers.drop_path import drop_path, drop_path_rates
+from zoo.layers.drop_path import DropPath, drop_path_rates
 
 Pair = tuple[Tensor, Tensor]
 Convolutions = Callable[[int, int, int], Sequence[nn.Conv2d]]  # of inputs, width, stride
@@ -54,7 +54,7 @@ class Residual(Chain):
         self.inputs, self.outputs = layers[0].in_channels, layers[-1].out_channels
         self.depth, self.stride = len(layers), prod(layer.stride[0] for layer in layers)
         self.relu = nn.ReLU(inplace=True)
-        self.drop_path = drop_path(drop_rate)
+        self.drop_path = DropPath(drop_rate) if drop_rate else nn.Identity()
 
     def _convolve(self, number: int, branch: Tensor, *shortcut: Tensor) -> Pair:
         return getattr(self, f"conv{number}")(branch), *(shortcut or (branch,))

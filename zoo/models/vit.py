@@ -6,7 +6,7 @@ paper are timm's: no hidden layer before the classifier, and dropout only in fro
 """
 
 from math import sqrt
-from typing import Any, cast
+from typing import cast
 
 import torch
 from einops import rearrange
@@ -47,8 +47,8 @@ class ViT(Chain):
     ) -> None:
         super().__init__()
         check_arguments("ViT", width=width, depth=depth, classes=classes, in_channels=in_channels)
-        rates: Any = {"drop_rate": drop_rate, "drop_path_rate": drop_path_rate}
-        check_arguments("ViT", image_size=image_size, **rates)
+        check_arguments("ViT", image_size=image_size)
+        check_arguments("ViT", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         if image_size % PATCH:
             raise ArgumentError(
                 f"ViT cuts images into patches of {PATCH}; image_size {image_size} is not a "
