@@ -56,8 +56,5 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     cells = [[re.sub(r"(?<!\\)\|", r"\|", visible(cell)) for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(columns, *cells, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = []
-    for first, *others in (columns, rule, *cells):
-        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
-    return "\n".join(lines)
+    form = " | ".join(f"{{:{'>' * bool(n)}{width}}}" for n, width in enumerate(widths))
+    return "\n".join(f"| {form.format(*line)} |" for line in (columns, rule, *cells))

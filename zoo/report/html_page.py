@@ -32,7 +32,7 @@ from zoo.report.rows import (
     Heading,
     Number,
     Row,
-    measured,
+    first_measured,
     median,
     rows,
     variants,
@@ -60,6 +60,10 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
         for section in sections
         for name, chart in section["charts"].items()
     }
+    # where and how the first cell was measured that says it
+    record = first_measured(comparisons)
+    cell = {key: record.get("cell", {}).get(key) for key in ("dtype", "seed", "steps")}
+    where = {**record.get("environment", {}), **cell, "measured": record.get("finished")}
     writer = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -67,7 +71,7 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
     return writer.get_template("page.html").render(
         heading=heading,
         sections=sections,
-        environment=_environment(comparisons),
+        environment={key: value for key, value in where.items() if value is not None},
         files=_files(comparisons, table, heading, runs),
         runs=runs,
         about_runs=(TITLE, ABOUT, COLUMNS),
@@ -90,13 +94,10 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
 
 def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
     """Returns what the page says of one model; parts that were not recorded are None or empty."""
-    chain, frontier = (comparison["baseline"].get(name) for name in ("chain", "frontier"))
-    timelines = {
-        kind: comparison[kind]["timeline"]
-        for kind in row.variants
-        if "timeline" in comparison[kind]
-    }
-    text = comparison["checkpointed"].get("plan")
+    records = {kind: comparison[kind] for kind in row.variants}
+    timelines = {kind: r["timeline"] for kind, r in records.items() if "timeline" in r}
+    chain, frontier = (records["baseline"].get(name) for name in ("chain", "frontier"))
+    text = records["checkpointed"].get("plan")
     plan = Plan.parse(text) if text is not None and chain is not None else None
     # a plan for another chain is not drawn
     if plan is not None and len(plan.flatten()) != len(chain["names"]):
@@ -137,8 +138,8 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
         "categories": [name for name in charts.CATEGORIES if name in recorded],
         "missing": {
             f"{kind}, {what}": why
-            for kind in row.variants
-            for what, why in comparison[kind].get("missing", {}).items()
+            for kind, record in records.items()
+            for what, why in record.get("missing", {}).items()
         },
     }
 
@@ -167,14 +168,6 @@ def _legend(section: Mapping[str, Any], names: Sequence[str]) -> list[charts.Lay
     return list({layer.name: layer for layer in layers if layer.name}.values())
 
 
-def _environment(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Returns where and how the first cell that says it was measured."""
-    record = measured(comparisons)
-    cell = {key: record.get("cell", {}).get(key) for key in ("dtype", "seed", "steps")}
-    known = {**record.get("environment", {}), **cell, "measured": record.get("finished")}
-    return {key: value for key, value in known.items() if value is not None}
-
-
 def _files(
     comparisons: Sequence[Comparison], table: Sequence[Row], heading: Heading, runs: TwoRuns | None
 ) -> list[tuple[str, str, str]]:
@@ -192,13 +185,10 @@ def _files(
         "memory.csv": to_csv(memory),
         **csv_files(table, runs),
     }
+    links = {name: base64.b64encode(text.encode()).decode() for name, text in texts.items()}
     return [
-        (
-            name,
-            FILES.get(name, "everything"),
-            f"data:;base64,{base64.b64encode(text.encode()).decode()}",
-        )
-        for name, text in texts.items()
+        (name, FILES.get(name, "everything"), f"data:;base64,{link}")
+        for name, link in links.items()
     ]
 
 

@@ -14,10 +14,8 @@ from typing import Any
 from IPython.display import SVG, Markdown, display
 from matplotlib import font_manager, rc_context
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from zoo.planner.plan import Item, Plan, indices
 from zoo.report import charts
@@ -182,11 +180,9 @@ def moments(plan: Plan) -> list[tuple[int, str, dict[int, str]]]:
     found: list[tuple[int, str, dict[int, str]]] = []
 
     def run(items: Sequence[Item], phase: str, color: str) -> None:
-        for item in items:
-            first, *others = indices(item)
-            held.setdefault(first, color)
-            for node in (first, *others):
-                found.append((node, phase, dict(held)))
+        for nodes in ([*indices(item)] for item in items):
+            held.setdefault(nodes[0], color)
+            found.extend((node, phase, dict(held)) for node in nodes)
 
     def back(items: Sequence[Item]) -> None:
         for item in reversed(items):
@@ -229,36 +225,23 @@ def figure(
 ) -> Iterator[list[Axes]]:  # fmt: skip
     """Yields the axes of a figure so many inches high, row by row; then shows it."""
     fonts = [name for name in CHINESE if name in font_manager.get_font_names()]
-    settings: Any = {
+    family: Any = {
         "svg.fonttype": "none",
         "font.family": ["DejaVu Sans", *fonts],
         "figure.dpi": dpi,
     }
-    with rc_context({**STYLE, **settings}), warnings.catch_warnings():
+    with rc_context({**STYLE, **family}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         made = Figure(figsize=(WIDTH, height + 0.3 * bool(title)), layout="constrained")
         if title:
             made.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         grid = made.subplots(rows, columns, squeeze=False, width_ratios=ratios)
         yield list(grid.flat)
-        for artist in made.findobj(lambda artist: isinstance(artist, Text | Axis)):
-            _translate(artist)
         file = io.StringIO()
         made.savefig(file, format="svg", dpi=dpi, metadata={"Date": None})
     # a hundredth of a point is less than is seen
-    display(SVG(re.sub(r"(\.\d\d)\d+", r"\1", file.getvalue())))
-
-
-def _translate(artist: Any) -> None:
-    if isinstance(artist, Text):
-        artist.set_text(translated(artist.get_text()))
-        return
-    for minor in (False, True):
-        labels = [label.get_text() for label in artist.get_ticklabels(minor=minor)]
-        new = [*map(translated, labels)]
-        if new != labels:
-            # labels of ticks are written anew with each drawing
-            artist.set_ticks(artist.get_ticklocs(minor=minor), new, minor=minor)
+    picture = re.sub(r"(\.\d\d)\d+", r"\1", file.getvalue())
+    display(SVG(re.sub(r"(?<=>)[^<>]+(?=</text>)", lambda text: translated(text[0]), picture)))
 
 
 def translated(text: str) -> str:

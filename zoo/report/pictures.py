@@ -18,11 +18,7 @@ def check_picture(path: str | Path) -> None:
 
 
 def plots() -> Any:
-    """Imports `zoo.report.plot`.
-
-    Raises:
-        ArgumentError: matplotlib is not installed.
-    """
+    """Imports `zoo.report.plot`; raises ArgumentError where matplotlib is not installed."""
     try:
         return importlib.import_module("zoo.report.plot")
     except ImportError as error:

@@ -267,24 +267,16 @@ def place(
     matplotlib writes a text where it is told to, over whatever is there. `point` is that in pixels.
     """
     boxes: list[Bbox] = []
-    for spot, (width, height) in zip(spots, sizes, strict=True):
+    for spot, size in zip(spots, sizes, strict=True):
         marks = [Bbox([other, other]).padded(5 * point) for other in spots if other is not spot]
-        candidates = (
-            Bbox.from_bounds(
-                spot[0] + across * distance * point + (across - 1) / 2 * width,
-                spot[1] + up * distance * point * 0.6 + (up - 1) / 2 * height,
-                *(width, height),
-            )
-            for distance, (across, up) in product(DISTANCES, SIDES)
-        )
-        costs = [
-            (
-                box.count_overlaps([*boxes, *marks]) + (frame.count_contains(box.get_points()) < 2),
-                sum(line.intersects_bbox(box, filled=False) for line in lines),
-                box,
-            )
-            for box in candidates
-        ]
+        costs = []
+        for distance, side in product(DISTANCES, SIDES):
+            across_and_up = np.array(side)
+            start = spot + across_and_up * (distance * point, 0.6 * distance * point)
+            box = Bbox.from_bounds(*(start + (across_and_up - 1) / 2 * size), *size)
+            outside = frame.count_contains(box.get_points()) < 2
+            crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
+            costs.append((box.count_overlaps([*boxes, *marks]) + outside, crossed, box))
         boxes.append(min(costs, key=itemgetter(0, 1))[2])
     return boxes
 

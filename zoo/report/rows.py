@@ -217,7 +217,7 @@ class Row:
         }
 
 
-def measured(comparisons: Sequence[Comparison]) -> Any:
+def first_measured(comparisons: Sequence[Comparison]) -> Any:
     """Returns the first record that says where it was measured; {} if none does."""
     known = {"device", "threads", "torch", "python", "zoo"}
     records = (record for comparison in comparisons for record in comparison.values())
@@ -228,7 +228,7 @@ def measured(comparisons: Sequence[Comparison]) -> Any:
 def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Heading:
     """Describes a comparison by the first of its records that says where it was measured."""
     setting = "nothing could be measured"
-    if record := measured(comparisons):
+    if record := first_measured(comparisons):
         cell, where = record["cell"], record["environment"]
         count = f", {where['threads']} thread{'s' * (where['threads'] != 1)}"
         setting = (
