@@ -74,7 +74,8 @@ def test_gradients_are_those_of_the_engine(name: str) -> None:
     model.eval()
     leaves = [value for value in (*inputs, *model.parameters()) if value.requires_grad]
     expected = torch.autograd.grad(model(*inputs).square().sum(), leaves, allow_unused=True)
-    found, _ = gradients_of([model(*inputs).square().sum()])
+    walk = gradients_of([model(*inputs).square().sum()])
+    found = {id(leaf): gradient for leaf, gradient, _ in walk}
     for leaf, other in zip(leaves, expected, strict=True):
         one = found.get(id(leaf))
         assert (one is None) == (other is None)
@@ -106,7 +107,8 @@ def test_a_saved_tensor_goes_with_its_node() -> None:
         value = Count.apply(weight).sin()
         roots = [Count.apply(value).sin().sum()]
     del value
-    gradients_of(roots)
+    assert [leaf for leaf, *_ in gradients_of(roots)] == [weight]
+    assert not roots
     assert alive == [1, 0]
 
 
@@ -114,6 +116,6 @@ def test_leaves_behind_an_earlier_node_are_told_apart() -> None:
     own, shared, both = (nn.Parameter(torch.rand(3)) for _ in range(3))
     token = shared * both
     start = sequence_number()
-    found, behind = gradients_of([(own * token + both).sum()], start)
-    assert found.keys() == {id(own), id(shared), id(both)}
-    assert behind == {id(shared), id(both)}
+    walk = gradients_of([(own * token + both).sum()], start)
+    is_behind = {id(leaf): is_behind for leaf, _, is_behind in walk}
+    assert is_behind == {id(own): False, id(shared): True, id(both): True}

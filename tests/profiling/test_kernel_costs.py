@@ -81,9 +81,9 @@ def test_a_state_of_an_expanded_tensor_is_measured() -> None:
 
 def test_each_kind_of_kernel_runs_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
-    real = kernels._run
-    monkeypatch.setattr(kernels, "_known", {True: {}, False: {}})
-    monkeypatch.setattr(kernels, "_run", lambda spec, timed: runs.append(spec) or real(spec, timed))
+    real = kernels._span
+    monkeypatch.setattr(kernels, "_known", {})
+    monkeypatch.setattr(kernels, "_span", lambda spec: runs.append(spec) or real(spec))
 
     class Many(Chain):
         def __init__(self) -> None:
@@ -142,7 +142,7 @@ def test_writing_kernels_write_nothing_of_the_model_s() -> None:
 
 
 def test_a_full_table_forgets_nothing_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_known", {True: {}, False: {}})
+    monkeypatch.setattr(kernels, "_known", {})
     monkeypatch.setattr(kernels, "MOST_KNOWN", 1)
     specs = [spec(RELU, torch.rand(4)), spec(torch.ops.aten.tanh.default, torch.rand(4))]
     measure_kernels(specs[:1], CPU)

@@ -9,18 +9,23 @@ gets zeros for a gradient that is not there, also where it asked for None. A blo
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class _Pending:
-    """A node that will run: the gradients of its outputs so far, and how many are yet to come.
+class LeafGradient(NamedTuple):
+    """A leaf and its complete gradient; `is_behind` an earlier node: on a path that leads to it."""
 
-    `is_behind`: a path to it leads through a node that the caller asked about.
-    """
+    leaf: Tensor
+    gradient: Tensor
+    is_behind: bool
+
+
+class _Pending:
+    """A node that will run: the gradients of its outputs so far, and how many are yet to come."""
 
     def __init__(self, node: Any) -> None:
         self.gradients: list[Tensor | None] = [None] * len(node._input_metadata)
@@ -36,21 +41,16 @@ class _Pending:
             self.gradients[number] = gradient if before is None else before + gradient
 
 
-def gradients_of(
-    roots: list[Tensor], before: int = 0, complete: Callable[[Tensor], None] = lambda leaf: None
-) -> tuple[dict[int, Tensor], set[int]]:
-    """Returns the gradients of all leaves by a scalar, by the ids of the leaves.
+@torch.no_grad()
+def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient]:
+    """Yields leaves with their gradients by a scalar, each when its gradient is complete.
 
-    `complete` is called with a leaf when its gradient is.
-
-    And the ids of leaves that are behind a node which was made before that sequence number. `roots`
-    holds the scalar, if any, and is empty afterwards: a node that has run is let go of, and with it
-    what it saved, as soon as nobody else holds it.
+    `roots` holds the scalar, if any, and is emptied: a node that has run is let go of, and with it
+    what it saved, as soon as nobody else holds it. Nodes of a sequence number below `earlier` are
+    earlier ones.
     """
-    gradients: dict[int, Tensor] = {}
-    leaves_behind: set[int] = set()
     if not roots:
-        return gradients, leaves_behind
+        return
     root = roots.pop()
     node = root.grad_fn
     pending = _pending(node)
@@ -58,31 +58,26 @@ def gradients_of(
     del root
     order = itertools.count()
     ready: list[tuple[int, int, Any]] = [(0, next(order), node)]
-    with torch.no_grad():
-        while ready:
-            node = heapq.heappop(ready)[-1]
-            given = pending.pop(node)
-            # a function of Python's may have an attribute of that name
-            leaf = None if hasattr(node, "apply") else getattr(node, "variable", None)
-            if leaf is not None:
-                if given.gradients[0] is not None:
-                    gradients[id(leaf)] = given.gradients[0]
-                    complete(leaf)
-                if given.is_behind:
-                    leaves_behind.add(id(leaf))
-                continue
-            made = _run(node, given.gradients)
-            is_behind = given.is_behind or _number(node) < before
-            del given
-            for (behind, number), gradient in zip(node.next_functions, made, strict=True):
-                if behind is not None:
-                    pending[behind].add(gradient, number, behind)
-                    pending[behind].is_behind |= is_behind
-                    if not pending[behind].missing:
-                        heapq.heappush(ready, (-_number(behind), next(order), behind))
-            # a name would hold a node, and with it what it saved
-            del made, node, gradient, behind
-    return gradients, leaves_behind
+    while ready:
+        node = heapq.heappop(ready)[-1]
+        given = pending.pop(node)
+        # a function of Python's may have an attribute of that name
+        leaf = None if hasattr(node, "apply") else getattr(node, "variable", None)
+        if leaf is not None:
+            if given.gradients[0] is not None:
+                yield LeafGradient(leaf, given.gradients[0], given.is_behind)
+            continue
+        made = _run(node, given.gradients)
+        is_behind = given.is_behind or node._sequence_nr() < earlier
+        del given
+        for (behind, number), gradient in zip(node.next_functions, made, strict=True):
+            if behind is not None:
+                pending[behind].add(gradient, number, behind)
+                pending[behind].is_behind |= is_behind
+                if not pending[behind].missing:
+                    heapq.heappush(ready, (-behind._sequence_nr(), next(order), behind))
+        # a name would hold a node, and with it what it saved
+        del made, node, gradient, behind
 
 
 def _pending(root: Any) -> dict[Any, _Pending]:
@@ -110,8 +105,7 @@ def _run(node: Any, given: list[Tensor | None]) -> Sequence[Tensor | None]:
     made = node.apply(*(_zeros(kind) if one is None else one for one, kind in pairs))
     every = made if isinstance(made, tuple) else (made,)
     # of its arguments only tensors have nodes behind them
-    pairs = zip(every, node.needs_input_grad, strict=False)
-    wanted = (gradient for gradient, is_needed in pairs if is_needed)
+    wanted = itertools.compress(every, node.needs_input_grad)
     return [None if behind is None else next(wanted) for behind, _ in node.next_functions]
 
 
@@ -127,7 +121,3 @@ def _as_expected(gradient: Tensor, metadata: Any) -> Tensor:
         gradient = gradient.sum_to_size(tuple(metadata.shape))
     # `to` is a kernel on fake tensors also where it changes nothing
     return gradient.to(metadata.dtype) if gradient.dtype != metadata.dtype else gradient
-
-
-def _number(node: Any) -> int:
-    return int(node._sequence_nr())

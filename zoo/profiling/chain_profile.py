@@ -17,7 +17,8 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,8 +42,6 @@ from zoo.profiling.kernel_costs import (
     Curve,
     Device,
     KernelCosts,
-    Update,
-    UpdateBytes,
     device_named,
     flop_formulas,
     measure_kernels,
@@ -52,65 +51,64 @@ from zoo.profiling.sharded import copy_sharded, whole_parameters
 from zoo.profiling.step_profile import (
     REAL,
     GradientSpec,
-    Kernels,
-    Outside,
     StepRun,
     Strided,
+    Surroundings,
+    Update,
+    UpdateBytes,
     run_step,
 )
-from zoo.profiling.tensor_spec import KernelSpec, NumberedSpec, StateSpec, Storages
+from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, TensorSpec
 from zoo.verification.state_comparison import BOOKKEEPING
 
 VALUES = int | float | str | bool | None | torch.dtype
 
 
 class _Use(NamedTuple):
-    """The first and the last step that a parameter is of, and the bytes of its gradient.
+    """The steps whose backwards sum up a gradient of a parameter or of its cast.
 
-    `made`: the first state, from the last one on, that has the gradient behind it.
+    `made`: the first state, from the last step on, that has the gradient behind it.
     `added`: the step whose backward adds to a gradient that is a view, so not in place; -1 if none.
-    `is_shared`: it comes to these steps through a node that was made before them.
     """
 
-    first: int
-    last: int
-    size: int
-    made: int
-    added: int
-    is_shared: bool
+    steps: tuple[int, ...] = ()
+    size: int = 0
+    made: int = 0
+    added: int = -1
+    is_shared: bool = False
 
-    @classmethod
-    def of(cls, number: int, update: Update, before: "_Use | None", *, of_cast: bool) -> "_Use":
-        """Counts a use by a step more, by the last so far."""
-        first, last = (before.first, before.last) if before else (number, -1)
-        made = number + (update.is_shared and update.birth < 0)
-        # a gradient that was converted is no view
-        is_view = update.is_view and (of_cast or not update.cast) and not update.is_shared
-        size = update.cast if of_cast else update.size
-        return cls(first, number, size, made, last if is_view else -1, update.is_shared)
+    def followed_by(self, number: int, update: Update) -> "_Use":
+        """Counts a use by a later step, too."""
+        made = number + (update.is_shared and update.born < 0)
+        added = self.steps[-1] if self.steps and update.is_view else -1
+        return _Use((*self.steps, number), update.size, made, added, update.is_shared)
 
 
 class ChainRun(NamedTuple):
     """What the steps of a chain do, as data.
 
-    `runs` are those of different steps, `numbers` their places in it for all steps of the chain.
-    The others are as in `StepCosts`; `kernels` are the different ones, `handed` are all storages of
-    each state, also those of outputs that no later step reads.
+    Attributes:
+        runs: for each step what it did, one and the same for equal steps.
+        owners: for each step the ids of its parameters, by those of the step that ran for it.
+        handed: all storages of each state, also those of outputs that no later step reads.
+        kernels: the different ones.
+        casts: for each step the storages of its run's casts; one storage for all casts of a weight.
+        outside: bytes of tensors that functions of the chain hold, such as a loss its targets.
+
+    The others are as in `StepCosts`.
     """
 
     runs: tuple[StepRun, ...]
-    numbers: tuple[int, ...]
+    owners: tuple[dict[int, int], ...]
     sizes: tuple[int, ...]
     handed: tuple[frozenset[int], ...]
     live: tuple[frozenset[int], ...]
     saved: tuple[frozenset[int], ...]
     gradients: tuple[int, ...]
     kernels: tuple[KernelSpec | None, ...]
-    # for each step, ids of weights and the storages of their casts, which autocast caches
-    casts: tuple[tuple[tuple[int, int], ...], ...]
+    casts: tuple[tuple[int, ...], ...]
     copied: tuple[frozenset[int], ...]
     held: tuple[frozenset[int], ...]
-    # bytes of tensors that functions of the chain hold, such as a loss its targets
     outside: int
 
 
@@ -129,7 +127,7 @@ class Profile:
         trained = {
             id(p): rounded_up(p.nbytes, block) for p in chain.parameters() if p.requires_grad
         }
-        self.outline, self.gradient_bytes = outline, sum(trained.values())
+        self.blocks, self.gradient_bytes = outline.blocks, sum(trained.values())
         tensors = (*(value for value in inputs if value is not None), *chain.parameters())
         self.device = tensors[0].device if tensors else torch.device("cpu")
         import_for_fakes()
@@ -144,9 +142,7 @@ class Profile:
                 f"({_told(answer)}). Where the model takes these inputs, pass checkpoint= a number "
                 "of segments or a Plan, which need no measuring"
             )
-        self.found = answer
-        self.specs = answer.kernels
-        self.runs = [answer.runs[number] for number in answer.numbers]
+        self.found, self.runs, self.specs = answer, answer.runs, answer.kernels
 
     def kernels(self, *, timed: bool = True) -> list[KernelCosts | None]:
         """Runs each different kernel for real, alone, on the inputs' device, unless it is known."""
@@ -175,159 +171,107 @@ class Profile:
             pairs = zip(curves, runs, strict=True)
             return tuple(curve.seconds(device, run.dtype, kernels) for curve, run in pairs)
 
-        firsts = self._first_casts
+        uses, uses_of_casts = self._uses
+        of_parameters = self._gradients(uses, frees=updates is not None)
+        # those that no step has are there all the time
+        others = max(self.gradient_bytes - sum(use.size for use in uses.values()), 0)
+        of_casts = self._gradients(uses_of_casts, frees=True)
         return StepCosts(
             sizes=found.sizes,
             live=found.live,
-            saved=tuple(frozenset(firsts.get(s, s) for s in saved) for saved in found.saved),
+            saved=found.saved,
             forward=peaks(run.forward for run in runs),
             forward_until_saved=peaks(run.until_saved for run in runs),
             backward=peaks(self._backwards(updates)),
-            gradients=tuple(map(operator.add, found.gradients, self._gradients_of_casts())),
+            gradients=tuple(map(operator.add, found.gradients, of_casts)),
             flops=tuple(run.forward.flops for run in runs),
             flops_until_saved=tuple(run.until_saved.flops for run in runs),
             seconds=seconds(run.forward for run in runs),
             seconds_until_saved=seconds(run.until_saved for run in runs),
             seconds_backward=seconds(run.backward for run in runs),
-            blocks=self.outline.blocks,
-            parameter_gradients=self._gradients_left(updates is not None),
+            blocks=self.blocks,
+            parameter_gradients=tuple(
+                min(size + others, self.gradient_bytes) for size in of_parameters
+            ),
             gradients_made=tuple(run.made for run in runs),
             draws=tuple(run.draws for run in runs),
             copied=found.copied if any(found.copied) else (),
             held=found.held if any(found.held) else (),
-            casts=tuple(frozenset(firsts[cast] for _, cast in casts) for casts in found.casts)
-            if any(found.casts)
-            else (),
+            casts=tuple(map(frozenset, found.casts)) if any(found.casts) else (),
         )
 
     def _backwards(self, updates: UpdateBytes | None) -> list[Curve]:
         """Returns the curve of each step's backward, in which an optimizer may step."""
+        all_uses, all_uses_of_casts = self._uses
+        first_saved: dict[int, int] = {}
+        for number in reversed(range(len(self.runs))):
+            first_saved.update(dict.fromkeys(self.found.saved[number], number))
         curves = []
         for number, run in enumerate(self.runs):
-            owned = [(self._owner(number, update.parameter), update) for update in run.updates]
             # a cast stays as long as an earlier step has it
-            left_out = {
-                cast.freed
-                for cast, (_, storage) in zip(run.casts, self.found.casts[number], strict=True)
-                if self._cast_savers.get(self._first_casts[storage]) != number
-            }
+            casts = zip(run.casts, self.found.casts[number], strict=True)
+            left_out = {c.freed for c, storage in casts if first_saved.get(storage) != number}
             others = []
-            for owner, update in owned:
-                use, cast = self._uses[owner], self._cast_uses.get(owner)
-                if cast is not None and update.cast:
-                    if cast.added == number:
-                        others += [(update.birth, update.cast), (update.birth, -update.cast)]
-                    if cast.first != number:
-                        left_out.add(update.birth)
+            for update in run.updates:
+                owner = self._owner(number, update)
+                use, of_cast = all_uses[owner], all_uses_of_casts.get(owner)
+                if of_cast is not None and update.cast:
+                    if of_cast.added == number:
+                        others += [(update.born, update.cast), (update.born, -update.cast)]
+                    if of_cast.steps[0] != number:
+                        left_out.add(update.born)
                         continue
-                    if cast.last != number:
-                        # it has gone into the sum, which is then converted and freed
-                        others += [(update.birth, -update.cast), (update.birth + 2, update.cast)]
-                if update.is_shared and use.last != number:
-                    left_out.add(update.birth)
+                    if of_cast.steps[-1] != number:
+                        # it has gone into the sum, which is freed behind the kernel that converts
+                        others += [(update.born, -update.cast), (update.born + 3, update.cast)]
+                if update.is_shared and use.steps[-1] != number:
+                    left_out.add(update.born)
                 if use.added == number:
-                    others += [(update.change, update.size), (update.change, -update.size)]
-                if updates is not None and use.first == number:
-                    need = updates.get((update.shape, update.dtype), 0)
-                    others += [(update.change, size) for size in (need, -need, -update.freed)]
-            curves.append(run.backward.without(left_out).with_changes(others))
+                    others += [(update.done, update.size), (update.done, -update.size)]
+                if updates is not None and use.steps[0] == number:
+                    need = updates.get(update.form, 0)
+                    freed = update.size if update.born >= 0 and not update.is_shared else 0
+                    others += [(update.done, size) for size in (need, -need, -freed)]
+            curves.append(run.backward.edited(left_out, others))
         return curves
 
-    def _gradients_left(self, frees: bool) -> tuple[int, ...]:
-        """Returns the bytes of parameters' gradients that are there when a state is reached.
+    def _gradients(self, uses: Mapping[int, _Use], *, frees: bool) -> list[int]:
+        """Returns the bytes of gradients that there are when the backward comes to each state.
 
-        Each step leaves its own in the backward, one that comes again its last time in the chain.
         One that several steps sum up in a buffer is there before the backward of the last of these
-        where the forward made it. An optimizer in the backward `frees` each when it is complete,
-        that of a weight that steps share through an earlier node at the end.
+        where the forward made it. What `frees` each when it is complete, such as an optimizer in
+        the backward, leaves that of a weight that steps share through an earlier node.
         """
         changes = [0] * (len(self.runs) + 1)
-        for use in self._uses.values():
+        for use in uses.values():
             changes[use.made] += use.size
             if frees and not use.is_shared:
-                changes[use.first] -= use.size
-        changes[-1] += max(self.gradient_bytes - sum(use.size for use in self._uses.values()), 0)
-        left = list(itertools.accumulate(reversed(changes)))
-        return tuple(min(count, self.gradient_bytes) for count in reversed(left))
+                changes[use.steps[0]] -= use.size
+        return list(itertools.accumulate(reversed(changes)))[::-1]
 
-    def _gradients_of_casts(self) -> list[int]:
-        """Returns the bytes of the sums of gradients of casts that there are with each state.
+    @functools.cached_property
+    def _uses(self) -> tuple[dict[int, _Use], dict[int, _Use]]:
+        """The uses of each parameter, by its id, and those by casts that autocast caches.
 
-        Steps that have the cast of a weight from autocast's cache add up its gradients as they are.
-        The backward of the first of these converts the sum.
+        Steps that have the cast of a weight add up its gradients as they are. The backward of the
+        first of these converts the sum, and that alone makes a gradient of the weight.
         """
-        sums = [0] * (len(self.runs) + 1)
-        for use in self._cast_uses.values():
-            for state in range(use.first + 1, use.made + 1):
-                sums[state] += use.size
-        return sums
-
-    @functools.cached_property
-    def _uses(self) -> dict[int, _Use]:
-        """The uses of each parameter, by its id; those of a cast are its first."""
-        found: dict[int, _Use] = {}
+        uses: dict[int, _Use] = {}
+        casts: dict[int, _Use] = {}
         for number, run in enumerate(self.runs):
             for update in run.updates:
-                owner = self._owner(number, update.parameter)
-                if update.cast and self._cast_uses[owner].first != number:
-                    continue
-                found[owner] = _Use.of(number, update, found.get(owner), of_cast=False)
-        return found
-
-    @functools.cached_property
-    def _cast_uses(self) -> dict[int, _Use]:
-        """The uses of each parameter by casts that autocast caches, with gradients of these."""
-        found: dict[int, _Use] = {}
-        for number, run in enumerate(self.runs):
-            for update in run.updates:
+                owner = self._owner(number, update)
+                # what was converted is no view
+                own = update._replace(is_view=update.is_view and not update.cast)
                 if update.cast:
-                    owner = self._owner(number, update.parameter)
-                    found[owner] = _Use.of(number, update, found.get(owner), of_cast=True)
-        return found
+                    of_cast = update._replace(size=update.cast, is_shared=False)
+                    casts[owner] = casts.get(owner, _Use()).followed_by(number, of_cast)
+                if not update.cast or casts[owner].steps == (number,):
+                    uses[owner] = uses.get(owner, _Use()).followed_by(number, own)
+        return uses, casts
 
-    @functools.cached_property
-    def _first_casts(self) -> dict[int, int]:
-        """The storages of casts, and that of the first cast of the same weight: it is cached."""
-        firsts: dict[int, int] = {}
-        return {
-            cast: firsts.setdefault(self._owner(number, weight), cast)
-            for number, casts in enumerate(self.found.casts)
-            for weight, cast in casts
-        }
-
-    @functools.cached_property
-    def _cast_savers(self) -> dict[int, int]:
-        """The first step that saves each cast, by the storage of the first cast of the weight."""
-        found: dict[int, int] = {}
-        for number, casts in enumerate(self.found.casts):
-            for _, storage in casts:
-                if storage in self.found.saved[number]:
-                    found.setdefault(self._first_casts[storage], number)
-        return found
-
-    def _owner(self, number: int, parameter: int) -> int:
-        """Returns the id of a step's parameter; equal steps were measured by those of the first."""
-        return self._owners[number].get(parameter, parameter)
-
-    @functools.cached_property
-    def _owners(self) -> list[dict[int, int]]:
-        parameters = list(map(_parameters_of, self.outline.steps))
-        measured = map(self.found.numbers.index, self.found.numbers)
-        return [
-            dict(zip(parameters[first], own, strict=True))
-            for first, own in zip(measured, parameters, strict=True)
-        ]
-
-
-def _parameters_of(step: Step) -> list[int]:
-    """Returns the ids of the parameters of a step's modules, in the order of its key."""
-    found: list[int] = []
-
-    def collect(module: nn.Module) -> None:
-        found.extend(map(id, module.parameters()))
-
-    step_key(step, collect)
-    return found
+    def _owner(self, number: int, update: Update) -> int:
+        return self.found.owners[number].get(update.parameter, update.parameter)
 
 
 def _told(answer: Raised | Died) -> str:
@@ -340,7 +284,8 @@ def _run_steps(
     chain: nn.Module, outline: Outline, inputs: State, block: int, is_apart: bool
 ) -> ChainRun:
     """Runs the steps on fake tensors: in a child (`is_apart`) themselves, else copies of them."""
-    follower = _Follower(inputs, block)
+    caches_casts = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+    propagation = _SpecPropagation(inputs, Surroundings(block, caches_casts))
     on_meta = any(parameter.is_meta for parameter in chain.parameters())
     with (
         contextlib.ExitStack() as restored,
@@ -360,8 +305,9 @@ def _run_steps(
         owned = [made.get(id(value), value) for value in (*chain.parameters(), *chain.buffers())]
         fakes = [v if isinstance(v, FakeTensor) else fake_of(mode, v) for v in owned]
         real = [v for v in (*inputs, *owned) if v is not None and type(v) in REAL]
-        fixed = {v.untyped_storage()._cdata for v in (*fakes, *real)}
-        return follower.run(steps, outline.held, fixed)
+        for storage in (tensor.untyped_storage() for tensor in (*fakes, *real)):
+            propagation.around.outside[storage._cdata] = storage, 0
+        return propagation.run(steps, outline.held)
 
 
 def _replace(chain: nn.Module, made: Mapping[int, Tensor]) -> None:
@@ -405,36 +351,52 @@ def _fake_buffer(fixes: FakeTensorFixes, buffer: Tensor) -> Tensor:
     return fake
 
 
-class _Follower:
-    """Follows the specs of the state through the chain and numbers storages for all steps."""
+@dataclass
+class _Place:
+    """A step in the chain, and how its run numbers tensors and storages.
 
-    def __init__(self, inputs: State, block: int) -> None:
-        self.block = block
-        self.kernels: Kernels = {}
-        self.fixed: set[int] = set()
-        self.outside: Outside = {}
-        self.caches_casts = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-        storages = Storages(block)
-        self.state = tuple(entry and entry.on_cpu() for entry in storages.specs(inputs))
+    `key`: what it does, and the state that it is given, numbered from 0.
+    `given`, `made`: states numbered as in the chain.
+    `tensors`, `storages`: the numbers in the chain of those of the run.
+    `owners`: the ids of its parameters, by those of the step that ran for it.
+    """
+
+    key: tuple[Hashable, StateSpec]
+    given: StateSpec
+    run: StepRun
+    tensors: list[int]
+    storages: list[int]
+    made: StateSpec
+    owners: dict[int, int]
+
+    def numbers(self, storages: Iterable[int]) -> frozenset[int]:
+        """Returns the numbers of the run's storages in the chain."""
+        return frozenset(map(self.storages.__getitem__, storages))
+
+
+class _SpecPropagation:
+    """Propagates the specs of the state through a chain: shape propagation.
+
+    Between steps there are numbers alone: of tensors, and of storages.
+    """
+
+    def __init__(self, inputs: State, around: Surroundings) -> None:
+        self.around = around
+        storages = Storages(around.block)
+        self.state = tuple(spec and spec.on_cpu() for spec in storages.specs(inputs))
         self.sizes = storages.sizes
         self.inputs = frozenset(range(len(self.sizes)))
-        self.tensors = len({entry.tensor for entry in self.state if entry is not None})
+        self.tensors = len({spec.tensor for spec in self.state if spec is not None})
         self.states = [self.state]
-        # for each step the places of the state that it reads, None for all, and what it returned
-        self.reads: list[tuple[int, ...] | None] = []
-        self.made: list[StateSpec] = []
-        self.saved: list[frozenset[int]] = []
-        self.casts: list[tuple[tuple[int, int], ...]] = []
-        self.copied: list[frozenset[int]] = []
-        # for each step: the tensors that it numbers from 0, and the key of its run
-        self.names: list[list[int]] = []
-        self.keys: list[Hashable] = []
+        self.places: list[_Place] = []
         self.known: dict[Hashable, StepRun] = {}
-        self.samples: dict[Hashable, tuple[Step, StateSpec]] = {}
+        # the first step of a key, and the ids of its parameters
+        self.samples: dict[Hashable, tuple[Step, list[int]]] = {}
+        # by the id of a weight the storage of its first cast: it is cached
+        self.casts: dict[int, int] = {}
 
-    def run(self, steps: Sequence[Step], held: Sequence[Held], fixed: set[int]) -> ChainRun:
-        """Runs each different step once; `fixed` are storages of parameters, buffers and inputs."""
-        self.fixed = fixed
+    def run(self, steps: Sequence[Step], held: Sequence[Held]) -> ChainRun:
+        """Runs each different step once."""
         described = functools.cache(_described)
         for step in steps:
             self._advance(step, described)
@@ -447,58 +409,52 @@ class _Follower:
             self._held(in_forward) | (all_storages - read)
             for in_forward, all_storages, read in zip(held, handed[:-1], live[:-1], strict=True)
         )
-        places = {key: place for place, key in enumerate(self.known)}
+        places = self.places
         return ChainRun(
-            tuple(self.known.values()),
-            tuple(places[key] for key in self.keys),
-            tuple(self.sizes),
-            handed,
-            live,
-            tuple(self.saved),
-            gradients,
-            tuple(spec for _, spec in self.kernels.values()),
-            tuple(self.casts),
-            tuple(self.copied),
-            storages_held,
-            sum(size for _, size in self.outside.values()),
+            runs=tuple(place.run for place in places),
+            owners=tuple(place.owners for place in places),
+            sizes=tuple(self.sizes),
+            handed=handed,
+            live=live,
+            saved=tuple(place.numbers(place.run.saved) - self.inputs for place in places),
+            gradients=gradients,
+            kernels=tuple(spec for _, spec in self.around.kernels.values()),
+            casts=tuple(
+                tuple(place.storages[cast.storage] for cast in place.run.casts) for place in places
+            ),
+            copied=tuple(place.numbers(place.run.copied) for place in places),
+            held=storages_held,
+            outside=sum(size for _, size in self.around.outside.values()),
         )
 
     def _advance(self, step: Step, described: Callable[[nn.Module], Hashable]) -> None:
         """Runs a step on the state, or on the part of it that the step reads, and follows."""
         given, part = self.state, getattr(step, "func", None)
-        self.reads.append(part.reads if isinstance(part, PassThrough) else None)
         if isinstance(part, PassThrough):
             step = functools.partial(part.function, *cast(NamedStep, step).args)
             given = tuple(given[place] for place in part.reads)
         tensors: dict[int, int] = {}
         storages: dict[int, int] = {}
-        state = tuple(entry and entry.renumbered(tensors, storages) for entry in given)
-        self.keys.append((step_key(step, described), state))
-        run = self._run(self.keys[-1], (step, state))
+        state = tuple(spec and spec.renumbered(tensors, storages) for spec in given)
+        key, parameters = (step_key(step, described), state), _parameters_of(step)
+        _, measured = self.samples.setdefault(key, (step, parameters))
+        owners = dict(zip(measured, parameters, strict=True))
+        run = self._run(key)
         numbers = [*storages, *range(len(self.sizes), len(self.sizes) + len(run.new_sizes))]
-        names = list(tensors)
-        self.names.append(names)
         self.sizes += run.new_sizes
-        made = tuple(entry and self._global(entry, names, numbers) for entry in run.outputs)
-        self.made.append(made)
+        for one in run.casts:
+            owner = owners.get(one.weight, one.weight)
+            numbers[one.storage] = self.casts.setdefault(owner, numbers[one.storage])
+        names = list(tensors)
+        made = tuple(spec and self._global(spec, names, numbers) for spec in run.outputs)
+        self.places.append(_Place(key, given, run, names, numbers, made, owners))
         self.state = part.next_state(self.state, made) if isinstance(part, PassThrough) else made
-        self.saved.append(frozenset(numbers[number] for number in run.saved) - self.inputs)
-        self.copied.append(frozenset(numbers[number] for number in run.copied))
-        self.casts.append(tuple((cast.weight, numbers[cast.storage]) for cast in run.casts))
 
-    def _run(self, key: Hashable, sample: tuple[Step, StateSpec], strided: Strided = ()) -> StepRun:
-        if key not in self.known:
-            self.samples[key] = sample
-            self.known[key] = run_step(
-                *sample,
-                strided,
-                self.fixed,
-                self.kernels,
-                outside=self.outside,
-                caches_casts=self.caches_casts,
-                block=self.block,
-            )
-        return self.known[key]
+    def _run(self, key: tuple[Hashable, StateSpec], strided: Strided = ()) -> StepRun:
+        if (key, strided) not in self.known:
+            step, _ = self.samples[key]
+            self.known[key, strided] = run_step(step, key[1], strided, self.around)
+        return self.known[key, strided]
 
     def _gradients(self) -> tuple[int, ...]:
         """Returns the bytes of each state's gradients, from the last state to the first.
@@ -507,11 +463,11 @@ class _Follower:
         that a step handed on keep theirs; where the step used them too, the sum is a tensor of its
         own. A step that gets gradients which are not contiguous is measured anew with such.
         """
-        held = {entry.tensor: self._own(entry) for entry in self._ends()}
+        held = {spec.tensor: self._own(spec) for spec in self._ends()}
         found = [_bytes(held)]
-        for number in reversed(range(len(self.keys))):
-            gives = self._gives(number, held)
-            before = {entry.tensor: entry for entry in self._trained(number)}
+        for number in reversed(range(len(self.places))):
+            gives = self._gives(self.places[number], held)
+            before = {spec.tensor: spec for spec in self._trained(number)}
             after = held
             held = {tensor: after[tensor] for tensor in before if tensor in after}
             for tensor, given in gives.items():
@@ -520,78 +476,79 @@ class _Follower:
             found.append(_bytes(held))
         return tuple(reversed(found))
 
-    def _ends(self) -> list[NumberedSpec]:
+    def _ends(self) -> list[TensorSpec]:
         """Returns the outputs that a backward starts from: all, or the loss if that is the first.
 
         A language model that returns its loss and then its logits is trained by the loss.
         """
-        outputs = self._trained(len(self.keys))
-        if outputs and not outputs[0].spec.shape:
-            return [entry for entry in outputs if not entry.spec.shape]
+        outputs = self._trained(-1)
+        if outputs and not outputs[0].shape:
+            return [spec for spec in outputs if not spec.shape]
         return outputs
 
-    def _trained(self, number: int) -> list[NumberedSpec]:
-        return [entry for entry in self.states[number] if entry and entry.spec.requires_grad]
+    def _trained(self, number: int) -> list[TensorSpec]:
+        return [spec for spec in self.states[number] if spec and spec.requires_grad]
 
-    def _gives(self, number: int, held: Mapping[int, GradientSpec]) -> dict[int, GradientSpec]:
+    def _gives(self, place: _Place, held: Mapping[int, GradientSpec]) -> dict[int, GradientSpec]:
         """Returns the gradients that a step gives when it gets these."""
-        key = self.keys[number]
         strided = tuple(
-            (place, held[entry.tensor]._replace(storage=None))
-            for place, entry in enumerate(self.made[number])
-            if entry and entry.tensor in held and held[entry.tensor].stride is not None
+            (output, held[spec.tensor]._replace(storage=None))
+            for output, spec in enumerate(place.made)
+            if spec and spec.tensor in held and held[spec.tensor].stride is not None
         )
         if strided:
-            self.keys[number] = (key, strided)
-            self._run(self.keys[number], self.samples[key], strided)
-        gives, names = self.known[self.keys[number]].gives, self.names[number]
-        return {names[tensor]: gradient for tensor, gradient in gives.items()}
+            place.run = self._run(place.key, strided)
+        return {place.tensors[tensor]: given for tensor, given in place.run.gives.items()}
 
-    def _global(self, entry: NumberedSpec, names: list[int], numbers: list[int]) -> NumberedSpec:
-        while entry.tensor >= len(names):
+    def _global(self, spec: TensorSpec, names: list[int], numbers: list[int]) -> TensorSpec:
+        while spec.tensor >= len(names):
             names.append(self.tensors)
             self.tensors += 1
-        return entry._replace(tensor=names[entry.tensor], storage=numbers[entry.storage])
+        return spec._replace(tensor=names[spec.tensor], storage=numbers[spec.storage])
 
     def _held(self, held: Held) -> frozenset[int]:
         """Returns the storages that a forward holds beside a state."""
         entries = (self.states[state][place] for state, place in held.tensors)
-        storages = {entry.storage for entry in entries if entry is not None}
+        storages = {spec.storage for spec in entries if spec is not None}
         if held.others:
             # one for them all
             storages.add(len(self.sizes))
-            self.sizes.append(sum(rounded_up(size, self.block) for size in held.others))
+            self.sizes.append(sum(rounded_up(size, self.around.block) for size in held.others))
         return frozenset(storages - self.inputs)
 
-    def _own(self, entry: NumberedSpec) -> GradientSpec:
+    def _own(self, spec: TensorSpec) -> GradientSpec:
         """Describes a gradient that lies in a storage of its own."""
-        size = math.prod(entry.spec.shape) * entry.spec.dtype.itemsize
-        return GradientSpec(("own", entry.tensor), rounded_up(size, self.block))
+        size = math.prod(spec.shape) * spec.dtype.itemsize
+        return GradientSpec(("own", spec.tensor), rounded_up(size, self.around.block))
 
     def _live(self) -> tuple[frozenset[int], ...]:
         """Returns for each state the storages that later steps read; of the last one, its own.
 
         Without those that are handed on because the chain returns them, such as a cache of keys.
         """
-        read = {entry.tensor for entry in self.made[-1] if entry} if self.made else set()
-        found = []
-        for number in reversed(range(len(self.states))):
-            state = self.states[number]
-            if number < len(self.made):
-                read -= {entry.tensor for entry in self.made[number] if entry}
-                reads = self.reads[number]
-                given = state if reads is None else [state[place] for place in reads]
-                read |= {entry.tensor for entry in given if entry}
-            kept = tuple(entry for entry in state if entry and entry.tensor in read)
-            found.append(self._storages(kept))
+        read = {spec.tensor for spec in self.places[-1].made if spec} if self.places else set()
+        found = [self._storages(self.state, read)]
+        for place, state in zip(reversed(self.places), reversed(self.states[:-1]), strict=True):
+            read -= {spec.tensor for spec in place.made if spec}
+            read |= {spec.tensor for spec in place.given if spec}
+            found.append(self._storages(state, read))
         return tuple(reversed(found))
 
-    def _storages(self, state: StateSpec) -> frozenset[int]:
-        return frozenset(entry.storage for entry in state if entry is not None) - self.inputs
+    def _storages(self, state: StateSpec, tensors: Container[int] | None = None) -> frozenset[int]:
+        """Returns the storages of a state, or of some tensors of it."""
+        specs = [spec for spec in state if spec and (tensors is None or spec.tensor in tensors)]
+        return frozenset(spec.storage for spec in specs) - self.inputs
 
 
 def _bytes(held: Mapping[int, GradientSpec]) -> int:
     return sum({given.storage: given.bytes for given in held.values()}.values())
+
+
+def _parameters_of(step: Step) -> list[int]:
+    """Returns the ids of the parameters of a step's modules, in the order of its key."""
+    found: list[int] = []
+    step_key(step, lambda module: found.extend(map(id, module.parameters())))
+    return found
 
 
 def step_key(step: Any, described: Callable[[nn.Module], Hashable]) -> Hashable:

@@ -12,14 +12,12 @@ architecture's white paper; dense numbers, with float32 products in TF32 where t
 `torch.set_float32_matmul_precision("high")` and for cuDNN's convolutions.
 """
 
-import bisect
 import functools
-import itertools
 import operator
 import statistics
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,10 +42,8 @@ from zoo.verification.state_comparison import random_state_restored
 # a quick kernel is timed so often; a slow one only until so many seconds went by
 RUNS = 10
 SECONDS = 0.005
-# what its first run takes longer, to choose and build it, is little beside this
+# beside this it is little what a first run takes longer: to build the kernel, and for the profiler
 LONG = 0.05
-# beside this the time of the profiler is nothing, which is at work when a kernel runs first
-QUICK = 0.001
 # kernels whose costs are known at once, at most
 MOST_KNOWN = 1 << 14
 
@@ -112,98 +108,55 @@ class KernelCosts(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel that ran: the number of its call, floating point operations, bytes read and written.
-
-    `change`: how many changes of memory there were when it had returned.
-    """
+    """A kernel that ran: the number of its call, floating point operations, bytes it touched."""
 
     number: int
     flops: int
     moved: int
-    change: int
-
-
-class Update(NamedTuple):
-    """The gradient of a parameter that is complete, and may be used and freed.
-
-    parameter: the id of the parameter.
-    shape, dtype: those of the parameter.
-    change: how many changes of memory there were in the backward by then.
-    size: bytes of the gradient.
-    freed: the same if the backward of this step made it, else 0.
-    is_shared: whether other steps add to it, through a node that was made before this step.
-    birth: which change of the backward made the gradient; -1 where it was there before.
-    cast: bytes of the gradient of a cast that autocast caches, which became this one and was freed
-        by the next change; 0 where there is none.
-    is_view: whether the gradient (that of the cast) is a view: autograd's first addition to it is
-        not in place.
-    """
-
-    parameter: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    change: int
-    size: int
-    freed: int
-    is_shared: bool
-    birth: int
-    cast: int
-    is_view: bool
-
-
-# bytes that an optimizer allocates to update a parameter, by its shape and type
-UpdateBytes = Mapping[tuple[tuple[int, ...], torch.dtype], int]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Allocated and freed bytes in the order of time, and the kernels that ran between them."""
+    """Bytes that were allocated or freed (below 0) and kernels that ran, in the order of time."""
 
-    changes: tuple[int, ...]
-    kernels: tuple[Kernel, ...]
+    events: tuple[int | Kernel, ...]
 
-    def peak(self, costs: Sequence[KernelCosts | None] = ()) -> int:
-        """Returns the most bytes at once; a kernel takes its workspace beside its results."""
-        totals = list(itertools.accumulate(self.changes, initial=0))
-        most = max(totals)
-        for kernel in self.kernels if costs else ():
-            known = costs[kernel.number]
-            most = max(most, totals[kernel.change] + (known.workspace if known else 0))
-        return most
-
-    def with_changes(self, others: Iterable[tuple[int, int]]) -> "Curve":
-        """Returns the curve with other changes, each before the one at its place."""
-        ordered = sorted(others, key=operator.itemgetter(0))
-        parts: list[int] = []
-        start = 0
-        for place, size in ordered:
-            parts += (*self.changes[start:place], size)
-            start = place
-        before = [place for place, _ in ordered]
-        kernels = (
-            kernel._replace(change=kernel.change + bisect.bisect_left(before, kernel.change))
-            for kernel in self.kernels
-        )
-        return Curve((*parts, *self.changes[start:]), tuple(kernels))
-
-    def without(self, places: Container[int]) -> "Curve":
-        """Returns the curve as if some changes had been of no bytes."""
-        pairs = enumerate(self.changes)
-        return replace(self, changes=tuple(0 if n in places else size for n, size in pairs))
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Its kernels."""
+        return [event for event in self.events if isinstance(event, Kernel)]
 
     @property
     def flops(self) -> int:
         """Floating point operations of its kernels."""
         return sum(kernel.flops for kernel in self.kernels)
 
+    def peak(self, costs: Sequence[KernelCosts | None] = ()) -> int:
+        """Returns the most bytes at once; a kernel takes its workspace beside its results."""
+        total = most = 0
+        for event in self.events:
+            if not isinstance(event, Kernel):
+                total += event
+                most = max(most, total)
+            elif costs and (known := costs[event.number]):
+                most = max(most, total + known.workspace)
+        return most
+
+    def edited(self, left_out: Container[int], others: Iterable[tuple[int, int]]) -> "Curve":
+        """Returns the curve with events of no bytes, and with other bytes before their places."""
+        events: list[tuple[int, int | Kernel]] = [*others]
+        events += [(n, 0 if n in left_out else event) for n, event in enumerate(self.events)]
+        return Curve(tuple(event for _, event in sorted(events, key=operator.itemgetter(0))))
+
     def seconds(
         self, device: Device, dtype: torch.dtype, costs: Sequence[KernelCosts | None] = ()
     ) -> float:
         """Returns the seconds of its kernels: measured ones, else estimated ones."""
-        known = [costs[kernel.number] if costs else None for kernel in self.kernels]
+        kernels = self.kernels
+        known = [costs[kernel.number] if costs else None for kernel in kernels]
         return sum(
             device.seconds(kernel.flops, kernel.moved, dtype) if cost is None else cost.seconds
-            for kernel, cost in zip(self.kernels, known, strict=True)
+            for kernel, cost in zip(kernels, known, strict=True)
         )
 
 
@@ -216,8 +169,8 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
     return flop_registry
 
 
-# by what a kernel is called with and the settings that choose it
-_known: dict[bool, dict[tuple[str, Settings], KernelCosts | None]] = {True: {}, False: {}}
+# by what a kernel is called with, the settings that choose it, and whether it was timed
+_known: dict[tuple[str, Settings, bool], KernelCosts | None] = {}
 
 
 def measure_kernels(
@@ -231,52 +184,40 @@ def measure_kernels(
         ArgumentError: on a CPU where a profiler of torch's is at work.
     """
     settings = read_settings()
-    known = _known[timed]
-    keys = [(repr(spec), settings) for spec in specs]
-    if len(known) + len(keys) > MOST_KNOWN:
-        known.clear()
-    if not timed:
-        known.update({key: _known[True][key] for key in keys if key in _known[True]})
+    if len(_known) + len(specs) > MOST_KNOWN:
+        _known.clear()
+    texts = [repr(spec) for spec in specs]
+    keys = [(text, settings, timed or (text, settings, True) in _known) for text in texts]
     missing = {
         key: spec
         for key, spec in zip(keys, specs, strict=True)
-        if spec is not None and key not in known
+        if spec is not None and key not in _known
     }
     if missing:
         measure = _on_cpu if device.type == "cpu" else _on_accelerator
         with random_state_restored(), disable_current_modes(), torch.no_grad(), DisableAutocast():
             costs = measure(list(missing.values()), device, timed)
-        known.update(zip(missing, costs, strict=True))
-    return [known.get(key) for key in keys]
+        _known.update(zip(missing, costs, strict=True))
+    return [_known.get(key) for key in keys]
 
 
 def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[KernelCosts | None]:
     with cpu_events() as events:
-        runs = [_run(spec, timed) for spec in each("running kernels", specs)]
-    workspaces = _workspaces(events, runs)
+        spans = [_span(spec) for spec in each("running kernels", specs)]
     costs: list[KernelCosts | None] = []
-    for spec, run, workspace in zip(specs, runs, workspaces, strict=True):
-        if run is None:
+    for spec, span, workspace in zip(specs, spans, _workspaces(events, spans), strict=True):
+        if span is None:
             costs.append(None)
             continue
-        seconds = run.seconds
-        if timed and seconds < QUICK:
-            operator, args, kwargs = spec.prepared()
-            seconds = _seconds(lambda: operator(*args, **kwargs))  # noqa: B023
+        seconds = (span[1] - span[0]) / 1e9
+        if timed and seconds <= LONG:
+            seconds = _median_seconds(spec)
         costs.append(KernelCosts(seconds, workspace))
     return costs
 
 
-class _Run(NamedTuple):
-    """A run of a kernel: the nanoseconds when it began and ended, and the seconds that it takes."""
-
-    start: int
-    end: int
-    seconds: float
-
-
-def _run(spec: KernelSpec, timed: bool) -> _Run | None:
-    """Runs a kernel; None where it fails."""
+def _span(spec: KernelSpec) -> tuple[int, int] | None:
+    """Runs a kernel; returns the nanoseconds when it began and ended, None where it fails."""
     try:
         operator, args, kwargs = spec.prepared()
         start = time.time_ns()
@@ -286,18 +227,16 @@ def _run(spec: KernelSpec, timed: bool) -> _Run | None:
         # numbers that it does not take, such as those of a matrix without an inverse
         return None
     del result
-    seconds = (end - start) / 1e9
-    if timed and QUICK <= seconds <= LONG:
-        seconds = _seconds(lambda: operator(*args, **kwargs))
-    return _Run(start, end, seconds)
+    return start, end
 
 
-def _workspaces(events: Sequence[tuple[int, int, int]], runs: Sequence[_Run | None]) -> list[int]:
-    """Returns for each run the most bytes above those that are left at its end."""
+def _workspaces(
+    events: Sequence[tuple[int, int, int]], spans: Sequence[tuple[int, int] | None]
+) -> list[int]:
+    """Returns for each span the most bytes above those that are left at its end."""
     peaks, index = [], 0
-    for run in runs:
+    for start, end in (span or (0, 0) for span in spans):
         total = peak = 0
-        start, end = run[:2] if run else (0, 0)
         while index < len(events) and events[index][0] < end:
             if events[index][0] >= start:
                 total += events[index][2]
@@ -307,11 +246,12 @@ def _workspaces(events: Sequence[tuple[int, int, int]], runs: Sequence[_Run | No
     return peaks
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _median_seconds(spec: KernelSpec) -> float:
+    operator, args, kwargs = spec.prepared()
     times: list[float] = []
     while len(times) < RUNS and sum(times) < SECONDS:
         start = time.perf_counter()
-        run()
+        operator(*args, **kwargs)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 

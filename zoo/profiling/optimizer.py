@@ -23,8 +23,7 @@ from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.caching_allocator import block_of, rounded_up
 from zoo.profiling.fake_tensors import FakeTensorFixes, import_for_fakes
 from zoo.profiling.isolation import Died, Raised, isolated
-from zoo.profiling.kernel_costs import UpdateBytes
-from zoo.profiling.step_profile import AllocationMode
+from zoo.profiling.step_profile import AllocationMode, Form, Surroundings, UpdateBytes
 
 # steps after which no optimizer does anything for the first time: RAdam rectifies from its sixth on
 LATE = 1000
@@ -174,7 +173,7 @@ def _counted_by_form(
 ) -> OptimizerBytes:
     """Steps for one parameter of each shape and type, which shows what the others take."""
     state, steps = 0, [0]
-    updates: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    updates: dict[Form, int] = {}
     for group in optimizer.param_groups:
         forms = [(tuple(p.shape), p.dtype) for p in group["params"]]
         ones = dict(zip(forms, group["params"], strict=True))
@@ -211,6 +210,6 @@ def _state_bytes(state: Any, block: int) -> int:
 
 
 def _allocated(block: int, step: Callable[..., Any], *parameters: Tensor) -> int:
-    with AllocationMode(block=block) as allocations:
+    with AllocationMode(Surroundings(block)) as allocations:
         step(*parameters)
     return int(allocations.curve().peak())

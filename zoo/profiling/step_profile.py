@@ -7,7 +7,7 @@ torch's profilers see only real memory; the formulas for operations are those of
 
 import weakref
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,39 @@ from zoo.engine.references import detached
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.backward_walk import gradients_of
 from zoo.profiling.caching_allocator import rounded_up
-from zoo.profiling.fake_kernels import QUESTIONS
+from zoo.profiling.fake_kernels import LIFT, QUESTIONS
 from zoo.profiling.fake_tensors import as_data
-from zoo.profiling.kernel_costs import Curve, Kernel, Update, flop_formulas
+from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages
+
+# tensors that are not fake, nor made of others
+REAL = (Tensor, nn.Parameter)
+_CONVERSION = torch.ops.aten._to_copy.default
+# these start no kernel
+_FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
+
+
+@dataclass
+class Surroundings:
+    """What the steps of a chain have in common while they run.
+
+    Attributes:
+        block: storages take whole blocks of so many bytes.
+        caches_casts: whether casts of weights are held to the end of the forward, as by autocast.
+        outside: storages that somebody else holds, by their addresses, and the bytes that count:
+            none of parameters, buffers, inputs and fake tensors that stand in for real ones, all of
+            others, such as a loss's targets.
+        kernels: different calls of kernels by their texts: the number of each, and its spec.
+    """
+
+    block: int = 1
+    caches_casts: bool = False
+    outside: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    kernels: dict[str, tuple[int, KernelSpec | None]] = field(default_factory=dict)
+
+    def bytes_of(self, storage: Any) -> int:
+        """Returns the bytes of a storage, in whole blocks."""
+        return rounded_up(storage.nbytes(), self.block)
 
 
 class GradientSpec(NamedTuple):
@@ -40,13 +69,12 @@ class GradientSpec(NamedTuple):
 
 # places in a state and the gradients of the tensors there, those that are not contiguous
 Strided = tuple[tuple[int, GradientSpec], ...]
-# different calls of kernels by their texts: the number of each, and its spec
-Kernels = dict[str, tuple[int, KernelSpec | None]]
-# storages that somebody else holds, by their addresses, which no other gets meanwhile: the bytes,
-# none of a fake one that stands in for a real one
-Outside = dict[int, tuple[Any, int]]
 # outputs that have a graph, and their gradients where these are not contiguous
 Ends = dict[Tensor, GradientSpec | None]
+# the shape and the type of a parameter
+Form = tuple[tuple[int, ...], torch.dtype]
+# bytes that an optimizer allocates to update a parameter
+UpdateBytes = Mapping[Form, int]
 
 
 class Cast(NamedTuple):
@@ -54,12 +82,35 @@ class Cast(NamedTuple):
 
     weight: the id of the weight.
     storage: that of the cast.
-    freed: which change of the backward freed it, -1 if it was freed before.
+    freed: which event of the backward freed it, -1 if it was freed before.
     """
 
     weight: int
     storage: int
     freed: int
+
+
+class Update(NamedTuple):
+    """The gradient of a parameter that is complete, and may be used and freed.
+
+    parameter, form: the id, the shape and the type of the parameter.
+    born: which event of the backward made the gradient; -1 where it was there before.
+    done: how many events of the backward there were when it was complete.
+    size: bytes of the gradient; 0 of one in the storage of a later one.
+    cast: bytes of the gradient of a cast that autocast caches, which became this one and was freed
+        at once; 0 where there is none.
+    is_shared: whether other steps add to it, through a node that was made before this step.
+    is_view: whether autograd's first addition to it (to that of the cast) is not in place.
+    """
+
+    parameter: int
+    form: Form
+    born: int
+    done: int
+    size: int
+    cast: int
+    is_shared: bool
+    is_view: bool
 
 
 @dataclass(frozen=True)
@@ -68,7 +119,6 @@ class StepRun:
 
     Attributes:
         outputs: the state that it returned.
-        dtype: that of the first floating tensor which it returned.
         new_sizes: bytes of the new storages among outputs and saved tensors.
         saved: storages that autograd saved, parameters left out.
         forward, until_saved: the bytes of its forward, and of that until the last tensor is saved.
@@ -77,7 +127,7 @@ class StepRun:
             tensor when its node is done. Gradients of tensors that the step only hands on are
             already there.
         gives: for the tensors of the state that it took part in, the gradient that they get.
-        updates: when the gradient of each parameter was complete, in the order of time.
+        updates: the gradients of parameters in the order in which they are complete.
         made: bytes of gradients of parameters that the forward made; its peaks are without them.
         draws: how many kernels of the forward draw random numbers.
         copied: storages of its inputs of which a segment keeps a copy: small ones without history
@@ -86,7 +136,6 @@ class StepRun:
     """
 
     outputs: StateSpec
-    dtype: torch.dtype
     new_sizes: tuple[int, ...]
     saved: frozenset[int]
     forward: Curve
@@ -99,31 +148,23 @@ class StepRun:
     copied: frozenset[int]
     casts: tuple[Cast, ...]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the first floating tensor that it returned."""
+        dtypes = [spec.dtype for spec in self.outputs if spec is not None]
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
-def run_step(
-    step: Step,
-    state: StateSpec,
-    strided: Strided,
-    fixed: Container[int],
-    kernels: Kernels,
-    *,
-    outside: Outside | None = None,
-    caches_casts: bool = False,
-    block: int = 1,
-) -> StepRun:
+
+def run_step(step: Step, state: StateSpec, strided: Strided, around: Surroundings) -> StepRun:
     """Runs a step, forward and backward, on a state of these specs, under a `FakeTensorMode`.
 
-    Storages and tensors are numbered from 0 in order. `fixed` are the addresses of storages that
-    are there anyway, those of parameters, buffers and inputs. Different kernels are added to
-    `kernels`, and to `outside` tensors that somebody else holds, such as a loss its targets.
-    `caches_casts` holds casts of weights to the end of the forward, as autocast's cache does. The
-    bytes of a storage are those of whole `block`s.
+    Storages and tensors are numbered from 0 in order. Kernels that are new, and tensors that
+    somebody else holds, are added to those `around`.
     """
-    storages = Storages(block)
+    storages = Storages(around.block)
     leaves = storages.empty(state)
     given = len(storages.sizes)
-    mode = AllocationMode(fixed, kernels, outside, block)
-    mode.caches_casts = caches_casts
+    mode = AllocationMode(around)
     saved = _SavedTensors(storages, leaves, mode)
     start = sequence_number()
     with mode, saved_tensors_hooks(saved.pack, _unpack):
@@ -132,94 +173,86 @@ def run_step(
     returned = storages.specs(outputs, leaves)
     ends = ends_of(outputs, strided)
     casts = [(weight, storages.number(cast), mode.births_of([cast])) for weight, cast in mode.casts]
-    cast_weights = {weight for weight, *_ in casts}
     # only their graph holds the outputs and casts from here on
     del value, outputs
     mode.casts.clear()
     draws, copied = mode.draws, _copied(state, leaves, mode.read)
-    roots, incoming = _roots(ends, block)
-    backward = mode.now
-    mode.changes.append((-1, -incoming))
-    completed: list[tuple[Tensor, int]] = []
+    roots, incoming = _roots(ends, around.block)
+    mode.begin_backward(incoming)
     with mode:
-        gradients, shared = gradients_of(
-            roots, start, lambda leaf: completed.append((leaf, mode.now.changes))
-        )
+        complete = [(*found, mode.now) for found in gradients_of(roots, start)]
     inputs = {id(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad}
-    of_parameters = {name: gradients[name] for name in gradients.keys() - inputs}
-    births = mode.births_of(of_parameters.values())
-    complete = [(leaf, change) for leaf, change in completed if id(leaf) in of_parameters]
+    trained = [found for found in complete if id(found[0]) not in inputs]
+    births = mode.births_of(gradient for _, gradient, *_ in trained)
+    until = saved.last if saved.is_settled else mode.backward
+    return StepRun(
+        outputs=returned,
+        new_sizes=tuple(storages.sizes[given:]),
+        saved=frozenset(saved.numbers),
+        forward=mode.curve(0, mode.backward, births),
+        until_saved=mode.curve(0, until, births),
+        backward=mode.curve(mode.backward),
+        gives=_gives(state, leaves, {id(leaf): found for leaf, found, *_ in complete}, around),
+        updates=_updates(trained, {weight for weight, *_ in casts}, mode),
+        made=sum(mode.bytes_at(birth) for birth in births if birth < mode.backward),
+        draws=draws,
+        copied=copied,
+        casts=tuple(Cast(weight, storage, mode.freed(born)) for weight, storage, born in casts),
+    )
+
+
+def _updates(
+    complete: Sequence[tuple[Tensor, Tensor, bool, int]],
+    cast_weights: Container[int],
+    mode: "AllocationMode",
+) -> tuple[Update, ...]:
     # gradients of one storage are freed with the last of them
-    last = {of_parameters[id(leaf)].untyped_storage()._cdata: id(leaf) for leaf, _ in complete}
+    last = {gradient.untyped_storage()._cdata: leaf for leaf, gradient, *_ in complete}
     updates = []
-    for leaf, change in complete:
-        storage = of_parameters[id(leaf)].untyped_storage()
-        size = mode.bytes_of(storage) if last[storage._cdata] == id(leaf) else 0
-        birth = mode.born_since(backward, storage)
-        cast, is_view = 0, of_parameters[id(leaf)]._is_view()
-        if birth >= 0 and id(leaf) in cast_weights:
-            cast, is_view = mode.converted(backward, birth) or (0, is_view)
+    for leaf, gradient, is_shared, moment in complete:
+        storage = gradient.untyped_storage()
+        born = mode.born(storage)
+        cast, is_view = 0, gradient._is_view()
+        if born >= 0 and id(leaf) in cast_weights:
+            cast, is_view = mode.converted(born) or (0, is_view)
         updates.append(
             Update(
                 parameter=id(leaf),
-                shape=tuple(leaf.shape),
-                dtype=leaf.dtype,
-                change=change - backward.changes,
-                size=size,
-                freed=size if birth >= 0 and id(leaf) not in shared else 0,
-                is_shared=id(leaf) in shared,
-                birth=birth,
+                form=(tuple(leaf.shape), leaf.dtype),
+                born=born,
+                done=moment - mode.backward,
+                size=mode.around.bytes_of(storage) if last[storage._cdata] is leaf else 0,
                 cast=cast,
-                is_view=is_view,
+                is_shared=is_shared,
+                is_view=is_view and not is_shared,
             )
         )
-    return StepRun(
-        outputs=returned,
-        dtype=_dtype_of(returned),
-        new_sizes=tuple(storages.sizes[given:]),
-        saved=frozenset(saved.numbers),
-        forward=mode.curve(births, end=backward),
-        until_saved=mode.curve(births, end=saved.last() or backward),
-        backward=mode.curve(start=backward),
-        gives=_gives(state, leaves, gradients, mode),
-        updates=tuple(updates),
-        made=sum(mode.changes[birth][1] for birth in births if birth < backward.changes),
-        draws=draws,
-        copied=copied,
-        casts=tuple(
-            Cast(weight, number, mode.freed(births, backward)) for weight, number, births in casts
-        ),
-    )
+    return tuple(updates)
 
 
 def _copied(
     state: StateSpec, leaves: Sequence[Tensor | None], read: Container[int]
 ) -> frozenset[int]:
     return frozenset(
-        entry.storage
-        for entry, leaf in zip(state, leaves, strict=True)
-        if entry is not None and leaf is not None and not leaf.requires_grad
-        if entry.spec.bytes <= SMALL and leaf.untyped_storage()._cdata in read
+        spec.storage
+        for spec, leaf in zip(state, leaves, strict=True)
+        if spec is not None and leaf is not None and not leaf.requires_grad
+        if spec.bytes <= SMALL and leaf.untyped_storage()._cdata in read
     )
-
-
-def _dtype_of(state: StateSpec) -> torch.dtype:
-    dtypes = [entry.spec.dtype for entry in state if entry is not None]
-    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
 def _gives(
     state: StateSpec,
     leaves: Sequence[Tensor | None],
     gradients: Mapping[int, Tensor],
-    mode: "AllocationMode",
+    around: Surroundings,
 ) -> dict[int, GradientSpec]:
     found = {}
-    for entry, leaf in zip(state, leaves, strict=True):
-        if entry is not None and (gradient := gradients.get(id(leaf))) is not None:
+    for spec, leaf in zip(state, leaves, strict=True):
+        if spec is not None and (gradient := gradients.get(id(leaf))) is not None:
             storage = gradient.untyped_storage()
             stride = None if gradient.is_contiguous() else gradient.stride()
-            found[entry.tensor] = GradientSpec(storage._cdata, mode.bytes_of(storage), stride)
+            found[spec.tensor] = GradientSpec(storage._cdata, around.bytes_of(storage), stride)
     return found
 
 
@@ -274,33 +307,32 @@ def _ones(
 
 
 class _SavedTensors:
-    """Notes the storages that autograd saves in a step's forward, parameters left out, and when."""
+    """Notes the storages that autograd saves in a step's forward, parameters left out, and when.
+
+    A recomputation may stop after the `last` one if it `is_settled`: not where the operation may be
+    about to write what it saved, as dropout does its mask.
+    """
 
     def __init__(
         self, storages: Storages, leaves: Sequence[Tensor | None], mode: "AllocationMode"
     ) -> None:
         self.storages, self.mode = storages, mode
         self.numbers: set[int] = set()
+        self.last = 0
         self._inputs = frozenset(map(id, leaves))
-        self._last = _START
         self._unsettled: int | None = None
 
-    def last(self) -> "Moment | None":
-        """Returns when the last tensor was saved, where a recomputation may stop; None if not.
-
-        It may not where the operation may be about to write what it saved, as dropout does its
-        mask.
-        """
-        return self._last if self._unsettled is None else None
+    @property
+    def is_settled(self) -> bool:
+        return self._unsettled is None
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Notes a saved tensor; returns what autograd holds: no cycle with its own history."""
         self._note_writer(tensor)
-        storage = tensor.untyped_storage()._cdata
-        is_fixed = storage in self.mode.fixed or storage in self.mode.outside
-        if not (is_fixed or isinstance(tensor, nn.Parameter)):
+        is_outside = tensor.untyped_storage()._cdata in self.mode.around.outside
+        if not (is_outside or isinstance(tensor, nn.Parameter)):
             self.numbers.add(self.storages.number(tensor))
-            self._last = self.mode.now
+            self.last = self.mode.now
         return tensor if tensor.is_leaf else detached(tensor)
 
     def _note_writer(self, tensor: Tensor) -> None:
@@ -315,20 +347,126 @@ def _unpack(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Moment(NamedTuple):
-    """How many changes of memory and how many kernels there were."""
+class AllocationMode(KernelMode):
+    """Records in order the storages that operations make, when each is freed, and the kernels.
 
-    changes: int = 0
-    kernels: int = 0
+    A storage that comes or goes is a pair: the place of the event that made it (-1 for none), and
+    its bytes, negative where it goes. `backward` is the place where the backward begins.
+    """
 
+    supports_higher_order_operators = False
 
-_START = Moment()
+    def __init__(self, around: Surroundings) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.around = around
+        self.draws = self.backward = 0
+        # addresses of the storages that kernels were given
+        self.read: set[int] = set()
+        # ids of weights, and the casts of these that autocast would cache
+        self.casts: list[tuple[int, Tensor]] = []
+        self.events: list[tuple[int, int] | Kernel] = []
+        self._births: dict[int, int] = {}
+        # whether what was converted was a view, by the event that made the copy
+        self._conversions: dict[int, bool] = {}
 
-# tensors that are not fake, nor made of others
-REAL = (Tensor, nn.Parameter)
-_CONVERSION = torch.ops.aten._to_copy.default
-# these start no kernel
-_FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in QUESTIONS:
+            return func(*args, **kwargs)
+        inputs, outside = tensors_in((args, kwargs)), self.around.outside
+        self.draws += torch.Tag.nondeterministic_seeded in func.tags
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}
+        for tensor in inputs:
+            # the code makes the numbers of `torch.tensor` itself
+            if type(tensor) in REAL and func is not LIFT:
+                storage = tensor.untyped_storage()
+                outside.setdefault(storage._cdata, (storage, self.around.bytes_of(storage)))
+        starts_kernel = not (func.is_view or func in _FREE)
+        # before it runs, since one that writes in place may change what it was given
+        number = self._number(func, args, kwargs) if starts_kernel else 0
+        result = func(*args, **kwargs)
+        outputs = tensors_in(result)
+        if func is _CONVERSION:
+            self._conversions[self.now] = args[0]._is_view()
+        # a view of a fake tensor that stands in for the real one
+        is_outside = func.is_view and not outside.keys().isdisjoint(given)
+        for storage in (tensor.untyped_storage() for tensor in outputs):
+            if is_outside:
+                outside.setdefault(storage._cdata, (storage, 0))
+            elif storage._cdata not in given:
+                self._note(storage)
+        if self.around.caches_casts and _is_cached(func, args, result):
+            self.casts.append((id(args[0]), result))
+        if starts_kernel:
+            self.read |= given
+            count = flop_formulas().get(func._overloadpacket)
+            flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+            moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+            self.events.append(Kernel(number, flops, moved))
+        return result
+
+    def _number(self, func: Any, args: Any, kwargs: Any) -> int:
+        spec, known = KernelSpec.of(func, args, kwargs), self.around.kernels
+        return known.setdefault(repr(spec), (len(known), spec))[0]
+
+    def _note(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._births and key not in self.around.outside:
+            birth = self._births[key] = self.now
+            size = self.around.bytes_of(storage)
+            self.events.append((birth, size))
+            weakref.finalize(storage, self._free, key, size).atexit = False
+
+    def _free(self, key: int, size: int) -> None:
+        self.events.append((self._births.pop(key), -size))
+
+    def begin_backward(self, incoming: int) -> None:
+        """Begins the backward, whose incoming gradients have so many bytes."""
+        self.backward = self.now
+        self.events.append((-1, -incoming))
+
+    @property
+    def now(self) -> int:
+        """The number of events so far."""
+        return len(self.events)
+
+    def curve(self, start: int = 0, end: int | None = None, left_out: Container[int] = ()) -> Curve:
+        """Returns the events between two places, as if some storages had taken nothing."""
+        events = self.events[start:end]
+        return Curve(
+            tuple(
+                event if isinstance(event, Kernel) else 0 if event[0] in left_out else event[1]
+                for event in events
+            )
+        )
+
+    def bytes_at(self, place: int) -> int:
+        """Returns the bytes that came with an event; below 0 if they went, 0 if it is a kernel."""
+        event = self.events[place] if place < self.now else (-1, 0)
+        return 0 if isinstance(event, Kernel) else event[1]
+
+    def born(self, storage: Any) -> int:
+        """Returns which event of the backward made a storage; -1 if it was made before."""
+        return max(self._births.get(storage._cdata, -1) - self.backward, -1)
+
+    def freed(self, births: Container[int]) -> int:
+        """Returns which event of the backward freed what these events made; -1 if none."""
+        later = enumerate(self.events[self.backward :])
+        return next((n for n, e in later if not isinstance(e, Kernel) and e[0] in births), -1)
+
+    def converted(self, born: int) -> tuple[int, bool] | None:
+        """Returns the bytes that an event of the backward converted, and whether of a view.
+
+        None where it was no conversion, or where they were not freed behind that kernel.
+        """
+        place = self.backward + born
+        is_view, size = self._conversions.get(place), self.bytes_at(place + 2)
+        return None if is_view is None or size >= 0 else (-size, is_view)
+
+    def births_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Returns the storages of tensors, by the places of the events that made them."""
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return {self._births[storage] for storage in storages if storage in self._births}
 
 
 def _is_cached(func: Any, args: Any, result: Any) -> bool:
@@ -337,139 +475,3 @@ def _is_cached(func: Any, args: Any, result: Any) -> bool:
         return False
     is_trained = args[0].requires_grad and args[0].dtype is torch.float32
     return is_trained and result.dtype is torch.get_autocast_dtype(args[0].device.type)
-
-
-class AllocationMode(KernelMode):
-    """Follows the bytes of the storages that operations make, and notes the kernels.
-
-    Those in `fixed` were there before: views of real parameters lie in them. `changes` are pairs:
-    a storage by the place of the change that made it (-1 for none), and the bytes that came or
-    went, in whole `block`s.
-    """
-
-    supports_higher_order_operators = False
-
-    def __init__(
-        self,
-        fixed: Container[int] = (),
-        known: Kernels | None = None,
-        outside: Outside | None = None,
-        block: int = 1,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.fixed = fixed
-        self.known = known
-        self.block = block
-        self.outside = {} if outside is None else outside
-        self.draws = 0
-        # addresses of the storages that kernels were given
-        self.read: set[int] = set()
-        # ids of weights, and the casts of these that autocast would cache
-        self.caches_casts = False
-        self.casts: list[tuple[int, Tensor]] = []
-        self.kernels: list[Kernel] = []
-        self.changes: list[tuple[int, int]] = []
-        self._births: dict[int, int] = {}
-        # whether what was converted was a view, by the change that made the copy
-        self._conversions: dict[int, bool] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in QUESTIONS:
-            return func(*args, **kwargs)
-        inputs = tensors_in((args, kwargs))
-        self.draws += torch.Tag.nondeterministic_seeded in func.tags
-        given = {tensor.untyped_storage()._cdata for tensor in inputs}
-        for tensor in inputs:
-            # the code makes the numbers of `torch.tensor` itself
-            if type(tensor) in REAL and func is not torch.ops.aten.lift_fresh.default:
-                self._note_outside(tensor.untyped_storage())
-        starts_kernel = not (func.is_view or func in _FREE)
-        # before it runs, since one that writes in place may change what it was given
-        number = self._number(func, args, kwargs) if starts_kernel else 0
-        result = func(*args, **kwargs)
-        outputs = tensors_in(result)
-        if func is _CONVERSION:
-            self._conversions[len(self.changes)] = args[0]._is_view()
-        for tensor in outputs:
-            storage = tensor.untyped_storage()
-            if func.is_view and not self.outside.keys().isdisjoint(given):
-                # a view of a fake tensor that stands in for the real one
-                self.outside.setdefault(storage._cdata, (storage, 0))
-            else:
-                self._note(storage, given)
-        if self.caches_casts and _is_cached(func, args, result):
-            self.casts.append((id(args[0]), result))
-        if starts_kernel:
-            self.read |= given
-            count = flop_formulas().get(func._overloadpacket)
-            flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-            moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
-            self.kernels.append(Kernel(number, flops, moved, len(self.changes)))
-        return result
-
-    def _number(self, func: Any, args: Any, kwargs: Any) -> int:
-        if self.known is None:
-            return 0
-        spec = KernelSpec.of(func, args, kwargs)
-        return self.known.setdefault(repr(spec), (len(self.known), spec))[0]
-
-    def _note_outside(self, storage: Any) -> None:
-        if storage._cdata not in self.fixed:
-            self.outside.setdefault(storage._cdata, (storage, self.bytes_of(storage)))
-
-    def _note(self, storage: Any, given: set[int]) -> None:
-        key = storage._cdata
-        if key not in self._births and key not in given and key not in self.fixed:
-            birth = self._births[key] = len(self.changes)
-            size = self.bytes_of(storage)
-            self.changes.append((birth, size))
-            weakref.finalize(storage, self._free, key, size).atexit = False
-
-    def _free(self, key: int, size: int) -> None:
-        self.changes.append((self._births.pop(key), -size))
-
-    def bytes_of(self, storage: Any) -> int:
-        """Returns the bytes of a storage, in whole blocks."""
-        return rounded_up(storage.nbytes(), self.block)
-
-    @property
-    def now(self) -> Moment:
-        """How much there was by now."""
-        return Moment(len(self.changes), len(self.kernels))
-
-    def curve(
-        self, left_out: Container[int] = (), start: Moment = _START, end: Moment | None = None
-    ) -> Curve:
-        """Returns what happened between two moments, as if some storages had taken nothing."""
-        end = end or self.now
-        changes = self.changes[start.changes : end.changes]
-        kernels = self.kernels[start.kernels : end.kernels]
-        return Curve(
-            tuple(0 if birth in left_out else size for birth, size in changes),
-            tuple(kernel._replace(change=kernel.change - start.changes) for kernel in kernels),
-        )
-
-    def born_since(self, moment: Moment, storage: Any) -> int:
-        """Returns which change after a moment made a storage; -1 if it was made before."""
-        return max(self._births.get(storage._cdata, -1) - moment.changes, -1)
-
-    def freed(self, births: Container[int], moment: Moment) -> int:
-        """Returns which change after a moment freed what these changes made; -1 if none."""
-        later = enumerate(self.changes[moment.changes :])
-        return next((place for place, (birth, _) in later if birth in births), -1)
-
-    def converted(self, moment: Moment, place: int) -> tuple[int, bool] | None:
-        """Returns the bytes that a change after a moment converted, and whether they were a view.
-
-        None where it was no conversion, or where they were not freed next.
-        """
-        place += moment.changes
-        _, size = self.changes[place + 1] if place + 1 < len(self.changes) else (-1, 0)
-        found = self._conversions.get(place)
-        return None if found is None or size >= 0 else (-size, found)
-
-    def births_of(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Returns the storages of tensors, by the places of the changes that made them."""
-        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
-        return {self._births[storage] for storage in storages if storage in self._births}

@@ -6,7 +6,7 @@ From such metadata tensors are made again, fake or real: those that alias share 
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,10 @@ from zoo.profiling.caching_allocator import rounded_up
 
 
 class TensorSpec(NamedTuple):
-    """A tensor without its numbers; `bytes` are those of its storage."""
+    """A tensor without its numbers; `bytes` are those of its storage.
+
+    Where there are several, `tensor` and `storage` number them: equal numbers, the same.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -27,6 +30,8 @@ class TensorSpec(NamedTuple):
     device: torch.device
     requires_grad: bool
     bytes: int
+    tensor: int = 0
+    storage: int = 0
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
@@ -41,18 +46,16 @@ class TensorSpec(NamedTuple):
             tensor.untyped_storage().nbytes(),
         )
 
-    def empty(self) -> Tensor:
-        """Makes such a tensor, in a storage of this size and with any numbers."""
-        if self.offset == 0:
+    def empty(self, base: Tensor | None = None) -> Tensor:
+        """Makes such a tensor with any numbers, in the storage of a tensor of bytes or its own."""
+        if base is None and self.offset == 0:
             dense = torch.empty_strided(
                 self.shape, self.stride, dtype=self.dtype, device=self.device
             )
             if dense.untyped_storage().nbytes() == self.bytes:
                 return dense.requires_grad_(self.requires_grad)
-        return self.view_of(torch.empty(self.bytes, dtype=torch.uint8, device=self.device))
-
-    def view_of(self, base: Tensor) -> Tensor:
-        """Makes such a tensor in the storage of a tensor of bytes."""
+        if base is None:
+            base = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
         size = self.dtype.itemsize
         numbers = base[: self.bytes // size * size].view(self.dtype)
         # detached: no view that autograd would have to know
@@ -66,29 +69,19 @@ class TensorSpec(NamedTuple):
         numbers = reach if math.prod(self.shape) else 0
         return self._replace(offset=0, bytes=numbers * self.dtype.itemsize)
 
-
-class NumberedSpec(NamedTuple):
-    """A tensor of a state or of a call: which one, in which storage; equal numbers, the same."""
-
-    tensor: int
-    storage: int
-    spec: TensorSpec
-
-    def renumbered(self, tensors: dict[int, int], storages: dict[int, int]) -> "NumberedSpec":
+    def renumbered(self, tensors: dict[int, int], storages: dict[int, int]) -> "TensorSpec":
         """Translates both numbers; those not met yet are given the next free one."""
         return self._replace(
             tensor=tensors.setdefault(self.tensor, len(tensors)),
             storage=storages.setdefault(self.storage, len(storages)),
         )
 
-    def on_cpu(self) -> "NumberedSpec":
+    def on_cpu(self) -> "TensorSpec":
         """Puts a tensor of the meta device on the CPU, whose kernels stand for those of any."""
-        if self.spec.device.type != "meta":
-            return self
-        return self._replace(spec=self.spec._replace(device=torch.device("cpu")))
+        return self._replace(device=torch.device("cpu")) if self.device.type == "meta" else self
 
 
-StateSpec = tuple[NumberedSpec | None, ...]
+StateSpec = tuple[TensorSpec | None, ...]
 
 
 class Storages:
@@ -112,109 +105,90 @@ class Storages:
 
     def specs(self, tensors: Iterable[Tensor | None], before: Iterable[Any] = ()) -> StateSpec:
         """Describes tensors; those among `before` have the first numbers."""
-        names: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         for tensor in before:
             if tensor is not None:
-                names.setdefault(id(tensor), len(names))
-        found: list[NumberedSpec | None] = []
-        for tensor in tensors:
-            if tensor is None:
-                found.append(None)
-                continue
-            name = names.setdefault(id(tensor), len(names))
-            found.append(NumberedSpec(name, self.number(tensor), TensorSpec.of(tensor)))
-        return tuple(found)
+                numbers.setdefault(id(tensor), len(numbers))
+
+        def described(tensor: Tensor) -> TensorSpec:
+            number = numbers.setdefault(id(tensor), len(numbers))
+            return TensorSpec.of(tensor)._replace(tensor=number, storage=self.number(tensor))
+
+        return tuple(None if tensor is None else described(tensor) for tensor in tensors)
 
     def empty(self, state: StateSpec) -> tuple[Tensor | None, ...]:
         """Makes a state whose numbers come in order; its storages are given the same numbers."""
-        specs = {entry.tensor: entry for entry in state if entry is not None}
-        views = Counter(entry.storage for entry in specs.values())
-        bases: dict[int, Tensor] = {}
+        specs = {spec.tensor: spec for spec in state if spec is not None}
+        views = Counter(spec.storage for spec in specs.values())
+        bases: dict[int, Tensor | None] = {}
         made: dict[int, Tensor] = {}
-        for number, entry in specs.items():
-            if views[entry.storage] == 1:
-                made[number] = entry.spec.empty()
-            else:
-                if entry.storage not in bases:
-                    size, device = entry.spec.bytes, entry.spec.device
-                    bases[entry.storage] = torch.empty(size, dtype=torch.uint8, device=device)
-                made[number] = entry.spec.view_of(bases[entry.storage])
+        for number, spec in specs.items():
+            if views[spec.storage] > 1 and spec.storage not in bases:
+                base = torch.empty(spec.bytes, dtype=torch.uint8, device=spec.device)
+                bases[spec.storage] = base
+            made[number] = spec.empty(bases.get(spec.storage))
             self.number(made[number])
-        return tuple(None if entry is None else made[entry.tensor] for entry in state)
+        return tuple(None if spec is None else made[spec.tensor] for spec in state)
 
 
 class KernelSpec(NamedTuple):
-    """A call of a kernel: a `NumberedSpec` in the place of each tensor."""
+    """A call of a kernel: its arguments as a pytree, with a `TensorSpec` for each tensor."""
 
     operator: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    leaves: tuple[Any, ...]
+    tree: Any
 
     @classmethod
     def of(cls, operator: Any, args: Any, kwargs: Any) -> "KernelSpec | None":
         """Describes a call; None for a kernel that cannot be called alone."""
         if getattr(operator, "namespace", "") not in KERNELS:
             return None
-        leaves = pytree.tree_leaves((args, kwargs))
-        if not all(isinstance(leaf, Tensor | torch.Generator | CONSTANTS) for leaf in leaves):
-            return None
-        tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return None
-        specs = _of_arguments(tensors)
-
-        def without_numbers(leaf: Any) -> Any:
+        specs = iter(_of_arguments(tensors))
+        for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                return specs[id(leaf)]
-            return None if isinstance(leaf, torch.Generator) else leaf
-
-        return cls(str(operator), *pytree.tree_map(without_numbers, (args, kwargs)))
+                leaves[place] = next(specs)
+            elif isinstance(leaf, torch.Generator):
+                leaves[place] = None
+            elif not isinstance(leaf, CONSTANTS):
+                return None
+        return cls(str(operator), tuple(leaves), tree)
 
     def prepared(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Makes what the call takes: floating tensors of halves, others of zeros."""
-        made: dict[Any, Any] = dict(
-            zip(self._tensors, Storages().empty(self._tensors), strict=True)
-        )
-        for tensor in made.values():
+        made = Storages().empty(self._tensors)
+        for tensor in made:
             _fill(tensor)
-
-        def real(leaf: Any) -> Any:
-            return made[leaf] if _is_spec(leaf) else leaf
-
-        args, kwargs = pytree.tree_map(real, (self.args, self.kwargs), is_leaf=_is_spec)
+        tensors = iter(made)
+        leaves = [next(tensors) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return resolved(self.operator), args, kwargs
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The bytes of each storage of its arguments."""
-        return tuple({entry.storage: entry.spec.bytes for entry in self._tensors}.values())
+        return tuple({spec.storage: spec.bytes for spec in self._tensors}.values())
 
     @property
-    def _tensors(self) -> tuple[NumberedSpec, ...]:
-        leaves = pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_spec)
-        return tuple(leaf for leaf in leaves if _is_spec(leaf))
+    def _tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
 
-def _of_arguments(tensors: Sequence[Tensor]) -> dict[int, NumberedSpec]:
-    """Describes the arguments of a kernel, by their ids.
+def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
+    """Describes the arguments of a kernel.
 
     Where one lies in a larger storage that no other looks at is nothing to a kernel.
     """
-    state = [entry.on_cpu() for entry in Storages().specs(tensors) if entry is not None]
-    views = Counter(entry.storage for entry in state)
-    found = {}
-    for tensor, entry in zip(tensors, state, strict=True):
-        spec = entry.spec._replace(requires_grad=False)
-        alone = spec.alone() if views[entry.storage] == 1 else spec
-        found[id(tensor)] = entry._replace(spec=alone)
-    return found
+    described = (spec.on_cpu() for spec in Storages().specs(tensors) if spec is not None)
+    specs = [spec._replace(requires_grad=False) for spec in described]
+    views = Counter({spec.tensor: spec.storage for spec in specs}.values())
+    return [spec.alone() if views[spec.storage] == 1 else spec for spec in specs]
 
 
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, NumberedSpec)
-
-
-def _fill(tensor: Tensor) -> None:
+def _fill(tensor: Any) -> None:
     # an expanded tensor cannot be written, its storage can
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     whole.set_(tensor.untyped_storage())
