@@ -208,7 +208,7 @@ def test_without_a_fork_hooks_for_all_modules_fire_on_other_threads_only() -> No
 
     handle = register_module_forward_hook(lambda *_: fired.append(threading.get_ident()))
     try:
-        isolated(planned)
+        isolated(planned, PlanError)
         assert len(fired) == 1
         assert threading.get_ident() not in fired
         module(x)

@@ -18,7 +18,7 @@ import zoo
 from tests.tracing.runs import Deciding, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
-from zoo.profiling.isolation import Raised
+from zoo.profiling.isolation import Failed
 from zoo.tracing import ahead
 from zoo.tracing.ahead import graph_of
 
@@ -268,7 +268,7 @@ def test_what_depends_on_numbers_is_stood_in_for() -> None:
 
 
 def test_an_answer_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    raised = Raised("PicklingError", "no such answer")
+    raised = Failed("PicklingError: no such answer")
     monkeypatch.setattr("zoo.profiling.isolation.in_fork", lambda _: raised)
-    with pytest.raises(ArgumentError, match="Linear cannot be planned ahead: PicklingError: no"):
+    with pytest.raises(ArgumentError, match=r"Linear cannot be traced ahead \(PicklingError: no"):
         zoo.plan(nn.Linear(3, 3), torch.rand(2, 3), max_overhead=0.5)

@@ -37,7 +37,7 @@ from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, copied, import_for_fakes
-from zoo.profiling.isolation import Died, Raised, isolated
+from zoo.profiling.isolation import isolated
 from zoo.profiling.kernel_costs import (
     Curve,
     Device,
@@ -133,16 +133,15 @@ class Profile:
         import_for_fakes()
         flop_formulas()
         with shown("measuring steps on fake tensors"):
-            answer = isolated(functools.partial(_run_steps, chain, outline, inputs, block))
-        if isinstance(answer, Raised) and answer.error is not None:
-            raise answer.error
-        if not isinstance(answer, ChainRun):
-            raise PlanError(
-                f"the steps of {type(chain).__name__} could not be measured on fake tensors "
-                f"({_told(answer)}). Where the model takes these inputs, pass checkpoint= a number "
-                "of segments or a Plan, which need no measuring"
+            found: ChainRun = isolated(
+                functools.partial(_run_steps, chain, outline, inputs, block),
+                lambda text: PlanError(
+                    f"the steps of {type(chain).__name__} could not be measured on fake tensors "
+                    f"({text}). Where the model takes these inputs, pass checkpoint= a number of "
+                    "segments or a Plan, which need no measuring"
+                ),
             )
-        self.found, self.runs, self.specs = answer, answer.runs, answer.kernels
+        self.found, self.runs, self.specs = found, found.runs, found.kernels
 
     def kernels(self, *, timed: bool = True) -> list[KernelCosts | None]:
         """Runs each different kernel for real, alone, on the inputs' device, unless it is known."""
@@ -272,12 +271,6 @@ class Profile:
 
     def _owner(self, number: int, update: Update) -> int:
         return self.found.owners[number].get(update.parameter, update.parameter)
-
-
-def _told(answer: Raised | Died) -> str:
-    if isinstance(answer, Raised):
-        return f"{answer.kind}: {answer.text}"
-    return f"the process in which they ran ended with status {answer.status}"
 
 
 def _run_steps(

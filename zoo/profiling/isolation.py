@@ -33,18 +33,18 @@ from zoo.verification.state_comparison import random_state_restored
 NO_FORK = "fork-based multiprocessing"
 
 
-class Raised(NamedTuple):
-    """What a function raised: the name of its class and its text; an error of zoo's also itself."""
+class Failed(NamedTuple):
+    """What a function raised, as text; an error of zoo's also itself."""
 
-    kind: str
     text: str
     error: ZooError | None = None
 
-
-class Died(NamedTuple):
-    """The child ended without an answer; `status` as `os.waitstatus_to_exitcode` has it."""
-
-    status: int | None
+    @classmethod
+    def of(cls, error: Exception) -> "Failed":
+        """Describes what was raised."""
+        return cls(
+            f"{type(error).__name__}: {error}", error if isinstance(error, ZooError) else None
+        )
 
 
 def can_fork() -> bool:
@@ -52,19 +52,30 @@ def can_fork() -> bool:
     return hasattr(os, "fork") and not devices_in_use()
 
 
-def isolated(function: Callable[[bool], Any], *, fires_hooks: bool = False) -> Any:
-    """Calls a function where nobody sees it, and returns what it returns, `Raised` or `Died`.
+def isolated(
+    function: Callable[[bool], Any], failed: Callable[[str], ZooError], *, fires_hooks: bool = False
+) -> Any:
+    """Calls a function where nobody sees it, and returns what it returns.
 
     It is told whether nothing that it changes is seen afterwards. In another process it must
     return what pickles. Dispatch modes and anomaly detection do not see it, nor do hooks for all
     modules unless it `fires_hooks`, as the forward of a user does.
+
+    Raises:
+        ZooError: the one that it raised, else the one that `failed` makes of a text.
     """
+    answer: Any = Failed(NO_FORK)
     if can_fork():
         answer = in_fork(lambda: _answer(function, True, fires_hooks))
-        if not (isinstance(answer, Raised) and NO_FORK in answer.text):
-            return answer
-    with random_state_restored(), contextlib.nullcontext() if fires_hooks else _hooks_silenced():
-        return _answer(function, False, fires_hooks)
+    if isinstance(answer, Failed) and NO_FORK in answer.text:
+        with (
+            random_state_restored(),
+            contextlib.nullcontext() if fires_hooks else _hooks_silenced(),
+        ):
+            answer = _answer(function, False, fires_hooks)
+    if isinstance(answer, Failed):
+        raise answer.error or failed(answer.text)
+    return answer
 
 
 def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) -> Any:
@@ -76,14 +87,12 @@ def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) 
     try:
         with modes, torch.autograd.set_detect_anomaly(False):
             return function(is_apart)
-    except ZooError as error:
-        return Raised(type(error).__name__, str(error), error)
     except Exception as error:
-        return Raised(type(error).__name__, str(error))
+        return Failed.of(error)
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
-    """Calls a function in a child; returns what it returns, `Raised` or `Died`."""
+    """Calls a function in a child; returns what it returns, or `Failed`."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # Python warns of threads, which the child does not have and does not wait for
@@ -93,6 +102,7 @@ def in_fork(function: Callable[[], Any]) -> Any:
         os.close(reader)
         _be_child(function, writer)
     os.close(writer)
+    status: int | None = None
     try:
         with os.fdopen(reader, "rb") as pipe:
             answer = pipe.read()
@@ -100,16 +110,10 @@ def in_fork(function: Callable[[], Any]) -> Any:
         os.kill(child, signal.SIGKILL)
         raise
     finally:
-        status = _end(child)
-    return pickle.loads(answer) if answer else Died(status)
-
-
-def _end(child: int) -> int | None:
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    except ChildProcessError:
-        # somebody else waits for all children
-        return None
+        # somebody else may wait for all children
+        with contextlib.suppress(ChildProcessError):
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return pickle.loads(answer) if answer else Failed(f"it ended the process, with status {status}")
 
 
 def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
@@ -118,25 +122,21 @@ def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
         gc.disable()
         faulthandler.disable()
         logging.disable(logging.CRITICAL)
-        _hush()
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         # the threads of kernels stayed in the parent
         torch.set_num_threads(1)
         leave_out_compiler()
         try:
             answer = pickle.dumps(function())
         except Exception as error:
-            answer = pickle.dumps(Raised(type(error).__name__, str(error)))
+            answer = pickle.dumps(Failed.of(error))
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(answer)
     finally:
         os._exit(0)
-
-
-def _hush() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for place in (1, 2):
-        os.dup2(nowhere, place)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 # held by the thread on which no hook for all modules fires
@@ -146,19 +146,18 @@ _silence = threading.RLock()
 @contextlib.contextmanager
 def _hooks_silenced() -> Iterator[None]:
     """Lets no hook for all modules fire on this thread; on other threads they go on."""
+    thread = threading.get_ident()
+
+    def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: None if threading.get_ident() == thread else hook(*args)
+
     with _silence:
-        hooks = [dict(registry) for registry in GLOBAL_HOOKS[:2]]
-        for registry, originals in zip(GLOBAL_HOOKS, hooks, strict=False):
-            registry.update({key: _elsewhere(hook) for key, hook in originals.items()})
+        originals = [(registry, dict(registry)) for registry in GLOBAL_HOOKS[:2]]
+        for registry, hooks in originals:
+            registry.update({key: elsewhere(hook) for key, hook in hooks.items()})
         try:
             yield
         finally:
-            for registry, originals in zip(GLOBAL_HOOKS, hooks, strict=False):
+            for registry, hooks in originals:
                 # another thread may have removed some
-                registry.update({key: originals[key] for key in originals if key in registry})
-
-
-def _elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a hook that fires on all threads but this one."""
-    thread = threading.get_ident()
-    return lambda *args: None if threading.get_ident() == thread else hook(*args)
+                registry.update({key: hooks[key] for key in hooks if key in registry})

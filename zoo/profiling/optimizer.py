@@ -22,7 +22,7 @@ from zoo.optimizer.independence import step_alone
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.caching_allocator import block_of, rounded_up
 from zoo.profiling.fake_tensors import FakeTensorFixes, import_for_fakes
-from zoo.profiling.isolation import Died, Raised, isolated
+from zoo.profiling.isolation import isolated
 from zoo.profiling.step_profile import AllocationMode, Form, Surroundings, UpdateBytes
 
 # steps after which no optimizer does anything for the first time: RAdam rectifies from its sixth on
@@ -106,18 +106,14 @@ def optimizer_bytes(
     tensors = list(parameters)
     block = block_of(device or next((p.device.type for p in tensors), "cpu"))
     import_for_fakes()
-    answer = isolated(lambda _: _on_fakes(make, tensors, in_backward, device, block))
-    if isinstance(answer, Raised):
-        raise answer.error or ArgumentError(
-            f"optimizer= raised {answer.kind}: {answer.text}. It is called with a list of fake "
-            "parameters; pass None and take the bytes of its state off the budget"
-        )
-    if isinstance(answer, Died):
-        raise ArgumentError(
-            "optimizer= ended the process in which it was tried; pass None and take the bytes of "
-            "its state off the budget"
-        )
-    return answer  # type: ignore[no-any-return]
+    found: OptimizerBytes = isolated(
+        lambda _: _on_fakes(make, tensors, in_backward, device, block),
+        lambda text: ArgumentError(
+            f"optimizer= failed on a list of fake parameters ({text}); pass None and take the "
+            "bytes of its state off the budget"
+        ),
+    )
+    return found
 
 
 def _on_fakes(

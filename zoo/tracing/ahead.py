@@ -38,7 +38,7 @@ from zoo.invocation import (
 )
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, NumbersNeeded, copied
-from zoo.profiling.isolation import Died, Raised, isolated
+from zoo.profiling.isolation import isolated
 from zoo.profiling.progress import shown
 from zoo.profiling.sharded import is_spread
 from zoo.profiling.source_location import line_of_traceback
@@ -112,17 +112,16 @@ class _Forward:
             except BaseException as error:
                 raise self._trace_error(error) from None
 
-        answer, name = isolated(traced, fires_hooks=True), type(self.model).__name__
-        if isinstance(answer, Raised):
+        name = type(self.model).__name__
+        return isolated(
+            traced,
             # not the forward raised it but the graph, on its way here
-            text = f"{name} cannot be planned ahead: {answer.kind}: {answer.text}"
-            raise answer.error or TraceError(text)
-        if isinstance(answer, Died):
-            raise TraceError(
-                f"the forward of {name} ended the process in which it was traced ahead (status "
-                f"{answer.status}). zoo.checkpoint without a budget traces a real step instead."
-            )
-        return answer
+            lambda text: TraceError(
+                f"{name} cannot be traced ahead ({text}). zoo.checkpoint without a budget traces a "
+                "real step instead"
+            ),
+            fires_hooks=True,
+        )
 
     def on_fakes(self, is_apart: bool) -> Graph | None:
         """Traces on fake tensors; None where the forward needs data that these do not have."""
