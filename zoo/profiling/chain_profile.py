@@ -550,9 +550,8 @@ def step_key(step: Any, described: Callable[[nn.Module], Hashable]) -> Hashable:
     With descriptions, equal keys mean equal work on equal inputs; with ids, also equal parameters.
     """
     if isinstance(step, functools.partial):
-        bound = (*step.args, *step.keywords.values())
-        keys = tuple(_value_key(value, described) for value in bound)
-        return step_key(step.func, described), tuple(step.keywords), keys
+        bound = _value_key((*step.args, *step.keywords.values()), described)
+        return step_key(step.func, described), tuple(step.keywords), bound
     if isinstance(step, nn.Module):
         return None, described(step)
     owner = getattr(step, "__self__", None)
@@ -562,26 +561,24 @@ def step_key(step: Any, described: Callable[[nn.Module], Hashable]) -> Hashable:
 
 
 def _value_key(value: Any, described: Callable[[nn.Module], Hashable]) -> Hashable:
+    """Names a value: what cannot be compared by value is only like itself."""
     if isinstance(value, nn.Module):
         return described(value)
+    if isinstance(value, tuple | list):
+        return tuple(_value_key(part, described) for part in value)
     return (type(value), value) if isinstance(value, VALUES) else id(value)
 
 
 def _described(module: nn.Module) -> Hashable:
     """Describes a module: its type, settings, parameters and what is inside."""
     owned = (*module._parameters.items(), *module._buffers.items())
+    settings = ((name, v) for name, v in vars(module).items() if name not in BOOKKEEPING)
     return (
         type(module),
-        tuple((k, _setting(v)) for k, v in vars(module).items() if k not in BOOKKEEPING),
+        tuple((name, _value_key(value, id)) for name, value in settings),
         tuple(
-            (k, v if v is None else (v.shape, v.dtype, v.device, v.requires_grad)) for k, v in owned
+            (name, v if v is None else (v.shape, v.dtype, v.device, v.requires_grad))
+            for name, v in owned
         ),
-        tuple((k, v and _described(v)) for k, v in module._modules.items()),
+        tuple((name, part and _described(part)) for name, part in module._modules.items()),
     )
-
-
-def _setting(value: Any) -> Hashable:
-    """Names an attribute of a module: what cannot be compared by value is only like itself."""
-    if isinstance(value, tuple | list):
-        return tuple(map(_setting, value))
-    return value if isinstance(value, VALUES) else id(value)

@@ -167,38 +167,54 @@ def run_step(step: Step, state: StateSpec, strided: Strided, around: Surrounding
     mode = AllocationMode(around)
     saved = _SavedTensors(storages, leaves, mode)
     start = sequence_number()
-    with mode, saved_tensors_hooks(saved.pack, _unpack):
+    with mode, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
         value = step(*leaves)
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
     ends = ends_of(outputs, strided)
+    roots = [root_of(ends)] if ends else []
+    incoming = sum(
+        rounded_up(output.nbytes, around.block) if gradient is None else gradient.bytes
+        for output, gradient in ends.items()
+    )
     casts = [(weight, storages.number(cast), mode.births_of([cast])) for weight, cast in mode.casts]
     # only their graph holds the outputs and casts from here on
-    del value, outputs
+    del value, outputs, ends
     mode.casts.clear()
-    draws, copied = mode.draws, _copied(state, leaves, mode.read)
-    roots, incoming = _roots(ends, around.block)
-    mode.begin_backward(incoming)
+    draws, read, mode.backward = mode.draws, frozenset(mode.read), mode.now
+    mode.events.append((-1, -incoming))
     with mode:
         complete = [(*found, mode.now) for found in gradients_of(roots, start)]
     inputs = {id(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad}
     trained = [found for found in complete if id(found[0]) not in inputs]
     births = mode.births_of(gradient for _, gradient, *_ in trained)
-    until = saved.last if saved.is_settled else mode.backward
+    pairs = [(spec, leaf) for spec, leaf in zip(state, leaves, strict=True) if spec is not None]
+    gradients = {id(leaf): _gradient_spec(gradient, around) for leaf, gradient, *_ in complete}
     return StepRun(
         outputs=returned,
         new_sizes=tuple(storages.sizes[given:]),
         saved=frozenset(saved.numbers),
         forward=mode.curve(0, mode.backward, births),
-        until_saved=mode.curve(0, until, births),
+        until_saved=mode.curve(0, mode.backward if saved.may_change else saved.last, births),
         backward=mode.curve(mode.backward),
-        gives=_gives(state, leaves, {id(leaf): found for leaf, found, *_ in complete}, around),
+        gives={spec.tensor: gradients[id(leaf)] for spec, leaf in pairs if id(leaf) in gradients},
         updates=_updates(trained, {weight for weight, *_ in casts}, mode),
         made=sum(mode.bytes_at(birth) for birth in births if birth < mode.backward),
         draws=draws,
-        copied=copied,
+        copied=frozenset(
+            spec.storage
+            for spec, leaf in pairs
+            if leaf is not None and not leaf.requires_grad and spec.bytes <= SMALL
+            if leaf.untyped_storage()._cdata in read
+        ),
         casts=tuple(Cast(weight, storage, mode.freed(born)) for weight, storage, born in casts),
     )
+
+
+def _gradient_spec(gradient: Tensor, around: Surroundings) -> GradientSpec:
+    storage = gradient.untyped_storage()
+    stride = None if gradient.is_contiguous() else gradient.stride()
+    return GradientSpec(storage._cdata, around.bytes_of(storage), stride)
 
 
 def _updates(
@@ -230,32 +246,6 @@ def _updates(
     return tuple(updates)
 
 
-def _copied(
-    state: StateSpec, leaves: Sequence[Tensor | None], read: Container[int]
-) -> frozenset[int]:
-    return frozenset(
-        spec.storage
-        for spec, leaf in zip(state, leaves, strict=True)
-        if spec is not None and leaf is not None and not leaf.requires_grad
-        if spec.bytes <= SMALL and leaf.untyped_storage()._cdata in read
-    )
-
-
-def _gives(
-    state: StateSpec,
-    leaves: Sequence[Tensor | None],
-    gradients: Mapping[int, Tensor],
-    around: Surroundings,
-) -> dict[int, GradientSpec]:
-    found = {}
-    for spec, leaf in zip(state, leaves, strict=True):
-        if spec is not None and (gradient := gradients.get(id(leaf))) is not None:
-            storage = gradient.untyped_storage()
-            stride = None if gradient.is_contiguous() else gradient.stride()
-            found[spec.tensor] = GradientSpec(storage._cdata, around.bytes_of(storage), stride)
-    return found
-
-
 def ends_of(outputs: Sequence[Tensor | None], strided: Strided = ()) -> Ends:
     """Lists the outputs that have a graph, each once."""
     gradients = dict(strided)
@@ -264,17 +254,6 @@ def ends_of(outputs: Sequence[Tensor | None], strided: Strided = ()) -> Ends:
         for place, output in enumerate(outputs)
         if output is not None and output.grad_fn is not None
     }
-
-
-def _roots(ends: Ends, block: int) -> tuple[list[Tensor], int]:
-    """Empties `ends`; returns what a backward from them starts with, and their gradients' bytes."""
-    incoming = sum(
-        rounded_up(output.nbytes, block) if gradient is None else gradient.bytes
-        for output, gradient in ends.items()
-    )
-    roots = [root_of(ends)] if ends else []
-    ends.clear()
-    return roots, incoming
 
 
 def root_of(ends: Ends) -> Tensor:
@@ -309,8 +288,8 @@ def _ones(
 class _SavedTensors:
     """Notes the storages that autograd saves in a step's forward, parameters left out, and when.
 
-    A recomputation may stop after the `last` one if it `is_settled`: not where the operation may be
-    about to write what it saved, as dropout does its mask.
+    A recomputation may stop after the `last` one, unless it `may_change`: the operation may be
+    about to write it, as dropout does its mask.
     """
 
     def __init__(
@@ -319,32 +298,21 @@ class _SavedTensors:
         self.storages, self.mode = storages, mode
         self.numbers: set[int] = set()
         self.last = 0
+        self.may_change = False
         self._inputs = frozenset(map(id, leaves))
-        self._unsettled: int | None = None
-
-    @property
-    def is_settled(self) -> bool:
-        return self._unsettled is None
+        self._writer = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Notes a saved tensor; returns what autograd holds: no cycle with its own history."""
-        self._note_writer(tensor)
+        if tensor.grad_fn is not None:
+            self.may_change &= tensor.grad_fn._sequence_nr() < self._writer
+        elif not tensor.requires_grad and id(tensor) not in self._inputs:
+            self.may_change, self._writer = True, sequence_number() - 1
         is_outside = tensor.untyped_storage()._cdata in self.mode.around.outside
         if not (is_outside or isinstance(tensor, nn.Parameter)):
             self.numbers.add(self.storages.number(tensor))
             self.last = self.mode.now
         return tensor if tensor.is_leaf else detached(tensor)
-
-    def _note_writer(self, tensor: Tensor) -> None:
-        if tensor.grad_fn is not None:
-            if self._unsettled is not None and tensor.grad_fn._sequence_nr() >= self._unsettled:
-                self._unsettled = None
-        elif not tensor.requires_grad and id(tensor) not in self._inputs:
-            self._unsettled = sequence_number() - 1
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class AllocationMode(KernelMode):
@@ -419,11 +387,6 @@ class AllocationMode(KernelMode):
 
     def _free(self, key: int, size: int) -> None:
         self.events.append((self._births.pop(key), -size))
-
-    def begin_backward(self, incoming: int) -> None:
-        """Begins the backward, whose incoming gradients have so many bytes."""
-        self.backward = self.now
-        self.events.append((-1, -incoming))
 
     @property
     def now(self) -> int:
