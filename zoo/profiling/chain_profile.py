@@ -65,16 +65,12 @@ VALUES = int | float | str | bool | None | torch.dtype
 
 
 class _Use(NamedTuple):
-    """The steps whose backwards sum up a gradient of a parameter or of its cast.
-
-    `made`: the first state, from the last step on, that has the gradient behind it.
-    `added`: the step whose backward adds to a gradient that is a view, so not in place; -1 if none.
-    """
+    """The steps whose backwards sum up a gradient of a parameter or of its cast."""
 
     steps: tuple[int, ...] = ()
     size: int = 0
-    made: int = 0
-    added: int = -1
+    made: int = 0  # the first state, from the last step on, that has the gradient behind it
+    added: int = -1  # the step that adds to a gradient that is a view, so not in place; -1 if none
     is_shared: bool = False
 
     def followed_by(self, number: int, update: Update) -> "_Use":
@@ -85,31 +81,20 @@ class _Use(NamedTuple):
 
 
 class ChainRun(NamedTuple):
-    """What the steps of a chain do, as data.
+    """What the steps of a chain do, as data; fields without a comment are as in `StepCosts`."""
 
-    Attributes:
-        runs: for each step what it did, one and the same for equal steps.
-        owners: for each step the ids of its parameters, by those of the step that ran for it.
-        handed: all storages of each state, also those of outputs that no later step reads.
-        kernels: the different ones.
-        casts: for each step the storages of its run's casts; one storage for all casts of a weight.
-        outside: bytes of tensors that functions of the chain hold, such as a loss its targets.
-
-    The others are as in `StepCosts`.
-    """
-
-    runs: tuple[StepRun, ...]
-    owners: tuple[dict[int, int], ...]
+    runs: tuple[StepRun, ...]  # for each step what it did, one and the same for equal steps
+    owners: tuple[dict[int, int], ...]  # ids of its parameters, by those of the step that ran
     sizes: tuple[int, ...]
-    handed: tuple[frozenset[int], ...]
+    handed: tuple[frozenset[int], ...]  # storages of each state, also those that no step reads
     live: tuple[frozenset[int], ...]
     saved: tuple[frozenset[int], ...]
     gradients: tuple[int, ...]
-    kernels: tuple[KernelSpec | None, ...]
-    casts: tuple[tuple[int, ...], ...]
+    kernels: tuple[KernelSpec | None, ...]  # the different ones
+    casts: tuple[tuple[int, ...], ...]  # of each run's; one storage for all casts of a weight
     copied: tuple[frozenset[int], ...]
     held: tuple[frozenset[int], ...]
-    outside: int
+    outside: int  # bytes of tensors that functions of the chain hold, such as a loss its targets
 
 
 class Profile:
@@ -346,20 +331,14 @@ def _fake_buffer(fixes: FakeTensorFixes, buffer: Tensor) -> Tensor:
 
 @dataclass
 class _Place:
-    """A step in the chain, and how its run numbers tensors and storages.
+    """A step in the chain, and how its run numbers tensors and storages."""
 
-    `key`: what it does, and the state that it is given, numbered from 0.
-    `given`, `made`: states numbered as in the chain.
-    `tensors`, `storages`: the numbers in the chain of those of the run.
-    `owners`: the ids of its parameters, by those of the step that ran for it.
-    """
-
-    key: tuple[Hashable, StateSpec]
+    key: tuple[Hashable, StateSpec]  # what it does, and what it is given, numbered from 0
     given: StateSpec
-    run: StepRun
-    tensors: list[int]
-    storages: list[int]
     made: StateSpec
+    run: StepRun
+    tensors: list[int]  # numbers in the chain of those of the run
+    storages: list[int]
     owners: dict[int, int]
 
     def numbers(self, storages: Iterable[int]) -> frozenset[int]:
@@ -440,7 +419,7 @@ class _SpecPropagation:
             numbers[one.storage] = self.casts.setdefault(owner, numbers[one.storage])
         names = list(tensors)
         made = tuple(spec and self._global(spec, names, numbers) for spec in run.outputs)
-        self.places.append(_Place(key, given, run, names, numbers, made, owners))
+        self.places.append(_Place(key, given, made, run, names, numbers, owners))
         self.state = part.next_state(self.state, made) if isinstance(part, PassThrough) else made
 
     def _run(self, key: tuple[Hashable, StateSpec], strided: Strided = ()) -> StepRun:

@@ -35,20 +35,14 @@ _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_fo
 
 @dataclass
 class Surroundings:
-    """What the steps of a chain have in common while they run.
+    """What the steps of a chain have in common while they run."""
 
-    Attributes:
-        block: storages take whole blocks of so many bytes.
-        caches_casts: whether casts of weights are held to the end of the forward, as by autocast.
-        outside: storages that somebody else holds, by their addresses, and the bytes that count:
-            none of parameters, buffers, inputs and fake tensors that stand in for real ones, all of
-            others, such as a loss's targets.
-        kernels: different calls of kernels by their texts: the number of each, and its spec.
-    """
-
-    block: int = 1
-    caches_casts: bool = False
+    block: int = 1  # bytes: storages take whole blocks
+    caches_casts: bool = False  # holds casts of weights to the end of the forward, as autocast does
+    # storages that somebody else holds, by their addresses, and the bytes that count: none of
+    # parameters, buffers, inputs and fakes of real tensors, all of others, such as targets
     outside: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    # different calls of kernels by their texts: the number of each, and its spec
     kernels: dict[str, tuple[int, KernelSpec | None]] = field(default_factory=dict)
 
     def bytes_of(self, storage: Any) -> int:
@@ -57,14 +51,11 @@ class Surroundings:
 
 
 class GradientSpec(NamedTuple):
-    """The gradient of a tensor: a name for its storage, which others may share, and its bytes.
+    """The gradient of a tensor."""
 
-    `stride` is None where it is contiguous: steps that need it so copy it.
-    """
-
-    storage: Hashable
+    storage: Hashable  # a name, which that of others may be, too
     bytes: int
-    stride: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None  # None if contiguous: steps that need it so copy it
 
 
 # places in a state and the gradients of the tensors there, those that are not contiguous
@@ -78,73 +69,48 @@ UpdateBytes = Mapping[Form, int]
 
 
 class Cast(NamedTuple):
-    """A cast of a weight that autocast caches.
+    """A cast of a weight that autocast caches."""
 
-    weight: the id of the weight.
-    storage: that of the cast.
-    freed: which event of the backward freed it, -1 if it was freed before.
-    """
-
-    weight: int
+    weight: int  # its id
     storage: int
-    freed: int
+    freed: int  # by which event of the backward; -1 if before
 
 
 class Update(NamedTuple):
-    """The gradient of a parameter that is complete, and may be used and freed.
+    """The gradient of a parameter that is complete, and may be used and freed."""
 
-    parameter, form: the id, the shape and the type of the parameter.
-    born: which event of the backward made the gradient; -1 where it was there before.
-    done: how many events of the backward there were when it was complete.
-    size: bytes of the gradient; 0 of one in the storage of a later one.
-    cast: bytes of the gradient of a cast that autocast caches, which became this one and was freed
-        at once; 0 where there is none.
-    is_shared: whether other steps add to it, through a node that was made before this step.
-    is_view: whether autograd's first addition to it (to that of the cast) is not in place.
-    """
-
-    parameter: int
+    parameter: int  # its id
     form: Form
-    born: int
-    done: int
-    size: int
+    born: int  # by which event of the backward; -1 if before
+    done: int  # events of the backward until it was complete
+    size: int  # bytes; 0 of one in the storage of a later one
+    # bytes of the gradient of a cast that autocast caches, which became this one and was freed at
+    # once; 0 where there is none
     cast: int
-    is_shared: bool
-    is_view: bool
+    is_shared: bool  # other steps add to it, through a node that was made before this step
+    is_view: bool  # autograd's first addition to it (to that of the cast) is not in place
 
 
 @dataclass(frozen=True)
 class StepRun:
     """What a step did. Storages are numbered: those of its inputs first, then new ones.
 
-    Attributes:
-        outputs: the state that it returned.
-        new_sizes: bytes of the new storages among outputs and saved tensors.
-        saved: storages that autograd saved, parameters left out.
-        forward, until_saved: the bytes of its forward, and of that until the last tensor is saved.
-        backward: the bytes of its backward above the saved tensors and the incoming gradients. Both
-            are freed on the way, as autograd frees them: a gradient when it was used, a saved
-            tensor when its node is done. Gradients of tensors that the step only hands on are
-            already there.
-        gives: for the tensors of the state that it took part in, the gradient that they get.
-        updates: the gradients of parameters in the order in which they are complete.
-        made: bytes of gradients of parameters that the forward made; its peaks are without them.
-        draws: how many kernels of the forward draw random numbers.
-        copied: storages of its inputs of which a segment keeps a copy: small ones without history
-            that kernels read.
-        casts: those of weights that the forward makes and autocast caches.
+    `backward` is above the saved tensors and the incoming gradients. Both are freed on the way, as
+    autograd frees them: a gradient when it was used, a saved tensor when its node is done.
+    Gradients of tensors that the step only hands on are already there.
     """
 
     outputs: StateSpec
-    new_sizes: tuple[int, ...]
-    saved: frozenset[int]
+    new_sizes: tuple[int, ...]  # bytes of the new storages among outputs and saved tensors
+    saved: frozenset[int]  # storages, those of parameters left out
     forward: Curve
-    until_saved: Curve
+    until_saved: Curve  # the forward until the last tensor is saved
     backward: Curve
-    gives: Mapping[int, GradientSpec]
-    updates: tuple[Update, ...]
-    made: int
-    draws: int
+    gives: Mapping[int, GradientSpec]  # those of tensors of the state that it took part in
+    updates: tuple[Update, ...]  # in the order in which they are complete
+    made: int  # bytes of gradients of parameters that the forward made; its curves are without them
+    draws: int  # kernels of the forward that draw random numbers
+    # storages of inputs of which a segment keeps a copy: small, without history, read by kernels
     copied: frozenset[int]
     casts: tuple[Cast, ...]
 
@@ -319,7 +285,7 @@ class AllocationMode(KernelMode):
     """Records in order the storages that operations make, when each is freed, and the kernels.
 
     A storage that comes or goes is a pair: the place of the event that made it (-1 for none), and
-    its bytes, negative where it goes. `backward` is the place where the backward begins.
+    its bytes, negative where it goes.
     """
 
     supports_higher_order_operators = False
@@ -327,12 +293,11 @@ class AllocationMode(KernelMode):
     def __init__(self, around: Surroundings) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.around = around
-        self.draws = self.backward = 0
-        # addresses of the storages that kernels were given
-        self.read: set[int] = set()
-        # ids of weights, and the casts of these that autocast would cache
-        self.casts: list[tuple[int, Tensor]] = []
         self.events: list[tuple[int, int] | Kernel] = []
+        self.backward = 0  # the event with which it begins
+        self.draws = 0
+        self.read: set[int] = set()  # addresses of the storages that kernels were given
+        self.casts: list[tuple[int, Tensor]] = []  # ids of weights, and casts that are cached
         self._births: dict[int, int] = {}
         # whether what was converted was a view, by the event that made the copy
         self._conversions: dict[int, bool] = {}
