@@ -5,7 +5,7 @@ takes up to a hundred times as long. Most calls of a model are views, arithmetic
 shape, and the CPU's batch norm. For anything else there is no rule, and torch is asked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,35 +13,29 @@ from torch import Tensor
 
 from zoo._torch import DisableTorchDispatch, FakeTensor, FakeTensorMode, in_kernel_invocation
 
+
+def _operators(overload: str, names: str) -> frozenset[Any]:
+    return frozenset(getattr(getattr(torch.ops.aten, name), overload) for name in names.split())
+
+
 CPU, META = torch.device("cpu"), torch.device("meta")
 BATCH_NORM = torch.ops.aten.native_batch_norm.default
-BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 # makes a fake tensor of a real one
 LIFT = torch.ops.aten.lift_fresh.default
-EMPTY = torch.ops.aten.empty_strided.default
 # what torch asks of a tensor itself, before it runs a kernel: no kernels
 DEVICE = torch.ops.prim.device.default
 QUESTIONS = frozenset({DEVICE, torch.ops.prim.layout.default})
 # element by element; the result has the type of arguments that all have one type
-POINTWISE = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "relu", "gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "sigmoid_backward",
-        "tanh", "tanh_backward", "threshold_backward", "exp", "neg", "sqrt", "rsqrt",
-    )
-) | frozenset(
-    getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")
-)  # fmt: skip
-IN_PLACE = frozenset(
-    {
-        torch.ops.aten.relu_.default,
-        torch.ops.aten.lerp_.Scalar,
-        torch.ops.aten.addcmul_.default,
-        torch.ops.aten.addcdiv_.default,
-    }
-    | {getattr(torch.ops.aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_")}
+POINTWISE = _operators("Tensor", "add sub mul div") | _operators(
+    "default",
+    "relu gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward "
+    "threshold_backward exp neg sqrt rsqrt",
 )
-ARITHMETIC = POINTWISE | IN_PLACE
+IN_PLACE = (
+    _operators("Tensor", "add_ sub_ mul_ div_")
+    | _operators("default", "relu_ addcmul_ addcdiv_")
+    | _operators("Scalar", "lerp_")
+)
 
 
 def answer(question: Any, tensor: Tensor) -> Any:
@@ -54,7 +48,7 @@ def answer(question: Any, tensor: Tensor) -> Any:
 
 def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Returns what torch would for a kernel on fake tensors, NotImplemented without a rule."""
-    if func is EMPTY:
+    if func is torch.ops.aten.empty_strided.default:
         return _empty_strided(mode, *args, **kwargs)
     tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
     if not tensors or tensors[0] is not args[0] or not _is_plain(tensors[0]):
@@ -62,10 +56,10 @@ def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> A
     if func.is_view and len(tensors) == 1 and func is not LIFT:
         return _view(mode, func, args, kwargs)
     if func in _BATCH_NORMS:
-        return _BATCH_NORMS[func](mode, args)
-    if func in ARITHMETIC and _are_alike(tensors):
-        return tensors[0] if func in IN_PLACE else _like(mode, tensors[0])
-    return NotImplemented
+        return _BATCH_NORMS[func](mode, *args)
+    if func in IN_PLACE and _are_alike(tensors):
+        return tensors[0]
+    return _like(mode, tensors[0]) if func in POINTWISE and _are_alike(tensors) else NotImplemented
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -91,13 +85,7 @@ def _are_alike(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _empty(
-    mode: FakeTensorMode,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+def _empty(mode: FakeTensorMode, shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
     with DisableTorchDispatch():
         made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     fake: Tensor = FakeTensor(mode, made, device)
@@ -110,11 +98,10 @@ def _like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 def _empty_strided(
     mode: FakeTensorMode,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    shape: Any,
+    stride: Any,
+    dtype: Any = None,
+    device: Any = None,
     **others: Any,
 ) -> Any:
     if dtype is None or device is None or device.type == "meta" or any(others.values()):
@@ -131,8 +118,8 @@ def _view(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     return [FakeTensor(mode, view, device) for view in found]
 
 
-def _batch_norm(mode: FakeTensorMode, args: Any) -> Any:
-    x, *weights, training, _, _ = args
+def _batch_norm(mode: FakeTensorMode, x: Tensor, *others: Any) -> Any:
+    *weights, training, _, _ = others
     if x.device != CPU or not training or not x.is_contiguous():
         return NotImplemented
     of_statistics = (x.shape[1],), (1,), statistics_type(x, *weights), CPU
@@ -145,8 +132,10 @@ def statistics_type(x: Tensor, *weights: Any) -> torch.dtype:
     return torch.float32 if torch.float32 in dtypes else x.dtype
 
 
-def _batch_norm_backward(mode: FakeTensorMode, args: Any) -> Any:
-    gradient, x, weight, *_, training, _, wanted = args
+def _batch_norm_backward(
+    mode: FakeTensorMode, gradient: Tensor, x: Tensor, weight: Tensor | None, *others: Any
+) -> Any:
+    *_, training, _, wanted = others
     are_dense = gradient.is_contiguous() and x.is_contiguous()
     if x.device != CPU or not training or not are_dense or weight is None:
         return NotImplemented
@@ -159,4 +148,7 @@ def _batch_norm_backward(mode: FakeTensorMode, args: Any) -> Any:
     )
 
 
-_BATCH_NORMS = {BATCH_NORM: _batch_norm, BATCH_NORM_BACKWARD: _batch_norm_backward}
+_BATCH_NORMS: dict[Any, Callable[..., Any]] = {
+    BATCH_NORM: _batch_norm,
+    torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+}

@@ -87,14 +87,11 @@ class FakeTensorFixes(KernelMode):
         self, mode: FakeTensorMode, *, strict: bool = False, moves_meta: bool = False
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.mode = mode
-        self.moves_meta = moves_meta
-        self.strict = strict
+        self.mode, self.strict, self.moves_meta = mode, strict, moves_meta
         self.most = SMALL if strict else MOST
-        # whether unknown numbers were asked for, also where the forward went on all the same
-        self.asked = False
-        # fake tensors -> real ones; storages of real ones that unknown numbers were written to
-        self._constants: Any = WeakTensorKeyDictionary()
+        self.asked = False  # for unknown numbers, also where the forward went on all the same
+        self._constants: Any = WeakTensorKeyDictionary()  # fake tensors -> real ones
+        # storages of real ones that unknown numbers were written to
         self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def know(self, fake: Tensor, real: Tensor) -> None:
@@ -112,26 +109,24 @@ class FakeTensorFixes(KernelMode):
 
         transformers masks otherwise when it sees fake tensors; now only where it cannot know.
         """
-        patches: list[Any] = [
-            mock.patch.object(FakeTensor, "tolist", lambda fake: self._read(fake).tolist()),
-            mock.patch.object(FakeTensor, "numpy", lambda fake, **_: self._read(fake).numpy()),
-        ]
-        if (utils := sys.modules.get("transformers.utils.import_utils")) is not None:
-            patches.append(mock.patch.object(utils, "is_fake_tensor", self._is_unknown))
-        with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
+
+        def read(fake: Tensor) -> Tensor:
+            if (real := self._real_of(fake)) is None:
+                self.asked = True
+                raise NumbersNeeded
+            return real
+
+        def is_unknown(value: Any) -> bool:
+            return isinstance(value, FakeTensor) and self._real_of(value) is None
+
+        replace = mock.patch.object
+        utils = sys.modules.get("transformers.utils.import_utils")
+        with (
+            replace(FakeTensor, "tolist", lambda fake: read(fake).tolist()),
+            replace(FakeTensor, "numpy", lambda fake, **_: read(fake).numpy()),
+            replace(utils, "is_fake_tensor", is_unknown) if utils else contextlib.nullcontext(),
+        ):
             yield
-
-    def _is_unknown(self, value: Any) -> bool:
-        return isinstance(value, FakeTensor) and self._real_of(value) is None
-
-    def _read(self, tensor: Tensor) -> Tensor:
-        real = self._real_of(tensor)
-        if real is None:
-            self.asked = True
-            raise NumbersNeeded
-        return real
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a kernel on fake tensors, and on the real ones beside them."""
@@ -175,20 +170,19 @@ class FakeTensorFixes(KernelMode):
         result = result_by_rule(self.mode, func, args, kwargs)
         if result is not NotImplemented:
             return result
-        if (schema := getattr(func, "_schema", None)) is not None:
-            is_fused_optimizer = schema.name.startswith("aten::_fused_") and schema.is_mutable
-            if is_fused_optimizer and not schema.returns:
-                return None
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.name.startswith("aten::_fused_") and not schema.returns:
+            return None
         result = func(*args, **kwargs)
         if func is BATCH_NORM and result[0].device == CPU:
             output, *statistics = result
             dtype = statistics_type(output, *args[1:])
             return (output, *(saved.to(dtype) for saved in statistics))
-        if func is not LSTM:
-            return result
-        *outputs, workspace = result
-        size = _workspace(func, args, kwargs)
-        return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
+        if func is LSTM:
+            *outputs, workspace = result
+            size = _workspace(func, args, kwargs)
+            return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
+        return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
         """Runs a kernel on the real tensors, too; says whether they could."""
@@ -221,13 +215,15 @@ class FakeTensorFixes(KernelMode):
 
     def _on_reals(self, func: Any, args: Any, kwargs: Any) -> Any:
         def real(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                known = self._real_of(leaf)
-                return _shaped(leaf) if known is None else known
-            return CPU if isinstance(leaf, torch.device) else leaf
+            if not isinstance(leaf, Tensor):
+                return CPU if isinstance(leaf, torch.device) else leaf
+            if (known := self._real_of(leaf)) is not None:
+                return known
+            # of this one only the shape and the dtype count
+            return torch.empty((), dtype=leaf.dtype).expand(leaf.shape)
 
-        args, kwargs = pytree.tree_map(real, (args, kwargs))
         with unset_fake_temporarily():
+            args, kwargs = pytree.tree_map(real, (args, kwargs))
             return func(*args, **kwargs)
 
     def _faked(self, result: Any) -> Any:
@@ -251,12 +247,6 @@ def copied(tensor: Tensor) -> Tensor:
     """Copies the numbers of a tensor to where they can be read."""
     with unset_fake_temporarily(), torch.no_grad():
         return tensor.detach().to(CPU, copy=True)
-
-
-def _shaped(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same shape and dtype, with any numbers."""
-    with unset_fake_temporarily():
-        return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _repeats(operator: Any) -> bool:

@@ -23,7 +23,7 @@ from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.caching_allocator import block_of, rounded_up
 from zoo.profiling.fake_tensors import FakeTensorFixes, import_for_fakes
 from zoo.profiling.isolation import isolated
-from zoo.profiling.step_profile import AllocationMode, Form, Surroundings, UpdateBytes
+from zoo.profiling.step_profile import AllocationMode, Form, Surroundings, UpdateBytes, form_of
 
 # steps after which no optimizer does anything for the first time: RAdam rectifies from its sixth on
 LATE = 1000
@@ -76,12 +76,12 @@ def made_by(make: MakeOptimizer, parameters: list[Any]) -> torch.optim.Optimizer
         raise ArgumentError(
             f"optimizer= is called with a list of parameters, which it does not take: {error}"
         ) from error
-    if not is_optimizer(found):
-        raise ArgumentError(
-            f"optimizer= made no optimizer but a value of type {type(found).__name__}; return one, "
-            "as lambda parameters: torch.optim.SGD(parameters, lr=0.1) does"
-        )
-    return found
+    if is_optimizer(found):
+        return found
+    raise ArgumentError(
+        f"optimizer= made no optimizer but a value of type {type(found).__name__}; return one, as "
+        "lambda parameters: torch.optim.SGD(parameters, lr=0.1) does"
+    )
 
 
 def optimizer_bytes(
@@ -131,8 +131,10 @@ def _on_fakes(
         optimizer = made_by(make, fakes)
         for group in optimizer.param_groups:
             _choose_kernels_of_lists(group, device)
+        # torch's own take one parameter after the other without kernels of lists
+        are_loops = all("foreach" in g and not g["foreach"] for g in optimizer.param_groups)
         try:
-            if in_backward or all(map(_is_loop, optimizer.param_groups)):
+            if in_backward or are_loops:
                 return _counted_by_form(optimizer, in_backward, block)
             return _counted(optimizer, block)
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
@@ -160,18 +162,17 @@ def _counted(optimizer: torch.optim.Optimizer, block: int) -> OptimizerBytes:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     _make_late(optimizer)
-    state = _state_bytes(optimizer.state, block)
-    return OptimizerBytes(state, _allocated(block, optimizer.step))
+    return OptimizerBytes(_state_bytes(optimizer.state, block), _allocated(block, optimizer.step))
 
 
 def _counted_by_form(
     optimizer: torch.optim.Optimizer, in_backward: bool, block: int
 ) -> OptimizerBytes:
     """Steps for one parameter of each shape and type, which shows what the others take."""
-    state, steps = 0, [0]
+    state, most = 0, 0
     updates: dict[Form, int] = {}
     for group in optimizer.param_groups:
-        forms = [(tuple(p.shape), p.dtype) for p in group["params"]]
+        forms = [form_of(parameter) for parameter in group["params"]]
         ones = dict(zip(forms, group["params"], strict=True))
         step = functools.partial(step_alone, optimizer, group)
         for form, one in ones.items():
@@ -182,16 +183,11 @@ def _counted_by_form(
         if in_backward:
             for form, one in ones.items():
                 updates[form] = max(updates.get(form, 0), _allocated(block, step, one))
-        else:
-            # a loop's names hold what was made for the parameter before
-            runs = dict.fromkeys(itertools.pairwise(forms)) or [forms[:1]]
-            steps += [_allocated(block, step, *map(ones.__getitem__, run)) for run in runs]
-    return OptimizerBytes(state, max(steps), updates if in_backward else None)
-
-
-def _is_loop(group: dict[str, Any]) -> bool:
-    """Says whether an optimizer of torch steps for one parameter of a group after the other."""
-    return "foreach" in group and not group["foreach"]
+            continue
+        # a loop's names hold what was made for the parameter before
+        for run in dict.fromkeys(itertools.pairwise(forms)) or [forms[:1]]:
+            most = max(most, _allocated(block, step, *map(ones.__getitem__, run)))
+    return OptimizerBytes(state, most, updates if in_backward else None)
 
 
 def _make_late(optimizer: torch.optim.Optimizer) -> None:

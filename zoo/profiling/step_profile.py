@@ -68,6 +68,11 @@ Form = tuple[tuple[int, ...], torch.dtype]
 UpdateBytes = Mapping[Form, int]
 
 
+def form_of(parameter: Tensor) -> Form:
+    """Returns the shape and the type of a parameter."""
+    return tuple(parameter.shape), parameter.dtype
+
+
 class Cast(NamedTuple):
     """A cast of a weight that autocast caches."""
 
@@ -200,7 +205,7 @@ def _updates(
         updates.append(
             Update(
                 parameter=id(leaf),
-                form=(tuple(leaf.shape), leaf.dtype),
+                form=form_of(leaf),
                 born=born,
                 done=moment - mode.backward,
                 size=mode.around.bytes_of(storage) if last[storage._cdata] is leaf else 0,
