@@ -355,37 +355,29 @@ class _SpecPropagation:
     def __init__(self, inputs: State, around: Surroundings) -> None:
         self.around = around
         storages = Storages(around.block)
-        self.state = tuple(spec and spec.on_cpu() for spec in storages.specs(inputs))
+        self.states = [tuple(spec and spec.on_cpu() for spec in storages.specs(inputs))]
         self.sizes = storages.sizes
         self.inputs = frozenset(range(len(self.sizes)))
-        self.tensors = len({spec.tensor for spec in self.state if spec is not None})
-        self.states = [self.state]
+        self.tensors = len({spec.tensor for spec in self.states[0] if spec is not None})
         self.places: list[_Place] = []
         self.known: dict[Hashable, StepRun] = {}
-        # the first step of a key, and the ids of its parameters
+        # by its key the first such step, and the ids of its parameters
         self.samples: dict[Hashable, tuple[Step, list[int]]] = {}
-        # by the id of a weight the storage of its first cast: it is cached
-        self.casts: dict[int, int] = {}
+        self.casts: dict[int, int] = {}  # by the id of a weight the storage of its first cast
 
     def run(self, steps: Sequence[Step], held: Sequence[Held]) -> ChainRun:
         """Runs each different step once."""
         described = functools.cache(_described)
         for step in steps:
             self._advance(step, described)
-            self.states.append(self.state)
-        gradients = self._gradients()
+        gradients, live = self._gradients(), self._live()
         handed = tuple(map(self._storages, self.states))
-        live = self._live()
-        held = held or (Held((), ()),) * len(steps)
-        storages_held = tuple(
-            self._held(in_forward) | (all_storages - read)
-            for in_forward, all_storages, read in zip(held, handed[:-1], live[:-1], strict=True)
-        )
+        of_forward = map(self._held, held) if held else [frozenset[int]()] * len(steps)
+        unread = map(operator.sub, handed[:-1], live[:-1])
         places = self.places
         return ChainRun(
             runs=tuple(place.run for place in places),
             owners=tuple(place.owners for place in places),
-            sizes=tuple(self.sizes),
             handed=handed,
             live=live,
             saved=tuple(place.numbers(place.run.saved) - self.inputs for place in places),
@@ -395,13 +387,14 @@ class _SpecPropagation:
                 tuple(place.storages[cast.storage] for cast in place.run.casts) for place in places
             ),
             copied=tuple(place.numbers(place.run.copied) for place in places),
-            held=storages_held,
+            held=tuple(map(operator.or_, of_forward, unread)),
+            sizes=tuple(self.sizes),
             outside=sum(size for _, size in self.around.outside.values()),
         )
 
     def _advance(self, step: Step, described: Callable[[nn.Module], Hashable]) -> None:
         """Runs a step on the state, or on the part of it that the step reads, and follows."""
-        given, part = self.state, getattr(step, "func", None)
+        given, part = self.states[-1], getattr(step, "func", None)
         if isinstance(part, PassThrough):
             step = functools.partial(part.function, *cast(NamedStep, step).args)
             given = tuple(given[place] for place in part.reads)
@@ -417,10 +410,17 @@ class _SpecPropagation:
         for one in run.casts:
             owner = owners.get(one.weight, one.weight)
             numbers[one.storage] = self.casts.setdefault(owner, numbers[one.storage])
-        names = list(tensors)
-        made = tuple(spec and self._global(spec, names, numbers) for spec in run.outputs)
+        new = range(len(tensors), 1 + max((s.tensor for s in run.outputs if s), default=-1))
+        names = [*tensors, *(self.tensors + n for n in range(len(new)))]
+        self.tensors += len(new)
+        made = tuple(
+            spec and spec._replace(tensor=names[spec.tensor], storage=numbers[spec.storage])
+            for spec in run.outputs
+        )
         self.places.append(_Place(key, given, made, run, names, numbers, owners))
-        self.state = part.next_state(self.state, made) if isinstance(part, PassThrough) else made
+        if isinstance(part, PassThrough):
+            made = part.next_state(self.states[-1], made)
+        self.states.append(made)
 
     def _run(self, key: tuple[Hashable, StateSpec], strided: Strided = ()) -> StepRun:
         if (key, strided) not in self.known:
@@ -435,34 +435,29 @@ class _SpecPropagation:
         that a step handed on keep theirs; where the step used them too, the sum is a tensor of its
         own. A step that gets gradients which are not contiguous is measured anew with such.
         """
-        held = {spec.tensor: self._own(spec) for spec in self._ends()}
-        found = [_bytes(held)]
-        for number in reversed(range(len(self.places))):
-            gives = self._gives(self.places[number], held)
+        outputs = self._trained(-1)
+        # a language model that returns its loss and then its logits is trained by the loss
+        is_loss = bool(outputs) and not outputs[0].shape
+        held = {s.tensor: self._own(s) for s in outputs if not (is_loss and s.shape)}
+        found = [held]
+        for number, place in reversed([*enumerate(self.places)]):
+            self._measure_strided(place, held)
             before = {spec.tensor: spec for spec in self._trained(number)}
             after = held
             held = {tensor: after[tensor] for tensor in before if tensor in after}
-            for tensor, given in gives.items():
-                name = given._replace(storage=(number, given.storage))
-                held[tensor] = self._own(before[tensor]) if tensor in after else name
-            found.append(_bytes(held))
-        return tuple(reversed(found))
-
-    def _ends(self) -> list[TensorSpec]:
-        """Returns the outputs that a backward starts from: all, or the loss if that is the first.
-
-        A language model that returns its loss and then its logits is trained by the loss.
-        """
-        outputs = self._trained(-1)
-        if outputs and not outputs[0].shape:
-            return [spec for spec in outputs if not spec.shape]
-        return outputs
+            for local, given in place.run.gives.items():
+                tensor, name = place.tensors[local], (number, given.storage)
+                is_sum = tensor in after
+                held[tensor] = self._own(before[tensor]) if is_sum else given._replace(storage=name)
+            found.append(held)
+        storages = ({given.storage: given.bytes for given in held.values()} for held in found)
+        return tuple(sum(sizes.values()) for sizes in storages)[::-1]
 
     def _trained(self, number: int) -> list[TensorSpec]:
         return [spec for spec in self.states[number] if spec and spec.requires_grad]
 
-    def _gives(self, place: _Place, held: Mapping[int, GradientSpec]) -> dict[int, GradientSpec]:
-        """Returns the gradients that a step gives when it gets these."""
+    def _measure_strided(self, place: _Place, held: Mapping[int, GradientSpec]) -> None:
+        """Runs a step again that gets gradients which are not contiguous."""
         strided = tuple(
             (output, held[spec.tensor]._replace(storage=None))
             for output, spec in enumerate(place.made)
@@ -470,13 +465,6 @@ class _SpecPropagation:
         )
         if strided:
             place.run = self._run(place.key, strided)
-        return {place.tensors[tensor]: given for tensor, given in place.run.gives.items()}
-
-    def _global(self, spec: TensorSpec, names: list[int], numbers: list[int]) -> TensorSpec:
-        while spec.tensor >= len(names):
-            names.append(self.tensors)
-            self.tensors += 1
-        return spec._replace(tensor=names[spec.tensor], storage=numbers[spec.storage])
 
     def _held(self, held: Held) -> frozenset[int]:
         """Returns the storages that a forward holds beside a state."""
@@ -499,7 +487,7 @@ class _SpecPropagation:
         Without those that are handed on because the chain returns them, such as a cache of keys.
         """
         read = {spec.tensor for spec in self.places[-1].made if spec} if self.places else set()
-        found = [self._storages(self.state, read)]
+        found = [self._storages(self.states[-1], read)]
         for place, state in zip(reversed(self.places), reversed(self.states[:-1]), strict=True):
             read -= {spec.tensor for spec in place.made if spec}
             read |= {spec.tensor for spec in place.given if spec}
@@ -510,10 +498,6 @@ class _SpecPropagation:
         """Returns the storages of a state, or of some tensors of it."""
         specs = [spec for spec in state if spec and (tensors is None or spec.tensor in tensors)]
         return frozenset(spec.storage for spec in specs) - self.inputs
-
-
-def _bytes(held: Mapping[int, GradientSpec]) -> int:
-    return sum({given.storage: given.bytes for given in held.values()}.values())
 
 
 def _parameters_of(step: Step) -> list[int]:
