@@ -39,12 +39,10 @@ class Failed(NamedTuple):
     text: str
     error: ZooError | None = None
 
-    @classmethod
-    def of(cls, error: Exception) -> "Failed":
-        """Describes what was raised."""
-        return cls(
-            f"{type(error).__name__}: {error}", error if isinstance(error, ZooError) else None
-        )
+
+def _failed(error: Exception) -> Failed:
+    own = error if isinstance(error, ZooError) else None
+    return Failed(f"{type(error).__name__}: {error}", own)
 
 
 def can_fork() -> bool:
@@ -88,7 +86,7 @@ def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) 
         with modes, torch.autograd.set_detect_anomaly(False):
             return function(is_apart)
     except Exception as error:
-        return Failed.of(error)
+        return _failed(error)
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
@@ -122,17 +120,16 @@ def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
         gc.disable()
         faulthandler.disable()
         logging.disable(logging.CRITICAL)
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-            os.dup2(nowhere.fileno(), 2)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        nowhere = sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        for place in (1, 2):
+            os.dup2(nowhere.fileno(), place)
         # the threads of kernels stayed in the parent
         torch.set_num_threads(1)
         leave_out_compiler()
         try:
             answer = pickle.dumps(function())
         except Exception as error:
-            answer = pickle.dumps(Failed.of(error))
+            answer = pickle.dumps(_failed(error))
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(answer)
     finally:

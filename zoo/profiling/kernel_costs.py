@@ -50,15 +50,11 @@ MOST_KNOWN = 1 << 14
 
 @dataclass(frozen=True)
 class Device:
-    """A device by its peaks: operations a second for each size of number, bytes a second.
+    """A device by its peak rates."""
 
-    `operations` maps the bytes of a number (8, 4, 2) to operations a second; `start` is the seconds
-    between one kernel and the next that an eager program needs; `kind` is torch's word for it.
-    """
-
-    operations: Mapping[int, float]
-    bandwidth: float
-    start: float = 5e-6
+    operations: Mapping[int, float]  # a second, by the bytes of a number: 8, 4, 2
+    bandwidth: float  # bytes a second
+    start: float = 5e-6  # seconds between one kernel and the next that an eager program needs
     kind: str = "cuda"
 
     def seconds(self, flops: int, moved: int, dtype: torch.dtype) -> float:
@@ -79,8 +75,6 @@ DEVICES: dict[str, Device] = {
     "cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu"),
 }
 
-_MOVE = " For the device that is here, move model and inputs to it and leave device= out"
-
 
 def device_named(name: str) -> Device:
     """Returns a device of the table.
@@ -89,8 +83,9 @@ def device_named(name: str) -> Device:
         ArgumentError: it is not in the table.
     """
     if name not in DEVICES:
-        is_here = str(name).partition(":")[0] == accelerator()
-        hint = _MOVE if is_here else nearest(str(name), DEVICES)
+        hint = nearest(str(name), DEVICES)
+        if str(name).partition(":")[0] == accelerator():
+            hint = " For the device that is here, move model and inputs to it, without device="
         raise ArgumentError(
             f"device={shortened(name)} is not in the table: {', '.join(DEVICES)}.{hint}"
         )

@@ -236,10 +236,9 @@ def root_of(ends: Ends) -> Tensor:
 class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[GradientSpec | None], *outputs: Tensor) -> Tensor:
-        ctx.gradients = [
-            (output.shape, output.dtype, output.device, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-        ]
+        # not the outputs themselves, which only their graph holds
+        forms = ((o.shape, {"dtype": o.dtype, "device": o.device}) for o in outputs)
+        ctx.gradients = [(*form, spec) for form, spec in zip(forms, gradients, strict=True)]
         return outputs[0].new_empty(())
 
     @staticmethod
@@ -247,12 +246,10 @@ class _Root(torch.autograd.Function):
         return (None, *(_ones(*gradient) for gradient in ctx.gradients))
 
 
-def _ones(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, gradient: GradientSpec | None
-) -> Tensor:
+def _ones(shape: torch.Size, options: dict[str, Any], gradient: GradientSpec | None) -> Tensor:
     if gradient is None or gradient.stride is None:
-        return as_data(torch.ones(shape, dtype=dtype, device=device))
-    numbers = as_data(torch.ones(gradient.bytes // dtype.itemsize, dtype=dtype, device=device))
+        return as_data(torch.ones(shape, **options))
+    numbers = as_data(torch.ones(gradient.bytes // options["dtype"].itemsize, **options))
     return numbers.as_strided(shape, gradient.stride)
 
 
