@@ -28,17 +28,25 @@ class _Pending:
     """A node that will run: the gradients of its outputs so far, and how many are yet to come."""
 
     def __init__(self, node: Any) -> None:
-        self.gradients: list[Tensor | None] = [None] * len(node._input_metadata)
+        self.metadata = node._input_metadata
+        self.gradients: list[Tensor | None] = [None] * len(self.metadata)
         self.missing = 0
         self.is_behind = False
 
-    def add(self, gradient: Tensor | None, number: int, node: Any) -> None:
-        """Adds a gradient of an output."""
+    def add(self, gradient: Tensor | None, number: int) -> None:
+        """Adds a gradient of an output, in the output's shape and dtype, as the engine does."""
         self.missing -= 1
-        if gradient is not None:
-            gradient = _as_expected(gradient, node._input_metadata[number])
-            before = self.gradients[number]
-            self.gradients[number] = gradient if before is None else before + gradient
+        expected = self.metadata[number]
+        if gradient is None:
+            return
+        if not expected.is_nested_tensor:
+            if gradient.shape != tuple(expected.shape):
+                gradient = gradient.sum_to_size(tuple(expected.shape))
+            # `to` is a kernel on fake tensors also where it changes nothing
+            if gradient.dtype != expected.dtype:
+                gradient = gradient.to(expected.dtype)
+        before = self.gradients[number]
+        self.gradients[number] = gradient if before is None else before + gradient
 
 
 @torch.no_grad()
@@ -72,7 +80,7 @@ def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient
         del given
         for (behind, number), gradient in zip(node.next_functions, made, strict=True):
             if behind is not None:
-                pending[behind].add(gradient, number, behind)
+                pending[behind].add(gradient, number)
                 pending[behind].is_behind |= is_behind
                 if not pending[behind].missing:
                     heapq.heappush(ready, (-behind._sequence_nr(), next(order), behind))
@@ -101,23 +109,12 @@ def _run(node: Any, given: list[Tensor | None]) -> Sequence[Tensor | None]:
         made = node(*given)
         return made if isinstance(made, tuple) else (made,)
     # a function of Python's, in which a gradient that is not there is taken for one of zeros
-    pairs = zip(given, node._input_metadata, strict=True)
-    made = node.apply(*(_zeros(kind) if one is None else one for one, kind in pairs))
+    gradients = (
+        torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device) if one is None else one
+        for one, kind in zip(given, node._input_metadata, strict=True)
+    )
+    made = node.apply(*gradients)
     every = made if isinstance(made, tuple) else (made,)
     # of its arguments only tensors have nodes behind them
     wanted = itertools.compress(every, node.needs_input_grad)
     return [None if behind is None else next(wanted) for behind, _ in node.next_functions]
-
-
-def _zeros(metadata: Any) -> Tensor:
-    return torch.zeros(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
-
-
-def _as_expected(gradient: Tensor, metadata: Any) -> Tensor:
-    """Gives a gradient the shape and dtype of what it is the gradient of, as the engine does."""
-    if metadata.is_nested_tensor:
-        return gradient
-    if gradient.shape != tuple(metadata.shape):
-        gradient = gradient.sum_to_size(tuple(metadata.shape))
-    # `to` is a kernel on fake tensors also where it changes nothing
-    return gradient.to(metadata.dtype) if gradient.dtype != metadata.dtype else gradient

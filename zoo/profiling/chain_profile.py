@@ -33,16 +33,17 @@ from zoo._torch import (
     unset_fake_temporarily,
 )
 from zoo.chain import HOOKS, Held, NamedStep, Outline, PassThrough, State, Step
+from zoo.engine.operators import CONSTANTS
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, copied, import_for_fakes
 from zoo.profiling.isolation import isolated
 from zoo.profiling.kernel_costs import (
+    DEVICES,
     Curve,
     Device,
     KernelCosts,
-    device_named,
     flop_formulas,
     measure_kernels,
 )
@@ -60,8 +61,6 @@ from zoo.profiling.step_profile import (
 )
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, TensorSpec
 from zoo.verification.state_comparison import BOOKKEEPING
-
-VALUES = int | float | str | bool | None | torch.dtype
 
 
 class _Use(NamedTuple):
@@ -109,10 +108,9 @@ class Profile:
     """
 
     def __init__(self, chain: nn.Module, outline: Outline, inputs: State, block: int = 1) -> None:
-        trained = {
-            id(p): rounded_up(p.nbytes, block) for p in chain.parameters() if p.requires_grad
-        }
-        self.blocks, self.gradient_bytes = outline.blocks, sum(trained.values())
+        trained = (p for p in chain.parameters() if p.requires_grad)
+        self.gradient_bytes = sum(rounded_up(p.nbytes, block) for p in trained)
+        self.blocks = outline.blocks
         tensors = (*(value for value in inputs if value is not None), *chain.parameters())
         self.device = tensors[0].device if tensors else torch.device("cpu")
         import_for_fakes()
@@ -145,8 +143,7 @@ class Profile:
         update a parameter, it steps in the backward and frees each gradient.
         """
         found, runs = self.found, self.runs
-        here = "cpu" if self.device.type in ("cpu", "meta") else "a100"
-        device = device or device_named(here)
+        device = device or DEVICES["cpu" if self.device.type in ("cpu", "meta") else "a100"]
 
         def peaks(curves: Iterable[Curve]) -> tuple[int, ...]:
             return tuple(curve.peak(kernels) for curve in curves)
@@ -529,7 +526,7 @@ def _value_key(value: Any, described: Callable[[nn.Module], Hashable]) -> Hashab
         return described(value)
     if isinstance(value, tuple | list):
         return tuple(_value_key(part, described) for part in value)
-    return (type(value), value) if isinstance(value, VALUES) else id(value)
+    return (type(value), value) if isinstance(value, CONSTANTS) else id(value)
 
 
 def _described(module: nn.Module) -> Hashable:
