@@ -17,6 +17,9 @@ from tests.training import Residuals, assert_same, everything, images
 from zoo.api.plan import planner_for
 from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.models.densenet import DenseNet
+from zoo.models.preactivation_resnet import PreactivationResNet
+from zoo.models.resnet import basic
 from zoo.planner.costs import simulate
 from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner
@@ -42,13 +45,19 @@ FAMILIES: dict[str, tuple[Callable[[], Chain], Callable[[], tuple[Any, ...]]]] =
         functools.partial(zoo.resnet18, classes=10),
         lambda: (torch.rand(4, 3, 96, 96),),
     ),
-    "preactivation": (zoo.resnet110, lambda: (torch.rand(8, 3, 32, 32),)),
+    "preactivation": (
+        functools.partial(PreactivationResNet, basic, 4),
+        lambda: (torch.rand(8, 3, 32, 32),),
+    ),
     "densenet": (
-        functools.partial(zoo.densenet121, classes=10),
+        functools.partial(DenseNet, 16, (4, 8, 6), 10),
         lambda: (torch.rand(4, 3, 64, 64),),
     ),
-    "vnet": (zoo.vnet, lambda: (torch.rand(1, 1, 32, 32, 32),)),
-    "vit": (zoo.vit_tiny_patch16, lambda: (torch.rand(2, 3, 224, 224),)),
+    "vnet": (functools.partial(zoo.vnet, width=8), lambda: (torch.rand(1, 1, 32, 32, 32),)),
+    "vit": (
+        functools.partial(zoo.vit_tiny_patch16, depth=6),
+        lambda: (torch.rand(2, 3, 224, 224),),
+    ),
     "gpt2": (
         functools.partial(
             zoo.gpt2_small, depth=4, width=64, heads=4, vocabulary=300, chunk_tokens=32
@@ -397,14 +406,17 @@ class Tagger(nn.Module):
 
 def attention() -> nn.Module:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 3)
+    return nn.TransformerEncoder(layer, 2)
 
 
 @pytest.mark.parametrize(
     ("build", "shape"),
     [
-        (zoo.resnet110, (8, 3, 32, 32)),
-        (functools.partial(zoo.vit_tiny_patch16, image_size=64, classes=10), (2, 3, 64, 64)),
+        (functools.partial(PreactivationResNet, basic, 2), (8, 3, 32, 32)),
+        (
+            functools.partial(zoo.vit_tiny_patch16, image_size=64, depth=2, classes=10),
+            (2, 3, 64, 64),
+        ),
         (attention, (2, 64, 32)),
         (Tagger, (20, 4, 16)),
     ],

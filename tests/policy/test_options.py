@@ -14,6 +14,9 @@ import zoo
 from tests.training import Record, Residuals, assert_same, everything, images, train
 from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, PlanError
+from zoo.models.densenet import DenseNet
+from zoo.models.preactivation_resnet import PreactivationResNet
+from zoo.models.resnet import ResNet, basic, bottleneck
 from zoo.policy import options as checkpointing
 from zoo.policy.options import attach
 from zoo.profiling.allocator_events import trace
@@ -46,16 +49,25 @@ class Carried:
         return loss
 
 
+def small(build: Callable[..., Chain], *args: Any, **options: Any) -> Callable[..., Chain]:
+    """Makes a factory like those of the catalog of a size that the catalog lacks."""
+    return lambda checkpoint=False: attach(build(*args, **options), checkpoint)
+
+
 FAMILIES: dict[str, tuple[Callable[..., Chain], Callable[[], list[Tensor]], Any]] = {
     "resnet": (
-        functools.partial(zoo.resnet18, classes=5, drop_rate=0.2, drop_path_rate=0.2),
+        small(ResNet, basic, (2, 2, 1), 5, drop_rate=0.2, drop_path_rate=0.2),
         pictures,
         None,
     ),
-    "bottleneck": (functools.partial(zoo.resnet50, classes=5), pictures, None),
-    "preactivation": (zoo.resnet110, functools.partial(pictures, 8), None),
-    "densenet": (functools.partial(zoo.densenet121, classes=5, drop_rate=0.2), pictures, None),
-    "vnet": (functools.partial(zoo.vnet, drop_rate=0.3), volumes, None),
+    "bottleneck": (small(ResNet, bottleneck, (2, 2), 5), pictures, None),
+    "preactivation": (
+        small(PreactivationResNet, basic, 3, 5),
+        functools.partial(pictures, 8),
+        None,
+    ),
+    "densenet": (small(DenseNet, 8, (4, 6, 3), 5, drop_rate=0.2), pictures, None),
+    "vnet": (functools.partial(zoo.vnet, width=4, drop_rate=0.3), volumes, None),
     "vit": (
         functools.partial(
             zoo.vit_tiny_patch16, image_size=32, classes=5, drop_rate=0.1, drop_path_rate=0.2
