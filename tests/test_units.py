@@ -1,6 +1,5 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from zoo.errors import ArgumentError
 from zoo.units import at_least, format_bytes, format_seconds, parse_bytes

@@ -7,11 +7,10 @@ Also called gradient checkpointing or rematerialization. A model is a chain of n
 whose activations are saved and whose are recomputed, and nothing else changes. See README.md.
 """
 
-# ruff: noqa: I001 (`as` says that a name is exported)
-
 # before torch, which takes a second to import
 from zoo.cli import interrupts as _interrupts
 
+# isort: split
 from zoo.api.plan import (
     RankReport as RankReport,
     frontier as frontier,

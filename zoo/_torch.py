@@ -26,16 +26,18 @@ try:
         FakeTensorMode,
         UnsupportedFakeTensorException,
         UnsupportedOperatorException,
-        in_kernel_invocation_manager,
+        in_kernel_invocation_manager as in_kernel_invocation,
         unset_fake_temporarily,
     )
     from torch.utils import _pytree as pytree
-    from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+    from torch.utils._foreach_utils import (
+        _get_foreach_kernels_supported_devices as devices_with_kernels_of_lists,
+    )
     from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
-        _disable_current_modes,
-        _get_current_dispatch_mode_stack,
+        _disable_current_modes as disable_current_modes,
+        _get_current_dispatch_mode_stack as dispatch_modes,
         is_traceable_wrapper_subclass,
     )
 except ImportError as error:
@@ -57,10 +59,6 @@ def _private(path: str) -> Any:
 
 # how attributes of a module begin in which FSDP2 has its state
 STATE_OF_FSDP = "__composable_api_state_key"
-disable_current_modes: Any = _disable_current_modes
-in_kernel_invocation: Any = in_kernel_invocation_manager
-devices_with_kernels_of_lists: Any = _get_foreach_kernels_supported_devices
-dispatch_modes: Any = _get_current_dispatch_mode_stack
 DisableTorchFunction: Any = _private("_C.DisableTorchFunction")
 DispatchKey: Any = _private("_C.DispatchKey")
 DispatchKeySet: Any = _private("_C.DispatchKeySet")
@@ -230,19 +228,3 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
     return FakeStore()
-
-
-# what is imported above; the other names are this file's own
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "UnsupportedFakeTensorException",
-    "UnsupportedOperatorException",
-    "active_fake_mode",
-    "is_traceable_wrapper_subclass",
-    "pytree",
-    "unset_fake_temporarily",
-]

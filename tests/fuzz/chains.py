@@ -27,8 +27,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
-from torch.nn.utils import spectral_norm as hooked_spectral_norm
+from torch.nn.utils import parametrizations, spectral_norm as hooked_spectral_norm
 
 from tests.planner.test_plan import plans
 from tests.training import Record, assert_same, images, train

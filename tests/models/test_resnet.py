@@ -10,8 +10,11 @@ import zoo
 from tests.models.runs import assert_same, noting_kept, peaks, run, shake
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
-from zoo.models.preactivation_resnet import PreactivationResNet, Unit
-from zoo.models.preactivation_resnet import bottleneck as preactivation_bottleneck
+from zoo.models.preactivation_resnet import (
+    PreactivationResNet,
+    Unit,
+    bottleneck as preactivation_bottleneck,
+)
 from zoo.models.resnet import Block, ResNet, basic, bottleneck
 from zoo.profiling.allocator_events import trace
 

@@ -3,14 +3,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.planner.chains import chains, flat_plans
 from tests.planner.test_plan import plans
 from zoo.errors import ArgumentError, PlanError
-from zoo.planner import least_memory as search
-from zoo.planner import schemes
+from zoo.planner import least_memory as search, schemes
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan

@@ -1,7 +1,6 @@
 """Runs of unequal length share an axis on which each part of a step has its place."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.report.recorded import AGAIN, FORWARD, MIB, timeline
 from zoo.report.charts import EDGES, phase_peaks, phase_starts, places, recomputations, totals

@@ -1,7 +1,6 @@
 """The search for a largest size against trying all of them."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from zoo.sizing.size_search import BEYOND, MOST, largest_within
 

@@ -39,8 +39,7 @@ from zoo.profiling.optimizer import MakeOptimizer, made_by
 from zoo.profiling.progress import each, shown
 from zoo.profiling.timeline import Timeline, compare
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.api import checkpoint as put_in_force
-from zoo.tracing.api import steps_of
+from zoo.tracing.api import checkpoint as put_in_force, steps_of
 from zoo.tracing.patched_forward import named_steps, runner_of
 from zoo.verification.state_comparison import random_state_restored
 

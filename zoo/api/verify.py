@@ -36,8 +36,7 @@ from zoo.policy.report import PlanReport
 from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.optimizer import MakeOptimizer, check_maker
 from zoo.profiling.progress import each, shown
-from zoo.tracing.api import checkpoint as put_in_force
-from zoo.tracing.api import plan_of, uncheckpoint
+from zoo.tracing.api import checkpoint as put_in_force, plan_of, uncheckpoint
 from zoo.verification.state_comparison import (
     Record,
     first_difference,
