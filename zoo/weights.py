@@ -35,9 +35,7 @@ def published(name: str) -> Mapping[str, Tensor]:
     """
     if name not in SOURCES:
         known = ", ".join(SOURCES)
-        raise WeightsError(
-            f"no library publishes weights for {name}; pretrained=True takes {known}"
-        )
+        raise WeightsError(f"no library publishes weights for {name}; pretrained= takes {known}")
     library, theirs = SOURCES[name]
     try:
         module: Any = importlib.import_module(library)

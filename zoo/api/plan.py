@@ -127,11 +127,7 @@ def frontier(
 
 
 def planner_for(
-    model: nn.Module,
-    inputs: Inputs | Invocation,
-    *,
-    loss: Loss | None = None,
-    **options: Any,
+    model: nn.Module, inputs: Inputs | Invocation, *, loss: Loss | None = None, **options: Any
 ) -> BudgetPlanner:
     """Traces a model for these inputs; options are those of `BudgetPlanner`."""
     check_training(model, "planning", loss)

@@ -98,19 +98,17 @@ def check_arguments(model: str, minimum: int = 1, **values: Any) -> None:
     A drop rate is a probability below 1, any other value a whole number from `minimum` on; a chunk
     may be None, to be chosen by the inputs.
     """
-    for argument, value in values.items():
-        if "drop" in argument:
+    for name, value in values.items():
+        if "drop" in name:
             if not isinstance(value, int | float) or not 0 <= value < 1:
-                raise ArgumentError(f"{model} needs {argument} from 0 up to below 1; got {value!r}")
+                raise ArgumentError(f"{model} needs {name} from 0 up to below 1; got {value!r}")
             continue
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        is_chosen = value is None and argument.startswith("chunk")
+        is_chosen = value is None and name.startswith("chunk")
         if not is_chosen and not (is_whole and minimum <= value <= LARGEST):
             limit = f"most {LARGEST}" if is_whole and value > LARGEST else f"least {minimum}"
             why = "" if is_whole else ", which is no whole number"
-            raise ArgumentError(
-                f"{model} needs {argument} of at {limit}; got {shortened(value)}{why}"
-            )
+            raise ArgumentError(f"{model} needs {name} of at {limit}; got {shortened(value)}{why}")
 
 
 def check_choice(model: str, argument: str, value: str, choices: Sequence[str]) -> None:

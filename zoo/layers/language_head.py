@@ -257,10 +257,8 @@ def _gradient(logarithms: Tensor, targets: Tensor, gradient: Tensor) -> Any:
     """Returns the gradient of the logits from that of the summed loss."""
     unused = logarithms.new_zeros(())  # the number of targets, which a mean would need
     aten: Any = torch.ops.aten
-    of_logarithms = aten.nll_loss_backward(
-        gradient, logarithms, targets, None, SUM, IGNORED, unused
-    )
-    return aten._log_softmax_backward_data(of_logarithms, logarithms, 1, logarithms.dtype)
+    of_logs = aten.nll_loss_backward(gradient, logarithms, targets, None, SUM, IGNORED, unused)
+    return aten._log_softmax_backward_data(of_logs, logarithms, 1, logarithms.dtype)
 
 
 def _parts(rows: int) -> Iterator[slice]:

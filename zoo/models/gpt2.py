@@ -77,9 +77,7 @@ class GPT2(Chain):
         head: str = "inplace",
     ) -> None:
         super().__init__()
-        check_arguments(
-            "GPT2", width=width, depth=depth, vocabulary=vocabulary, positions=positions
-        )
+        check_arguments("GPT2", width=width, depth=depth, vocabulary=vocabulary)
         check_arguments("GPT2", drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         check_arguments("GPT2", positions=positions, chunk_tokens=chunk_tokens)
         check_choice("GPT2", "head", head, HEADS)
