@@ -558,20 +558,20 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "the default dtype is a setting",
-            "        torch.get_default_dtype(),\n",
-            "        torch.float32,\n",
+            "(torch.get_default_dtype, ",
+            "(lambda: torch.float32, ",
             "test_replay",
         ),
         (
             "the number of threads is a setting",
-            "        torch.get_num_threads(),\n",
-            "        1,\n",
+            "(torch.get_num_threads, ",
+            "(lambda: 1, ",
             "test_replay",
         ),
         (
             "determinism is a setting",
-            "        torch.get_deterministic_debug_mode(),\n",
-            "        0,\n",
+            "(torch.get_deterministic_debug_mode, ",
+            "(lambda: 0, ",
             "test_replay",
         ),
         (
