@@ -119,7 +119,7 @@ say(
 # first operation of the forward to the last of the optimizer. Gray is what is there all the time.
 
 # %% name="timeline"
-notebook.categories("The baseline, by category", baseline)
+notebook.chart("The baseline, by category", baseline)
 
 # %% [markdown] name="read-the-picture"
 # Read it from left to right.

@@ -103,7 +103,7 @@ for _ in range(2):
     usual.zero_grad()
     with zoo.track(usual, inputs=(tokens, targets)) as timeline:
         usual(tokens, targets).backward()
-notebook.categories("The usual model, by category", timeline)
+notebook.chart("The usual model, by category", timeline)
 
 # %% name="who"
 wide = [a for a in timeline.holders(1000) if len(vocabulary) in a.shape]

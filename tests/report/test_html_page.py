@@ -128,6 +128,7 @@ def test_a_card_headlines_the_whole_step_of_the_last_variant() -> None:
     for card in (two, without):
         assert f"−38.5 % {whole} baseline 13.0 MiB checkpointed 8.00 MiB (0.615) time" in card
     assert "peak of the whole" not in small
+    assert "Step peak does not fit" in re.sub("<[^>]+>", "", text)
 
 
 def test_a_page_of_older_results_shows_their_two_variants() -> None:

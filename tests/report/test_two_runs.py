@@ -46,10 +46,12 @@ def test_each_cell_of_both_has_its_numbers_before_and_now() -> None:
 def test_cells_of_one_run_are_named_and_so_is_what_differs_of_the_machines() -> None:
     runs = two_runs([comparison(), comparison(name="vnet")], [earlier()], "old.jsonl")
     kinds = ("baseline", "checkpointed", "+ optimizer in backward")
-    assert runs.only_now == [f"vnet {kind}, 4×224×224" for kind in kinds]
-    assert (runs.only_before, runs.differs) == ([], ["torch 1 → 2"])
+    vnet = "; ".join(f"vnet {kind}, 4×224×224" for kind in kinds)
+    earlier_run = "The earlier run: old.jsonl, ended 2026-01-01T00:00:00+00:00."
+    elsewhere = "Measured under other conditions: torch 1 → 2."
+    assert runs.notes == [earlier_run, elsewhere, f"In this run only: {vnet}."]
     back = two_runs([earlier()], [comparison(), comparison(name="vnet")], "old.jsonl")
-    assert (back.only_now, back.only_before) == ([], runs.only_now)
+    assert back.notes[-1] == f"In the earlier run only: {vnet}."
     for text in (as_markdown(runs), page([comparison()], HEADING, runs)):
         assert "Measured under other conditions: torch 1 → 2." in text
         assert "In this run only: vnet baseline, 4×224×224; vnet checkpointed" in text

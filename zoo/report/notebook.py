@@ -89,12 +89,6 @@ def table(head: Sequence[str], *rows: Sequence[Any]) -> None:
     say(markdown_table(head, [[words.get(str(cell), str(cell)) for cell in row] for row in rows]))
 
 
-def categories(title: str, timeline: Any) -> None:
-    """Draws what a tracked step has allocated, by category."""
-    with figure(title, 3.6) as (axes,):
-        timeline.plot(axes)
-
-
 def timelines(title: str, baseline: Any, checkpointed: Any) -> None:
     """Draws the bytes of the same step with and without recomputation."""
     both = {"baseline": baseline.summary(), "checkpointed": checkpointed.summary()}
@@ -103,7 +97,7 @@ def timelines(title: str, baseline: Any, checkpointed: Any) -> None:
 
 
 def chart(title: str, drawn: Any) -> None:
-    """Draws a report or a frontier, which draws itself."""
+    """Draws a report, a frontier or a timeline, which draws itself."""
     with figure(title, 3.8) as (axes,):
         drawn.plot(axes)
 

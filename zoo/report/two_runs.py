@@ -72,34 +72,10 @@ class CellChanges(NamedTuple):
 
 
 class TwoRuns(NamedTuple):
-    """A run and an earlier one, whose file is `name`.
+    """A run and an earlier one: the cells of both, and sentences on what these leave out."""
 
-    Attributes:
-        measured: when the earlier one ended, as far as it is known.
-        cells: those that both have.
-        only_now, only_before: names of cells that one of them lacks.
-        differs: of the environments, sentences such as 'torch 2.13.0 → 2.14.1'.
-    """
-
-    name: str
-    measured: str
     cells: Sequence[CellChanges]
-    only_now: Sequence[str]
-    only_before: Sequence[str]
-    differs: Sequence[str]
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences on what the table's numbers leave out."""
-        named = {
-            "Measured under other conditions": self.differs,
-            "In this run only": self.only_now,
-            "In the earlier run only": self.only_before,
-        }
-        ended = f", ended {self.measured}" if self.measured else ""
-        return [f"The earlier run: {self.name}{ended}."] + [
-            f"{what}: {'; '.join(found)}." for what, found in named.items() if found
-        ]
+    notes: Sequence[str]
 
 
 def subject(record: Mapping[str, Any]) -> str:
@@ -121,16 +97,16 @@ def two_runs(now: Sequence[Comparison], before: Sequence[Comparison], name: str)
     """Compares the cells of a run with those of an earlier one from a file of that name."""
     new, old = _cells(now), _cells(before)
     shared = [key for key in new if key in old]
-    ends = (record.get("finished", "") for _, _, record in old.values())
-    differs = (environment_change(old[key][2], new[key][2]) for key in shared)
-    return TwoRuns(
-        name=visible(name),
-        measured=visible(max(ends, default="")),
-        cells=[_changes(old[key], new[key]) for key in shared],
-        only_now=_lacking(new, old),
-        only_before=_lacking(old, new),
-        differs=[visible(words) for words in dict.fromkeys(differs) if words],
-    )
+    end = max((record.get("finished", "") for _, _, record in old.values()), default="")
+    changed = dict.fromkeys(environment_change(old[key][2], new[key][2]) for key in shared)
+    named = {
+        "Measured under other conditions": [*filter(None, changed)],
+        "In this run only": _lacking(new, old),
+        "In the earlier run only": _lacking(old, new),
+    }
+    notes = [f"The earlier run: {name}{f', ended {end}' if end else ''}."]
+    notes += [f"{what}: {'; '.join(found)}." for what, found in named.items() if found]
+    return TwoRuns([_changes(old[key], new[key]) for key in shared], [*map(visible, notes)])
 
 
 def as_markdown(runs: TwoRuns) -> str:
