@@ -67,12 +67,22 @@ CASES: dict[str, Case] = {
         scores,
         3,
     ),
-    "vit": (zoo.vit_tiny_patch16, lambda size: meta(size, 3, 224, 224), scores, 2),
+    "vit": (
+        functools.partial(zoo.vit_tiny_patch16, depth=4),
+        lambda size: meta(size, 3, 224, 224),
+        scores,
+        2,
+    ),
     "gpt2": (gpt2, lambda size: (tokens(size, 64), tokens(size, 64)), None, 3),
     "lstm": (lstm, lambda size: (tokens(64, size), None, tokens(64, size)), None, 3),
     "lstm, longer": (lstm, lambda size: (tokens(size, 4), None, tokens(size, 4)), None, 48),
     "gpt2, longer": (gpt2, lambda size: (tokens(2, size), tokens(2, size)), None, 48),
-    "vnet": (zoo.vnet, lambda size: meta(size, 1, 16, 16, 16), scores, 2),
+    "vnet": (
+        functools.partial(zoo.vnet, width=8),
+        lambda size: meta(size, 1, 16, 16, 16),
+        scores,
+        2,
+    ),
 }
 
 
