@@ -26,13 +26,13 @@ def example(dtype=torch.float32):
     return decoder, hidden, targets
 
 
-def steps_of(chunk_tokens, decoder=None, carried=0):
+def steps_of(chunk_tokens, decoder=None):
     """The steps of a plain head."""
 
     def loss(hidden, targets):
         return cross_entropy(decoder(hidden), targets)
 
-    return outline(Head(loss, chunk_tokens, carried).steps(40))
+    return outline(Head(loss, chunk_tokens).steps(40))
 
 
 def chunked(decoder, hidden, targets, chunk_tokens):
@@ -77,7 +77,7 @@ def test_ignored_targets_change_nothing():
 def test_carried_tensors_are_handed_on_untouched():
     decoder, hidden, targets = example()
     first, second = torch.randn(3), torch.randn(2)
-    *carried, loss = fold(steps_of(16, decoder, carried=2).steps, (first, second, hidden, targets))
+    loss, *carried = fold(steps_of(16, decoder).steps, (hidden, targets, first, second))
     assert carried[0] is first
     assert carried[1] is second
     assert torch.equal(loss, chunked(decoder, hidden, targets, 16))

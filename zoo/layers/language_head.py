@@ -4,7 +4,7 @@ The logits (tokens x vocabulary) are by far the largest tensor of a language mod
 tokens x 50257 are 196 MiB a sample. A plan that recomputes each chunk's step holds the logits of
 one chunk at a time, with the baseline's gradients bit for bit.
 
-    state after    tensors, behind those carried on
+    state after    tensors, and behind them the rest
     split          total count | hidden targets | hidden targets | ...
     add_loss       total count | hidden targets | ...
     mean           loss
@@ -52,38 +52,33 @@ class Head:
     """The steps hidden (..., C), targets (...) -> mean loss (); targets of -100 are ignored.
 
     `loss` maps hidden (tokens, C), targets (tokens) to their summed loss (). Each `chunk_tokens`
-    are a step; None is one step for all. The first `carried` tensors of the state are handed on and
-    stand before the loss at the end. With one chunk it is that of `F.cross_entropy` bit for bit.
+    are a step; None is one step for all. With one chunk the loss is that of `F.cross_entropy` bit
+    for bit. Tensors behind these in the state are handed on.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
     chunk_tokens: int | None
-    carried: int = 0
 
     def steps(self, tokens: int) -> Steps:
         """Lists split, add_loss for each chunk, mean, for so many targets."""
         chunks = ceil(tokens / (self.chunk_tokens or tokens))
         return [self.split, *[self.add_loss] * chunks, self.mean]
 
-    def split(self, *state: Any) -> tuple[Tensor, ...]:
-        """carried, hidden (..., C), targets (...) -> carried, total, count, chunks in pairs."""
-        carried, (hidden, targets) = state[: self.carried], state[self.carried :]
+    def split(self, hidden: Any, targets: Any, *rest: Any) -> tuple[Any, ...]:
+        """Hidden (..., C), targets (...), rest -> total, count, chunks in pairs, rest."""
         size = self.chunk_tokens or targets.numel()
         chunks = zip(hidden.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
         count = (targets != IGNORED).sum()
-        return (*carried, hidden.new_zeros(()), count, *chain.from_iterable(chunks))
+        return (hidden.new_zeros(()), count, *chain.from_iterable(chunks), *rest)
 
-    def add_loss(self, *state: Any) -> tuple[Tensor, ...]:
-        """carried, total, count, hidden (chunk, C), targets, ... -> carried, total, count, ..."""
-        total, count, hidden, targets, *rest = state[self.carried :]
-        loss = self.loss(hidden, targets)
-        return (*state[: self.carried], total + loss, count, *rest)
+    def add_loss(self, total: Any, count: Any, hidden: Any, targets: Any, *rest: Any) -> Any:
+        """Total, count, hidden (chunk, C), targets, rest -> total, count, rest."""
+        return (total + self.loss(hidden, targets), count, *rest)
 
-    def mean(self, *state: Any) -> Tensor | tuple[Tensor, ...]:
-        """carried, total (), count () -> carried, loss (); nan when every target is ignored."""
-        total, count = state[self.carried :]
-        loss: Tensor = total / count
-        return (*state[: self.carried], loss) if self.carried else loss
+    def mean(self, total: Tensor, count: Tensor, *rest: Any) -> Any:
+        """Total (), count (), rest -> loss (), rest; nan when every target is ignored."""
+        loss = total / count
+        return (loss, *rest) if rest else loss
 
 
 def choose_chunk_tokens(tokens: int, width: int, vocabulary: int) -> int:
@@ -104,11 +99,7 @@ def choose_chunk_tokens(tokens: int, width: int, vocabulary: int) -> int:
 
 
 def make_head(
-    name: str,
-    weight: SharedWeight,
-    chunk_tokens: int,
-    module: nn.Linear | None = None,
-    carried: int = 0,
+    name: str, weight: SharedWeight, chunk_tokens: int, module: nn.Linear | None = None
 ) -> Head:
     """Makes one of `HEADS` for a decoder of this weight, or this module with its bias.
 
@@ -117,9 +108,9 @@ def make_head(
     decoder = weight.decoder(module)
     if name == "fused" and decoder is not module:
         bias = None if module is None else module.bias
-        return Head(partial(fused_loss, weight, bias, chunk_tokens), None, carried)
+        return Head(partial(fused_loss, weight, bias, chunk_tokens), None)
     loss = cross_entropy if name == "plain" or decoder is module else cross_entropy_inplace
-    return Head(lambda hidden, targets: loss(decoder(hidden), targets), chunk_tokens, carried)
+    return Head(lambda hidden, targets: loss(decoder(hidden), targets), chunk_tokens)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -4,13 +4,13 @@ torch's word_language_model example runs `nn.LSTM` over the whole text and then 
 tokens x vocabulary numbers at once. Here time is cut into chunks, and each layer's chunk is a step.
 With targets, a chunk's logits and losses follow before the next chunk.
 
-    state after   carried on              the chunk's                        chunks to come
-    begin         h1 h2 c1 c2 | total count |                                | tokens targets | ...
-    embed         h1 h2 c1 c2 | total count | x (t, N, E) targets            | tokens targets | ...
-    recur(0)      h1'h2 c1'c2 | total count | x (t, N, H) targets            | tokens targets | ...
-    divide        h1'h2'c1'c2'| total count | x targets | x targets | ...    | tokens targets | ...
-    add_loss      h1'h2'c1'c2'| total count | x targets | ...                | tokens targets | ...
-    finish        loss, hidden, cell
+    state after              the chunk's                      chunks to come         carried on
+    begin      total count |                                | tokens targets | ... | h1 h2 c1 c2
+    embed      total count | x (t, N, E) targets            | tokens targets | ... | h1 h2 c1 c2
+    recur(0)   total count | x (t, N, H) targets            | tokens targets | ... | h1'h2 c1'c2
+    divide     total count | x targets | x targets | ...    | tokens targets | ... | h1'h2'c1'c2'
+    add_loss   total count | x targets | ...                | tokens targets | ... | h1'h2'c1'c2'
+    finish     loss, hidden, cell
 
 Without targets, total, count and targets are None, and all chunks are decoded at once. Chunks embed
 their own tokens: views of one embedding would each save all of it.
@@ -101,7 +101,6 @@ class WordLanguageModel(Chain):
             self.decoder.weight = self.embedding.weight
         self.hidden = hidden
         self.carried = layers * len(self.carries)
-        self.hand = self.carried + 2  # where in the state the chunk in hand stands
 
     def forward(  # type: ignore[override]
         self, tokens: Tensor, state: Carried | None = None, targets: Tensor | None = None
@@ -142,7 +141,7 @@ class WordLanguageModel(Chain):
             return [begin, *whole, [self.decode, self.finish]]
         tied = self.decoder.weight is self.embedding.weight
         decoder = words if tied else SharedWeight(self.decoder.weight)
-        head = make_head(self.head, decoder, chunk_tokens, self.decoder, self.carried)
+        head = make_head(self.head, decoder, chunk_tokens, self.decoder)
         end: Steps = [head.mean, self.finish]
         if head.chunk_tokens is None:
             return [begin, *whole, [self.join, head.add_loss], end]
@@ -154,7 +153,7 @@ class WordLanguageModel(Chain):
         return [begin, *chunks, end]
 
     def begin(self, chunk_steps: int, tokens: Any, targets: Any, *state: Any) -> State:
-        """tokens (T, N), targets, state -> carried, total, count, tokens (t, N), targets, ..."""
+        """tokens (T, N), targets, state -> total, count, tokens (t, N), targets, ..., carried"""
         weight = self.embedding.weight
         zeros = weight.new_zeros((len(self.layers), tokens.shape[1], self.hidden))
         state = state or (zeros,) * len(self.carries)
@@ -164,54 +163,51 @@ class WordLanguageModel(Chain):
         if targets is not None:
             wanted, count = targets.split(chunk_steps), (targets != IGNORED).sum()
             total = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
-        return (*carried, total, count, *chain.from_iterable(zip(chunks, wanted, strict=True)))
+        pairs = chain.from_iterable(zip(chunks, wanted, strict=True))
+        return (total, count, *pairs, *carried)
 
     def embed(self, embedding: Callable[[Tensor], Tensor], *state: Any) -> State:
         """..., tokens (t, N), ... -> ..., x (t, N, embedding), ..."""
-        return self._in_hand(state, embedding(state[self.hand]))
+        total, count, tokens, *rest = state
+        return (total, count, embedding(tokens), *rest)
 
-    def drop(self, *state: Any) -> State:
+    def drop(self, total: Any, count: Any, x: Tensor, *rest: Any) -> State:
         """..., x (t, N, C), ... -> ..., dropout(x), ..."""
-        return self._in_hand(state, self.dropout(state[self.hand]))
+        return (total, count, self.dropout(x), *rest)
 
-    def recur(self, layer: int, *state: Any) -> State:
+    def recur(self, layer: int, total: Any, count: Any, x: Tensor, *rest: Any) -> State:
         """..., x (t, N, C), ... -> ..., x (t, N, hidden), ... and this layer's hidden and cell."""
-        own = slice(layer, self.carried, len(self.layers))
-        inputs = state[self.hand], *state[own]
+        chunks, carried = rest[: -self.carried], list(rest[-self.carried :])
+        own = slice(layer, None, len(self.layers))
+        inputs = x, *carried[own]
         x, *before = _cast(inputs) if self.recurrent is nn.LSTM else inputs
         x, after = self.layers[layer](x, tuple(before) if len(before) > 1 else before[0])
-        carried = list(state[: self.carried])
         carried[own] = [after] if isinstance(after, Tensor) else after
-        return self._in_hand((*carried, *state[self.carried :]), x)
+        return (total, count, x, *chunks, *carried)
 
     def divide(self, chunk_tokens: int, *state: Any) -> State:
         """..., x (t, N, hidden), targets (t, N), ... -> ..., x (tokens, hidden), targets, ..."""
-        x, targets = (part.flatten(0, 1) for part in state[self.hand : self.hand + 2])
-        chunks = zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-        return (*state[: self.hand], *chain.from_iterable(chunks), *state[self.hand + 2 :])
+        total, count, x, targets, *rest = state
+        parts = (part.flatten(0, 1).split(chunk_tokens) for part in (x, targets))
+        return (total, count, *chain.from_iterable(zip(*parts, strict=True)), *rest)
 
-    def set_aside(self, *state: Any) -> State:
-        """..., x (t, N, hidden), targets, others -> ..., others, x, targets"""
-        x, targets, *others = state[self.hand :]
-        return (*state[: self.hand], *others, x, targets)
+    def set_aside(self, total: Any, count: Any, x: Any, targets: Any, *rest: Any) -> State:
+        """..., x (t, N, hidden), targets, others, carried -> ..., others, x, targets, carried"""
+        return (total, count, *rest[: -self.carried], x, targets, *rest[-self.carried :])
 
-    def join(self, *state: Any) -> State:
+    def join(self, total: Any, count: Any, *rest: Any) -> State:
         """..., x (t, N, hidden), targets, x, targets, ... -> ..., x (tokens, hidden), targets"""
-        pairs = state[self.hand :: 2], state[self.hand + 1 :: 2]
-        return (*state[: self.hand], *(torch.cat(parts).flatten(0, 1) for parts in pairs))
+        pairs, carried = rest[: -self.carried], rest[-self.carried :]
+        return (total, count, *(torch.cat(pairs[i::2]).flatten(0, 1) for i in (0, 1)), *carried)
 
     def decode(self, *state: Any) -> State:
-        """carried, None, None, x (t, N, hidden), None, x, None, ... -> carried, logits (T, N, V)"""
-        return (*state[: self.carried], self.decoder(torch.cat(state[self.hand :: 2])))
+        """None, None, x (t, N, hidden), None, x, None, ..., carried -> logits (T, N, V), carried"""
+        return (self.decoder(torch.cat(state[2 : -self.carried : 2])), *state[-self.carried :])
 
-    def finish(self, *state: Any) -> State:
-        """carried, result -> result, hidden (layers, N, hidden), cell"""
-        *carried, result = state
+    def finish(self, result: Tensor, *carried: Tensor) -> State:
+        """result, carried -> result, hidden (layers, N, hidden), cell"""
         starts = range(0, self.carried, len(self.layers))
         return (result, *(torch.cat(carried[start:][: len(self.layers)]) for start in starts))
-
-    def _in_hand(self, state: State, x: Tensor) -> State:
-        return (*state[: self.hand], x, *state[self.hand + 1 :])
 
     def _check_state(self, state: Sequence[Tensor | None], batch: int) -> None:
         shape = (len(self.layers), batch, self.hidden)
