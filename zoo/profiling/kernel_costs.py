@@ -12,7 +12,9 @@ architecture's white paper; dense numbers, with float32 products in TF32 where t
 `torch.set_float32_matmul_precision("high")` and for cuDNN's convolutions.
 """
 
+import bisect
 import functools
+import itertools
 import operator
 import statistics
 import time
@@ -147,12 +149,12 @@ class Curve:
         self, device: Device, dtype: torch.dtype, costs: Sequence[KernelCosts | None] = ()
     ) -> float:
         """Returns the seconds of its kernels: measured ones, else estimated ones."""
-        kernels = self.kernels
-        known = [costs[kernel.number] if costs else None for kernel in kernels]
-        return sum(
-            device.seconds(kernel.flops, kernel.moved, dtype) if cost is None else cost.seconds
-            for kernel, cost in zip(kernels, known, strict=True)
-        )
+        seconds = 0.0
+        for kernel in self.kernels:
+            known = costs[kernel.number] if costs else None
+            estimate = device.seconds(kernel.flops, kernel.moved, dtype)
+            seconds += estimate if known is None else known.seconds
+        return seconds
 
 
 @functools.cache
@@ -199,15 +201,20 @@ def measure_kernels(
 def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[KernelCosts | None]:
     with cpu_events() as events:
         spans = [_span(spec) for spec in each("running kernels", specs)]
+    times = [moment for moment, *_ in events]
     costs: list[KernelCosts | None] = []
-    for spec, span, workspace in zip(specs, spans, _workspaces(events, spans), strict=True):
+    for spec, span in zip(specs, spans, strict=True):
         if span is None:
             costs.append(None)
             continue
+        first, last = (bisect.bisect_left(times, moment) for moment in span)
+        sizes = (size for *_, size in events[first:last])
+        totals = list(itertools.accumulate(sizes, initial=0))
         seconds = (span[1] - span[0]) / 1e9
         if timed and seconds <= LONG:
             seconds = _median_seconds(spec)
-        costs.append(KernelCosts(seconds, workspace))
+        # above what is left at its end: its results
+        costs.append(KernelCosts(seconds, max(totals) - max(totals[-1], 0)))
     return costs
 
 
@@ -223,22 +230,6 @@ def _span(spec: KernelSpec) -> tuple[int, int] | None:
         return None
     del result
     return start, end
-
-
-def _workspaces(
-    events: Sequence[tuple[int, int, int]], spans: Sequence[tuple[int, int] | None]
-) -> list[int]:
-    """Returns for each span the most bytes above those that are left at its end."""
-    peaks, index = [], 0
-    for start, end in (span or (0, 0) for span in spans):
-        total = peak = 0
-        while index < len(events) and events[index][0] < end:
-            if events[index][0] >= start:
-                total += events[index][2]
-                peak = max(peak, total)
-            index += 1
-        peaks.append(peak - max(total, 0))
-    return peaks
 
 
 def _median_seconds(spec: KernelSpec) -> float:
