@@ -31,11 +31,17 @@ def at_least(count: int) -> str:
     return f"{math.ceil(size * 10**digits) / 10**digits:.{digits}f}{unit}"
 
 
+def unit_of(count: int) -> tuple[int, str]:
+    """Returns the largest binary unit of which there is one: how many bytes it is, its name."""
+    power = min(max(abs(count).bit_length() - 1, 0) // 10, len(BINARY) - 1)
+    return 1024**power, BINARY[power]
+
+
 def _in_unit(count: int) -> tuple[float, str, int]:
     """Returns bytes in the largest binary unit of which there is one, the unit, and digits."""
-    power = min(max(abs(count).bit_length() - 1, 0) // 10, len(BINARY) - 1)
-    size = count / 1024**power
-    return size, BINARY[power], 0 if power == 0 or abs(size) >= 100 else 1 if abs(size) >= 10 else 2
+    divisor, unit = unit_of(count)
+    size = count / divisor
+    return size, unit, 0 if divisor == 1 or abs(size) >= 100 else 1 if abs(size) >= 10 else 2
 
 
 def format_seconds(seconds: float) -> str:

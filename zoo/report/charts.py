@@ -29,10 +29,9 @@ from zoo.planner.plan import Plan
 from zoo.report.chain_axis import ChainAxis, Label, chain_axis, segments
 from zoo.report.escaping import visible
 from zoo.report.rows import MISSING, VARIANTS
-from zoo.units import BINARY, format_bytes
+from zoo.units import format_bytes, unit_of
 
 Timeline = Mapping[str, Any]
-
 
 EDGES = (0.0, 1.0, 3.0, 3.4)
 PHASES = tuple(map(Label, ("forward", "backward", "optimizer"), EDGES[:-1], EDGES[1:]))
@@ -180,12 +179,6 @@ def phase_peaks(timelines: Mapping[str, Timeline]) -> dict[str, dict[str, int]]:
     return {phase: sizes for phase, sizes in peaks.items() if sizes}
 
 
-def scale(most: int) -> tuple[int, str]:
-    """Returns the bytes of the unit in which an axis up to `most` bytes is drawn, and its name."""
-    power = min(max(most.bit_length() - 1, 0) // 10, len(BINARY) - 1)
-    return 1024**power, BINARY[power]
-
-
 def color_of(name: str) -> str:
     """Returns the role of the color of a variant or a category."""
     return name.replace("_", "-").replace(" ", "-")
@@ -207,9 +200,8 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
         curve: Any = {"x": ends, "y": _scaled(heights, divisor), "low": [0.0] * len(ends)}
         layers.append(Steps(color=color, name=name, alpha=0.1, tips=tips, **curve))
         most = max(sizes)
-        peaks.append(
-            _peak(color, ends[sizes.index(most)], most, divisor, below=kind == "checkpointed")
-        )
+        place = ends[sizes.index(most)]
+        peaks.append(_peak(color, place, most, divisor, below=kind == "checkpointed"))
     return Chart(x, y, [*layers, *peaks])
 
 
@@ -232,7 +224,7 @@ def categories_chart(timeline: Timeline, highest: int) -> Chart:
 
 def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
     """Returns axes over a training step, what bytes are divided by, and the backward's shade."""
-    divisor, unit = scale(highest)
+    divisor, unit = unit_of(highest)
     # room for the text above the peak
     y = Axis(0, 1.16 * highest / divisor or 1, f"allocated ({unit})")
     box = EDGES[1], EDGES[2], y.start, y.stop
@@ -267,7 +259,7 @@ def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
     names, saved, lines = [*map(visible, chain["names"])], chain["saved"], lines_of(chain)
     axis, depth = chain_axis(names, chain["blocks"]), plan.depth()
     most = max((sum(saved[step] for step in column) for column in axis.columns), default=0)
-    divisor, unit = scale(most)
+    divisor, unit = unit_of(most)
     height = most / divisor or 1.0
     runs = [min(count, len(RUNS)) for count in plan.runs()]
     tops = [0] * len(axis.columns)
@@ -327,7 +319,7 @@ def frontier_chart(
         *((f"measured: {run}", [spot], run, "ring", 13) for run, spot in measured.items()),
     ]
     peaks, times = zip(*(spot for _, spots, *_ in marks for spot in spots), strict=True)
-    divisor, unit = scale(whole)
+    divisor, unit = unit_of(whole)
     title = f"{'' if measured else 'predicted '}peak of a training step ({unit})"
     x = _memory_axis(min(bound, *peaks) / divisor, max(peaks) / divisor, title)
     # the best plans come first; how slow the others are is seen
@@ -359,14 +351,9 @@ def frontier_chart(
             "peak": [format_bytes(peak) for peak, _ in spots],
             "time": [f"×{time:.3f}" for _, time in spots],
         }
+        look: Any = {"color": color, "shape": "triangle" if is_cut else shape, "size": size}
         group = "classic schemes" if color == "scheme" else ""
-        look: Any = {
-            "color": color,
-            "shape": "triangle" if is_cut else shape,
-            "size": size,
-            "group": group,
-        }
-        layers.append(Marks(name=name, text=text, spots=cut_spots, tips=tips, **look))
+        layers.append(Marks(name=name, text=text, group=group, spots=cut_spots, tips=tips, **look))
     return Chart(x, Axis(low, high, "time; the baseline is ×1", "×%.2f"), layers)
 
 

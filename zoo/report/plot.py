@@ -28,7 +28,7 @@ from zoo.report.chain_axis import fitting, round_numbers
 from zoo.report.escaping import visible
 from zoo.report.pictures import check_picture
 from zoo.report.rows import Heading, Row, quartiles, spread, variants
-from zoo.units import format_bytes
+from zoo.units import format_bytes, unit_of
 
 Target = str | Path | Sequence[Path] | Axes
 _SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
@@ -97,9 +97,8 @@ def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]
     Where a cell has no number, words say why.
     """
     shown = variants(rows)
-    divisor, unit = charts.scale(
-        max(row.peaks["peak"][kind] or 0 for row in rows for kind in shown)
-    )
+    peaks = {kind: [row.peaks["peak"][kind] or 0 for row in rows] for kind in shown}
+    divisor, unit = unit_of(max(map(max, peaks.values())))
     height = 0.72 / len(shown)
     size = 10, 2.2 + 0.31 * len(shown) * len(rows)
     widths: Any = {"ncols": 2, "sharey": True, "width_ratios": (2.4, 1)}
@@ -107,8 +106,8 @@ def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]
         for order, (kind, name) in enumerate(shown.items()):
             offset = (order - (len(shown) - 1) / 2) * height
             color = COLORS[charts.color_of(kind)]
-            sizes = [(row.peaks["peak"][kind] or 0) / divisor for row in rows]
-            places = [number + offset for number in range(len(rows))]
+            sizes = np.array(peaks[kind]) / divisor
+            places = np.arange(len(rows)) + offset
             bars = memory.barh(places, sizes, height, color=color, label=name)
             memory.bar_label(bars, [_peak_text(row, kind) for row in rows], padding=4, fontsize=9)
             for number, row in enumerate(rows):
@@ -284,7 +283,7 @@ def place(
 def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -> None:
     total = sum(peak.values())
     most = max(total, *limits.values())
-    divisor, unit = charts.scale(most)
+    divisor, unit = unit_of(most)
     left = 0
     for (name, size), color in zip(peak.items(), PEAK, strict=True):
         # what is too thin to be seen is left to the table
