@@ -117,6 +117,21 @@ def test_equal_steps_are_run_once(layer: Callable[[], nn.Module]) -> None:
     assert len(found.costs()) == 20
 
 
+def test_a_weight_that_a_step_uses_twice_makes_another_step_of_it() -> None:
+    class Blocks(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            one, *others = (nn.Linear(4, 4, bias=False) for _ in range(3))
+            self.blocks = nn.ModuleList([nn.Sequential(*others), nn.Sequential(one, one)])
+
+        def steps(self) -> Steps:
+            return [block.__call__ for block in self.blocks]
+
+    costs, weight = costs_of(Blocks(), torch.rand(2, 4, requires_grad=True)), 4 * 4 * 4
+    # before the backward of the second step, of the first, and after it
+    assert costs.parameter_gradients == (3 * weight, weight, 0)
+
+
 class Listed(Chain):
     """A chain of the steps that it is given."""
 

@@ -398,7 +398,10 @@ class _SpecPropagation:
         tensors: dict[int, int] = {}
         storages: dict[int, int] = {}
         state = tuple(spec and spec.renumbered(tensors, storages) for spec in given)
-        key, parameters = (step_key(step, described), state), _parameters_of(step)
+        parameters, firsts = _parameters_of(step), dict[int, int]()
+        # where modules share parameters inside of a step, equal steps share likewise
+        sharing = tuple(firsts.setdefault(one, len(firsts)) for one in parameters)
+        key = (step_key(step, described), sharing), state
         _, measured = self.samples.setdefault(key, (step, parameters))
         owners = dict(zip(measured, parameters, strict=True))
         run = self._run(key)
@@ -500,7 +503,12 @@ class _SpecPropagation:
 def _parameters_of(step: Step) -> list[int]:
     """Returns the ids of the parameters of a step's modules, in the order of its key."""
     found: list[int] = []
-    step_key(step, lambda module: found.extend(map(id, module.parameters())))
+
+    def collect(module: nn.Module) -> None:
+        named = module.named_parameters(remove_duplicate=False)
+        found.extend(id(parameter) for _, parameter in named)
+
+    step_key(step, collect)
     return found
 
 
