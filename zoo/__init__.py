@@ -92,5 +92,12 @@ from zoo.tracing.api import (
 )
 from zoo.version import __version__ as __version__
 
+# what is imported above, without the packages that it comes from
+__all__ = [
+    name
+    for name, value in vars().items()
+    if name[0] != "_" and type(value) is not type(_interrupts)
+]
+
 # a program of somebody else's may have the command's name, too
 _interrupts.raise_on_interrupt()
