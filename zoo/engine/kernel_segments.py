@@ -42,14 +42,13 @@ class Script:
     visits: dict[Visit, int]  # where the blocks of the model begin
 
     def __post_init__(self) -> None:
-        self.paths = list(_paths(self.plan, (), itertools.count()))
-        # where the segments around an operator are others than those around the one before
-        starts = zip(self.boundaries, self.paths, [None, *self.paths], strict=False)
-        self.turns = {place: path for place, path, before in starts if path != before}
+        # the segments around each step, by the place of its first operator
+        paths = _paths(self.plan, (), itertools.count())
+        self.turns = dict(zip(self.boundaries, paths, strict=False))
 
     def path_at(self, place: int) -> Path:
         """Returns the segments around an operator."""
-        return self.paths[bisect.bisect_right(self.boundaries, place) - 1]
+        return self.turns[self.boundaries[bisect.bisect_right(self.boundaries, place) - 1]]
 
 
 def _paths(items: Sequence[Item], around: Path, numbers: Iterator[int]) -> Iterator[Path]:
@@ -101,6 +100,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         return out
 
     def _advance(self, func: Any) -> None:
+        """Counts an operator, and turns to the segments that it belongs to."""
         place, script = self.place, self.script
         self.place = place + 1
         if script is None:
@@ -180,8 +180,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         thread.conductor = self
         found = super().__enter__()  # type: ignore[no-untyped-call]
         HOOKS.__enter__()
-        if self.script is not None and 0 in self.script.turns:
-            self._turn(self.script.turns[0])
+        if self.script is not None:
+            self._turn(self.script.turns.get(0, ()))
         return found
 
     def __exit__(self, *raised: Any) -> None:

@@ -26,7 +26,8 @@ def freed_modules(tensors: Iterable[Tensor]) -> list[Any]:
     states: Any = sys.modules.get("torch.distributed._composable_state")
     if states is None:
         return []
-    freed = {id(storage_of(tensor)) for tensor in tensors if _is_freed(tensor)}
+    storages = [storage_of(tensor) for tensor in tensors if tensor.numel()]
+    freed = {id(storage) for storage in storages if storage is not None and not storage.nbytes()}
     return [
         module
         for module in (states._module_state_mapping if freed else ())
@@ -34,18 +35,11 @@ def freed_modules(tensors: Iterable[Tensor]) -> list[Any]:
     ]
 
 
-def _is_freed(tensor: Tensor) -> bool:
-    storage = storage_of(tensor)
-    return storage is not None and storage.nbytes() == 0 and tensor.numel() > 0
-
-
 def _whole_parameters(module: Any) -> Iterator[Tensor]:
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     # torch 2.14 has several groups a module, before there was one
-    groups = getattr(state, "_fsdp_param_groups", None) or [
-        getattr(state, "_fsdp_param_group", None)
-    ]
-    for group in groups:
+    one = getattr(state, "_fsdp_param_group", None)
+    for group in getattr(state, "_fsdp_param_groups", None) or [one]:
         for parameter in getattr(group, "fsdp_params", ()):
             if hasattr(parameter, "_unsharded_param"):
                 whole = parameter._unsharded_param

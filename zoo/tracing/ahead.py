@@ -62,9 +62,7 @@ class TraceError(ArgumentError):
         raised: whether the forward raised an error of its own, so that it may take other inputs.
     """
 
-    def __init__(self, text: str, raised: bool = False) -> None:
-        super().__init__(text)
-        self.raised = raised
+    raised = False
 
 
 def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> Graph:
@@ -89,8 +87,7 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
         )
     forward = _Forward(model, given, loss)
     with shown("tracing the forward"):
-        graph = forward.isolated(forward.on_fakes) or forward.isolated(forward.on_real_tensors)
-    return graph  # type: ignore[no-any-return]
+        return forward.isolated(forward.on_fakes) or forward.isolated(forward.on_real_tensors)  # type: ignore[return-value]
 
 
 class _Forward:
@@ -101,7 +98,7 @@ class _Forward:
         self.device = kernel_device(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
 
-    def isolated(self, trace: Callable[[bool], Graph | None]) -> Any:
+    def isolated(self, trace: Callable[[bool], Graph | None]) -> Graph | None:
         """Traces where it leaves nothing behind; raises TraceError for anything raised there."""
 
         def traced(is_apart: bool) -> Graph | None:
@@ -113,7 +110,7 @@ class _Forward:
                 raise self._trace_error(error) from None
 
         name = type(self.model).__name__
-        return isolated(
+        return isolated(  # type: ignore[no-any-return]
             traced,
             # not the forward raised it but the graph, on its way here
             lambda text: TraceError(
@@ -185,8 +182,7 @@ class _Forward:
         ):
             outputs = given.on(model)
             tracer.note_outputs(outputs)
-            if (loss := self.loss(outputs)) is not None:
-                tracer.note_loss(loss)
+            tracer.note_loss(self.loss(outputs))
         return tracer.graph
 
     def _fake(self, tensor: Tensor, fixes: FakeTensorFixes) -> Tensor:
@@ -229,7 +225,9 @@ class _Forward:
         line = line_of_traceback(error)
         text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         where = f" ({line})" if line else ""
-        return TraceError(f"{name} does not take these inputs: {text}{where}", raised=True)
+        refused = TraceError(f"{name} does not take these inputs: {text}{where}")
+        refused.raised = True
+        return refused
 
 
 def _saved(tensor: Tensor) -> Tensor:

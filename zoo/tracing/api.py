@@ -1,8 +1,7 @@
 """`zoo.checkpoint`, `zoo.uncheckpoint`, `zoo.chain_of` and `zoo.plan_of`, for any module."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -126,8 +125,7 @@ def plan_of(model: nn.Module) -> Plan | None:
     return None if patched is None or patched.latest is None else patched.latest.plan
 
 
-@dataclass(frozen=True)
-class ChainSummary:
+class ChainSummary(NamedTuple):
     """The steps of a model by name, and the block of each.
 
     Attributes:

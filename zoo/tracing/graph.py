@@ -12,7 +12,6 @@ one is only planned with. Tensors are numbers:
     2       aten.addmm.default     (Value(1), Value(3), Value(4))  5
 """
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,22 +45,17 @@ class Value:
     number: int
 
 
-class StandIn(torch.autograd.Function):
-    """Makes tensors like the results of an operator that must not run; saves these and its own."""
+class _StandIn(torch.autograd.Function):
+    """Makes zeros like the results of an operator that must not run; saves these and its own."""
 
     @staticmethod
     def forward(ctx: Any, specs: tuple[TensorSpec, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Makes tensors of zeros by their specs."""
         made = tuple(spec._replace(requires_grad=False).empty().zero_() for spec in specs)
-        ctx.mark_non_differentiable(
-            *(out for out in made if not (out.is_floating_point() or out.is_complex()))
-        )
         ctx.save_for_backward(*tensors, *made)
         return made
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Returns zeros for the arguments that need a gradient."""
         pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=False)
         return (None, *(torch.zeros_like(tensor) if needed else None for tensor, needed in pairs))
 
@@ -99,9 +93,9 @@ class Call:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the operator with these arguments, recorded by autograd as in the forward."""
-        with contextlib.nullcontext() if self.grad else torch.no_grad():
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             if self.stands_in is not None:
-                return StandIn.apply(self.stands_in, *args)
+                return _StandIn.apply(self.stands_in, *args)
             return (REPLACED.get(self.operator) or resolved(self.operator))(*args, **kwargs)
 
     @property
@@ -116,14 +110,9 @@ class Call:
 
     def reads(self) -> list[int]:
         """Returns the numbers of the tensors among the arguments."""
-        found: list[int] = []
-
-        def note(leaf: Any) -> None:
-            if type(leaf) is Value:
-                found.append(leaf.number)
-
-        map_aggregate((self.args, self.kwargs), note)
-        return found
+        leaves: list[Any] = []
+        map_aggregate((self.args, self.kwargs), leaves.append)
+        return [leaf.number for leaf in leaves if type(leaf) is Value]
 
 
 @dataclass(slots=True)

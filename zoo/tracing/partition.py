@@ -13,10 +13,9 @@ Views of parameters are no state: each step that needs one makes it. Equal steps
 the same `StepProgram` with other modules, so that each is measured once.
 """
 
-import bisect
 import itertools
 import math
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -65,7 +64,7 @@ class StepProgram:
         self, calls: Sequence[Call], gives: Sequence[int], owned: Sequence[tuple[int, str]]
     ) -> None:
         self.calls, self.gives, self.owned = calls, gives, owned
-        self.modules = 1 + max((module for module, _ in owned), default=-1)
+        self.modules = len(dict(owned))
         self.__name__ = "_".join(dict.fromkeys(call.verb for call in calls))
         self._alive = _liveness(calls, gives)
 
@@ -98,49 +97,50 @@ class _Partition:
     def __init__(self, model: nn.Module, graph: Graph) -> None:
         self.graph, self.device = graph, place_of(model)
         self.modules = dict(model.named_modules())
-        # numbers of views of parameters and the calls that make them
         self.views = _views_of_owned(graph)
-        split = graph.calls[: graph.model_calls], graph.calls[graph.model_calls :]
         self.calls, self.loss_calls = (
             [call for call in calls if self.views.keys().isdisjoint(call.results)]
-            for calls in split
+            for calls in (graph.calls[: graph.model_calls], graph.calls[graph.model_calls :])
         )
         self.programs: dict[str, StepProgram] = {}
 
     def steps(self, paths: Collection[str]) -> Steps:
-        loss, calls = self.graph.loss, self.calls
-        ends = set(self.graph.outputs) - self.views.keys()
+        loss, ends = self.graph.loss, set(self.graph.outputs) - self.views.keys()
         if loss is not None:
             ends |= self._states(self.loss_calls, {loss})[0]
-        *states, last = self._states(calls, ends)
+        *before, last = self._states(self.calls, ends)
         # in the order of the outputs: a loss that is the first is known by its place
-        known = [number for number in dict.fromkeys(self.graph.outputs) if number in last]
-        live = [*map(sorted, states), [*known, *sorted(last.difference(known))]]
-        ranges = list(itertools.pairwise([0, *self._cuts()])) if calls else []
-        names = self._names([calls[start:stop] for start, stop in ranges])
-        steps = tuple(
-            self._step(calls[start:stop], live[start], live[stop], name)
-            for (start, stop), name in zip(ranges, names, strict=True)
-        )
-        of_calls = _blocks(calls, paths)
-        blocks = (next(filter(None, of_calls[start:stop]), "") for start, stop in ranges)
-        runs = enumerate(itertools.groupby(blocks))
-        numbers = tuple(number for number, (_, run) in runs for _ in run)
+        known = [number for number in self.graph.outputs if number in last]
+        states = [*map(sorted, before), [*known, *sorted(last.difference(known))]]
+        places = self._cuts()
+        live = [states[place] for place in places]
+        ranges = [slice(*pair) for pair in itertools.pairwise(places)]
+        parts = [self.calls[part] for part in ranges]
+        names = self._names(parts)
+        steps = tuple(map(self._step, parts, live, live[1:], names))
+        of_calls = _blocks(self.calls, paths)
+        runs = itertools.groupby(next(filter(None, of_calls[part]), "") for part in ranges)
+        blocks = tuple(number for number, (_, run) in enumerate(runs) for _ in run)
         return Steps(
-            Outline(steps, numbers, held=self._held(ranges, [live[start] for start, _ in ranges])),
+            Outline(steps, blocks, held=self._held(parts, live)),
             names,
             self._fake_state(live[0]),
             None if loss is None else self._step(self.loss_calls, live[-1], [loss], "the loss"),
-            [calls[start - 1].index + 1 if start else 0 for start, _ in ranges],
+            [0, *(part[-1].index + 1 for part in parts)][: len(parts)],
             live[0],
             live[-1],
         )
 
+    def _states(self, calls: Sequence[Call], ends: Iterable[int]) -> list[set[int]]:
+        """Returns for each place between calls the state there."""
+        alive = _liveness(calls, ends)
+        return [numbers - self.graph.owned.keys() - self.views.keys() for numbers in alive]
+
     def _cuts(self) -> list[int]:
-        """Returns for each step the place behind its last call."""
+        """Returns the places between calls where steps begin and end."""
         calls, owned = self.calls, self.graph.owned.keys()
         makers = {number: place for place, call in enumerate(calls) for number in call.results}
-        joined = bytearray(len(calls))
+        joined = bytearray(len(calls) + 1)
         # where the views and empty tensors begin that belong to the next kernel
         leading: int | None = None
         for place, call in enumerate(calls):
@@ -157,14 +157,9 @@ class _Partition:
                 start = min(makers.get(origin, 0) + 1, place + 1)
                 joined[start : place + 1] = b"\1" * (place + 1 - start)
                 leading = None
-        if leading is not None:
+        if leading:
             joined[leading] = True
-        return [*(place for place in range(1, len(calls)) if not joined[place]), len(calls)]
-
-    def _states(self, calls: Sequence[Call], ends: Iterable[int]) -> list[set[int]]:
-        """Returns for each place between calls the state there."""
-        alive = _liveness(calls, ends)
-        return [numbers - self.graph.owned.keys() - self.views.keys() for numbers in alive]
+        return [place for place in range(len(calls) + 1) if not (place and joined[place])]
 
     def _fake_state(self, numbers: Iterable[int]) -> State:
         specs = [self.graph.inputs[number] for number in numbers]
@@ -176,15 +171,25 @@ class _Partition:
     def _step(
         self, calls: Sequence[Call], needs: Sequence[int], gives: Sequence[int], name: str
     ) -> NamedStep:
-        calls = [*self._views_for(calls), *calls]
-        read = {number for call in calls for number in call.reads()}
-        places = {number: place for place, number in enumerate(needs)}
+        numbers = [number for call in calls for number in call.reads()]
+        views = {v.results: v for number in numbers for v in self.views.get(number, ())}
+        calls = [*(views[results] for results in sorted(views)), *calls]
+        read = dict.fromkeys(number for call in calls for number in call.reads())
         reads = [number for number in needs if number in read]
+        owned = {number: self.graph.owned[number] for number in read if number in self.graph.owned}
+        modules = list(dict.fromkeys(path for path, _ in owned.values()))
+        places = {number: place for place, number in enumerate(needs)}
         made = [number for number in gives if number not in places]
-        program, modules = self._localized(calls, reads, made)
+        results = (number for call in calls for number in call.results)
+        local = {number: place for place, number in enumerate((*reads, *owned, *results))}
+        what = (
+            [_renumbered(call, local) for call in calls],
+            [local[number] for number in made],
+            [(modules.index(path), name) for path, name in owned.values()],
+        )
         part = PassThrough(
-            program,
-            program.modules,
+            self.programs.setdefault(repr((what, len(reads))), StepProgram(*what)),
+            len(modules),
             tuple(places[number] for number in reads),
             tuple(places[n] if n in places else ~made.index(n) for n in gives),
         )
@@ -193,48 +198,14 @@ class _Partition:
         step.sources = tuple(Source(id(self.modules[_path(c)]), c.line) for c in calls)
         return step
 
-    def _views_for(self, calls: Sequence[Call]) -> list[Call]:
-        """Returns the views of parameters that calls read, in the order in which they are made."""
-        needed: dict[int, Call] = {}
-        waiting = [number for call in calls for number in call.reads()]
-        while waiting:
-            call = self.views.get(waiting.pop())
-            if call is not None and id(call) not in needed:
-                needed[id(call)] = call
-                waiting += call.reads()
-        return sorted(needed.values(), key=lambda call: call.results)
-
-    def _localized(
-        self, calls: Sequence[Call], needs: Sequence[int], gives: Sequence[int]
-    ) -> tuple[StepProgram, list[str]]:
-        """Returns the program of a step, which equal steps share, and the paths of its modules."""
-        read = dict.fromkeys(number for call in calls for number in call.reads())
-        own = {number: self.graph.owned[number] for number in read if number in self.graph.owned}
-        modules = list(dict.fromkeys(path for path, _ in own.values()))
-        made = (number for call in calls for number in call.results)
-        local = {number: place for place, number in enumerate((*needs, *own, *made))}
-
-        def renumbered(leaf: Any) -> Any:
-            return Value(local[leaf.number]) if type(leaf) is Value else leaf
-
-        program = [
-            Call(call.operator, *map_aggregate((call.args, call.kwargs), renumbered), 0, (),
-                 call.grad, tuple(map(local.__getitem__, call.results)), stands_in=call.stands_in)
-            for call in calls
-        ]  # fmt: skip
-        owned = [(modules.index(path), name) for path, name in own.values()]
-        what = program, [local[number] for number in gives], owned
-        return self.programs.setdefault(repr((what, len(needs))), StepProgram(*what)), modules
-
     def _held(
-        self, ranges: Sequence[tuple[int, int]], states: Sequence[Sequence[int]]
+        self, parts: Sequence[Sequence[Call]], states: Sequence[Sequence[int]]
     ) -> tuple[Held, ...]:
         """Returns for each step what it does not read and the forward holds none the less.
 
         It is empty where the trace did not tell.
         """
-        if not self.graph.sizes:
-            return ()
+        sizes, found = self.graph.sizes, []
         origins = {number: number for number in self.graph.inputs}
         freed: dict[int, float] = {}
         for call in self.graph.calls:
@@ -242,36 +213,25 @@ class _Partition:
                 origins[number] = origin
                 last = self.graph.freed.get(number, math.inf)
                 freed[origin] = max(last, freed.get(origin, 0))
-        # by storage the number of the state, and the place in it
-        alive = [
-            {origins[number]: (state, place) for place, number in enumerate(numbers)}
-            for state, numbers in enumerate(states)
-        ]
-        first = dict(itertools.chain.from_iterable(map(dict.items, reversed(alive))))
-        begins = [self.calls[start].index for start, _ in ranges]
-        # views before it allocate nothing
-        allocates = [
-            next((c.index for c in self.calls[start:stop] if c.makes_storage), begin)
-            for (start, stop), begin in zip(ranges, begins, strict=True)
-        ]
-        held: list[list[int]] = [[] for _ in ranges]
-        for call in self.calls:
-            start = bisect.bisect_right(begins, call.index)
-            for origin in sorted({*call.origins}.intersection(call.results)):
-                for step in range(start, bisect.bisect_left(allocates, freed[origin])):
-                    if origin not in alive[step]:
-                        held[step].append(origin)
-        return tuple(
-            Held(
-                tuple(first[origin] for origin in others if origin in first),
-                tuple(self.graph.sizes[n] for n in others if n not in first),
-            )
-            for others in held
-        )
+        # storages by the numbers of their first tensors; the first state that has one, and where
+        held: list[int] = []
+        known: dict[int, tuple[int, int]] = {}
+        for number, (calls, state) in enumerate(zip(parts, states, strict=False) if sizes else ()):
+            here = {origins[value]: (number, place) for place, value in enumerate(state)}
+            for origin, at in here.items():
+                known.setdefault(origin, at)
+            # views before it allocate nothing
+            allocates = next((c.index for c in calls if c.makes_storage), calls[0].index)
+            held = [origin for origin in held if freed[origin] > allocates]
+            others = [origin for origin in held if origin not in here]
+            tensors = tuple(known[origin] for origin in others if origin in known)
+            found.append(Held(tensors, tuple(sizes[n] for n in others if n not in known)))
+            held += (number for c in calls for number in c.results if number in c.origins)
+        return tuple(found)
 
-    def _names(self, steps: Sequence[Sequence[Call]]) -> list[str]:
+    def _names(self, parts: Sequence[Sequence[Call]]) -> list[str]:
         """Names the steps by the modules of one kernel, others by their operators, too."""
-        naming = [[c for c in calls if not _is_light(c) or c.writes] or calls for calls in steps]
+        naming = [[c for c in calls if not _is_light(c) or c.writes] or calls for calls in parts]
         paths = [frozenset(), *(frozenset(map(_path, calls)) for calls in naming), frozenset()]
         around = map(frozenset.union, paths, paths[2:])
         return [
@@ -285,6 +245,17 @@ class _Partition:
             return call.verb
         is_whole = path not in around and not self.modules[path]._modules
         return path if is_whole else f"{path}.{call.verb}"
+
+
+def _renumbered(call: Call, numbers: Mapping[int, int]) -> Call:
+    """Returns what a step runs of a call, with other numbers."""
+
+    def other(leaf: Any) -> Any:
+        return Value(numbers[leaf.number]) if type(leaf) is Value else leaf
+
+    args, kwargs = map_aggregate((call.args, call.kwargs), other)
+    results = tuple(numbers[number] for number in call.results)
+    return Call(call.operator, args, kwargs, 0, (), call.grad, results, stands_in=call.stands_in)
 
 
 def _blocks(calls: Sequence[Call], paths: Collection[str]) -> list[str]:
@@ -306,14 +277,15 @@ def _path(call: Call) -> str:
     return "".join(call.within[-1:])
 
 
-def _views_of_owned(graph: Graph) -> dict[int, Call]:
-    """Returns by number the views of parameters and buffers that nothing writes."""
-    views: dict[int, Call] = {}
+def _views_of_owned(graph: Graph) -> dict[int, list[Call]]:
+    """Returns for each view of a parameter or buffer that nothing writes the calls that make it."""
+    views: dict[int, list[Call]] = {}
     for call in graph.calls:
         is_view = bool(call.results) and graph.owned.keys() >= set(call.origins)
         is_read_only = not call.writes and not call.verb.endswith("_")
         if is_view and is_read_only and all(n in views or n in graph.owned for n in call.reads()):
-            views |= dict.fromkeys(call.results, call)
+            before = [view for number in call.reads() for view in views.get(number, ())]
+            views |= {number: [*before, call] for number in call.results}
     return views
 
 

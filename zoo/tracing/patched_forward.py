@@ -146,14 +146,15 @@ class PatchedForward(Patch):
         self.is_given = runner.plan is not None
         self.binds_first_step = self.is_given or runner.checkpoint == "auto"
         blocks = {path: module.get_submodule(path) for path in paths_of(module, patterns)}
+        # one that is compiled shows none of its kernels
         self.marks = [
-            BlockMark(block, path) for path, block in blocks.items() if not _is_compiled(block)
+            BlockMark(block, path)
+            for path, block in blocks.items()
+            if block._compiled_call_impl is None and not hasattr(block, "_orig_mod")
         ]
         # the latest kind of inputs last
         self.traces: dict[InputSpec, Traces] = {}
         self.latest: Script | None = None
-        # whether plans count with an optimizer in the backward, which frees gradients
-        self.counts_freed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"traces": {}, "latest": None}
@@ -188,10 +189,7 @@ class PatchedForward(Patch):
         module, given = self.module(), Invocation(args, kwargs)
         if not module.training or not conducts():
             return given.on(self.__wrapped__)
-        if (attached_to(module.parameters()) is not None) != self.counts_freed:
-            self.counts_freed = not self.counts_freed
-            self.traces.clear()
-        spec = InputSpec.of(given, module)
+        spec = self._spec(given)
         traces = self._traces_for(spec)
         if not traces.branches and self._is_planned_ahead():
             traces.branches.append(self._plan_ahead(given))
@@ -204,6 +202,13 @@ class PatchedForward(Patch):
         traces.branches.sort(key=lambda script: script is conductor.script)
         self.latest = traces.branches[-1] if traces.branches else None
         return outputs
+
+    def _spec(self, given: Invocation) -> InputSpec:
+        """Describes what a plan is made for."""
+        spec = InputSpec.of(given, self.module())
+        # an optimizer in the backward frees gradients
+        in_backward = attached_to(self.module().parameters()) is not None
+        return spec._replace(structure=(spec.structure, in_backward))
 
     def _traces_for(self, spec: InputSpec) -> Traces:
         """Returns the traces for inputs like these, or begins with those of larger ones."""
@@ -220,7 +225,7 @@ class PatchedForward(Patch):
     def plan_ahead(self, given: Invocation) -> None:
         """Plans for arguments like these now."""
         self.latest = self._plan_ahead(given)
-        self._traces_for(InputSpec.of(given, self.module())).branches.append(self.latest)
+        self._traces_for(self._spec(given)).branches.append(self.latest)
 
     @shown("zoo.checkpoint")
     def _plan_ahead(self, given: Invocation) -> Script:
@@ -264,11 +269,6 @@ class PatchedForward(Patch):
         with torch.enable_grad():
             plan = self.runner().settle(module, steps.outline, steps.state)  # type: ignore[arg-type]
         return Script(operators, steps.boundaries, plan, visits)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Says whether a module is compiled, which shows none of its kernels."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def patched_forward(model: nn.Module) -> PatchedForward | None:

@@ -37,8 +37,6 @@ TAGS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outpu
 UNTAGGED = frozenset({"torchvision.nms.default"})
 # only with a mask
 INDEX, MASKS = torch.ops.aten.index.Tensor, {torch.bool, torch.uint8}
-# of questions about a tensor's metadata, which only fake tensors dispatch
-METADATA = "prim"
 
 
 class Tracer(KernelMode):
@@ -52,17 +50,17 @@ class Tracer(KernelMode):
 
     def __init__(self, model: nn.Module, *, sees_lifetimes: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.model = model
-        # not where an engine holds what its segments are given
-        self.sees_lifetimes = sees_lifetimes
+        # lifetimes not where an engine holds what its segments are given
+        self.model, self.sees_lifetimes = model, sees_lifetimes
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.thread = threading.get_ident()
         self.fault: Exception | None = None
         self._graph = Graph()
         self._count = itertools.count()
         self._numbers: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-        # the number of the first tensor in a storage, and the type of that
-        self._storages: MutableMapping[Any, tuple[int, torch.dtype]] = WeakIdKeyDictionary()
+        # by storage the number of the first tensor in it, and by that the type
+        self._storages: MutableMapping[Any, int] = WeakIdKeyDictionary()
+        self._dtypes: dict[int, torch.dtype] = {}
         self._parameters: set[int] = set()
         # by value the call that returned it, and the number of its run of calls without gradients
         self._sources: dict[int, tuple[Call, int]] = {}
@@ -79,12 +77,18 @@ class Tracer(KernelMode):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None or tensor in self._numbers:
                     continue
-                self._numbers[tensor] = number = next(self._count)
+                number = self._register(tensor)
                 self._graph.owned[number] = path, name
                 if name in module._parameters:
                     self._parameters.add(number)
-                if (storage := storage_of(tensor)) is not None:
-                    self._storages.setdefault(storage, (number, tensor.dtype))
+
+    def _register(self, tensor: Tensor) -> int:
+        """Gives a tensor the next number."""
+        self._numbers[tensor] = number = next(self._count)
+        self._dtypes[number] = tensor.dtype
+        if (storage := storage_of(tensor)) is not None:
+            self._storages.setdefault(storage, number)
+        return number
 
     @property
     def graph(self) -> Graph:
@@ -144,18 +148,14 @@ class Tracer(KernelMode):
             self.fault = error
             return None
 
-    # what autograd dispatches on fake tensors alone
-
     def _is_of_fakes(self, func: Any, frame: FrameType) -> bool:
         """Says whether an operator is dispatched on fake tensors, and not on real ones."""
-        if getattr(func, "namespace", "") == METADATA:
+        if getattr(func, "namespace", "") == "prim":
+            # a question about a tensor's metadata
             return True
-        is_next = bool(self._views) and self._views[-1] == name_of(func)
-        if is_next and self._views_at == _instruction(frame):
-            self._views.pop()
-            return True
-        self._views = []
-        return False
+        is_next = self._views[-1:] == [name_of(func)] and self._views_at == _instruction(frame)
+        self._views = self._views[:-1] if is_next else []
+        return is_next
 
     def _expect_views(self, tensor: Tensor, frame: FrameType) -> None:
         """Foresees that autograd makes a fake view again after it was written in place."""
@@ -167,8 +167,6 @@ class Tracer(KernelMode):
             if not call.writes:
                 self._views.append(call.operator)
             number = next(iter(call.reads()), None)
-
-    # kernels
 
     def _before(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Call | None:
         """Begins to write a kernel down; None for one that no plan has to know."""
@@ -215,8 +213,6 @@ class Tracer(KernelMode):
         calls.append(call)
         self._sources |= dict.fromkeys(call.results, (call, self._series))
 
-    # tensors
-
     def _encoded(self, call: Call, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return self._value(leaf, call)
@@ -233,8 +229,8 @@ class Tracer(KernelMode):
         if number is not None:
             self._note_history(number, tensor, call)
             return Value(number)
-        first, dtype = self._storage(tensor)
-        if dtype is not tensor.dtype:
+        first = self._origin(tensor)
+        if self._dtypes.get(first) is not tensor.dtype:
             number = self._number(tensor)
             self.note_input(number, tensor)
             return Value(number)
@@ -247,22 +243,17 @@ class Tracer(KernelMode):
 
     def _number(self, tensor: Tensor) -> int:
         """Numbers a tensor, anew if it has a number."""
-        self._numbers[plain(tensor)] = number = next(self._count)
-        self._storages.setdefault(storage_of(tensor), (number, tensor.dtype))
+        number = self._register(plain(tensor))
         if self.sees_lifetimes:
             self._graph.sizes[number] = tensor.untyped_storage().nbytes()
             let_go = functools.partial(_let_go, self._graph, number)
             self._watched.append(weakref.ref(tensor, let_go))
         return number
 
-    def _storage(self, tensor: Tensor) -> tuple[int, torch.dtype | None]:
-        storage = storage_of(tensor)
-        known = None if storage is None else self._storages.get(storage)
-        return known or (-1, None)
-
     def _origin(self, tensor: Tensor) -> int:
         """Returns the number of the first tensor in the storage of one; -1 if it is unknown."""
-        return self._storage(tensor)[0]
+        storage = storage_of(tensor)
+        return -1 if storage is None else self._storages.get(storage, -1)
 
     def _numbers_in(self, outputs: Any) -> tuple[int, ...]:
         numbers = []
@@ -273,19 +264,15 @@ class Tracer(KernelMode):
                 numbers.append(number)
         return tuple(numbers)
 
-    # what autograd knows and its kernels do not
-
     def _note_history(self, number: int, tensor: Tensor, call: Call | None) -> None:
         """Notes that a tensor needs a gradient which the kernel that made it did not record."""
         if not tensor.requires_grad or number in self._graph.owned:
             return
-        source, series = self._sources.get(number, (None, 0))
-        if source is None:
+        if number in self._graph.inputs:
             spec = self._graph.inputs[number]
             self._graph.inputs[number] = spec._replace(requires_grad=True)
         elif not tensor.is_leaf:
-            if not source.grad:
-                self._record(number, series)
+            self._record(number)
         elif call is not None and call.grad and number not in self._required:
             # by `requires_grad_`, which is no kernel
             self._required.add(number)
@@ -294,12 +281,12 @@ class Tracer(KernelMode):
             require.writes = frozenset({self._origin(tensor)})
             self._add(require, [])
 
-    def _record(self, number: int, series: int) -> None:
+    def _record(self, number: int) -> None:
         """Has autograd record the kernels without gradients that a value comes from.
 
         They are those of a custom function, which gives its result a history of its own.
         """
-        waiting = [number]
+        waiting, (_, series) = [number], self._sources[number]
         while waiting:
             call, its_series = self._sources.get(waiting.pop(), (None, 0))
             if call is None or call.grad or its_series != series:
