@@ -13,6 +13,7 @@ A model may also checkpoint blocks itself, by switches that libraries have; then
 """
 
 import fnmatch
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -113,7 +114,9 @@ def _parts(model: nn.Module) -> Iterator[str]:
 
 def _is_unit(module: nn.Module) -> bool:
     """Says whether a module has children and a forward of its own."""
-    return bool(module._modules) and type(module).forward not in [row.forward for row in ROWS]
+    # TorchScript's classes have a forward that only their objects can look up
+    forward = inspect.getattr_static(type(module), "forward")
+    return bool(module._modules) and forward not in [row.forward for row in ROWS]
 
 
 def _holds_row(module: nn.Module) -> bool:
