@@ -34,8 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zoo
 from zoo.chain import Chain, fold, outline
-from zoo.engine.executor import run_plan
-from zoo.engine.recompute import segment
+from zoo.engine.recompute import run_plan, segment
 from zoo.engine.recording import thread
 from zoo.engine.replay import Scheduled, replay
 from zoo.planner.schemes import each_block

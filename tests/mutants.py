@@ -259,6 +259,18 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "            pass",
             "test_saved_tensors test_recompute test_recording",
         ),
+        (
+            "a tensor without a gradient has no fingerprint",
+            "if not tensor.requires_grad or not tensor.is_cpu or not _thread.on:",
+            "if not tensor.is_cpu or not _thread.on:",
+            "test_fingerprint",
+        ),
+        (
+            "a tensor with gaps has no fingerprint",
+            "if isinstance(tensor, FakeTensor) or not tensor.is_contiguous():",
+            "if isinstance(tensor, FakeTensor):",
+            "test_fingerprint",
+        ),
     ],
     "saved_tensors.py": [
         (
@@ -479,7 +491,19 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "pitfalls/test_distributed",
         ),
     ],
-    "generators.py": [
+    "devices.py": [
+        (
+            "a peak is that of its device",
+            'return int(_asked(device, "max_memory_allocated")())',
+            'return int(_asked(torch.device(device.type, 0), "max_memory_allocated")())',
+            "../accelerator",
+        ),
+        (
+            "what has no index was on the current device",
+            "    return torch.device(device.type, current())\n",
+            "    return torch.device(device.type, 0)\n",
+            "../accelerator",
+        ),
         (
             "a packed random state keeps what stands behind its words",
             "        ctypes.memmove(place + SIZE - TAIL, tail, TAIL)\n",
@@ -508,20 +532,6 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "the stream of a second device is restored",
             "            stream.set_state(state)\n",
             "            if stream.device.index != 1:\n                stream.set_state(state)\n",
-            "../accelerator",
-        ),
-    ],
-    "devices.py": [
-        (
-            "a peak is that of its device",
-            'return int(_asked(device, "max_memory_allocated")())',
-            'return int(_asked(torch.device(device.type, 0), "max_memory_allocated")())',
-            "../accelerator",
-        ),
-        (
-            "what has no index was on the current device",
-            "    return torch.device(device.type, current())\n",
-            "    return torch.device(device.type, 0)\n",
             "../accelerator",
         ),
     ],
@@ -690,20 +700,6 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "            if part.parent is None:\n                prune(part)\n",
             "",
             "test_kernel_segments",
-        ),
-    ],
-    "fingerprint.py": [
-        (
-            "a tensor without a gradient has no fingerprint",
-            "if not tensor.requires_grad or not tensor.is_cpu or not _thread.on:",
-            "if not tensor.is_cpu or not _thread.on:",
-            "test_fingerprint",
-        ),
-        (
-            "a tensor with gaps has no fingerprint",
-            "if isinstance(tensor, FakeTensor) or not tensor.is_contiguous():",
-            "if isinstance(tensor, FakeTensor):",
-            "test_fingerprint",
         ),
     ],
 }

@@ -18,7 +18,7 @@ from tests.engine.kernels import bytes_left
 from tests.planner.test_plan import plans
 from tests.training import Residuals, assert_same, everything, images, train
 from zoo.chain import outline
-from zoo.engine.executor import run_plan
+from zoo.engine.recompute import run_plan
 from zoo.errors import PlanError
 from zoo.layers.drop_path import DropPath
 from zoo.planner.plan import DEEPEST, Plan

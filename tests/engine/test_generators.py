@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.engine.generators import PackedState
+from zoo.engine.devices import PackedState
 from zoo.engine.recompute import recompute
 from zoo.engine.recording import Recording
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.training import Residuals, assert_same, everything, images
 from zoo.chain import Chain, Steps, outline
-from zoo.engine.executor import run_plan
+from zoo.engine.recompute import run_plan
 from zoo.layers.shared_weight import SharedWeight
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zoo.api.track import optimizer_of, own_copy, train_step
 from zoo.chain import Chain, Outline, Runner, State, fold, step_names
-from zoo.engine.fingerprint import without_fingerprints
+from zoo.engine.references import without_fingerprints
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.errors import ArgumentError, RecomputeError
 from zoo.invocation import Invocation, Loss, check_training

@@ -33,15 +33,14 @@ from zoo._torch import (
     disabled_torch_dispatch,
     pytree,
 )
-from zoo.engine.devices import indexed
-from zoo.engine.fingerprint import constant_of, is_still
-from zoo.engine.generators import (
+from zoo.engine.devices import (
     PACKED_SIZE,
     Draws,
     Kept,
     LastDraw,
     PackedState,
     draws_of,
+    indexed,
     is_same_state,
 )
 from zoo.engine.operators import (
@@ -62,6 +61,8 @@ from zoo.engine.references import (
     Value,
     View,
     Write,
+    constant_of,
+    is_still,
     no_tensor,
     version_of,
 )

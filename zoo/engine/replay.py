@@ -20,7 +20,7 @@ from zoo._torch import (
     get_dispatch_mode,
     set_grad_enabled,
 )
-from zoo.engine.generators import Streams
+from zoo.engine.devices import Streams
 from zoo.engine.operators import read_settings, write_settings
 from zoo.engine.recording import Node, flat, thread
 from zoo.engine.references import REFERENCES, Listed, Outside, Reference, Value, View

@@ -17,7 +17,6 @@ from zoo._torch import (
     queue_callback,
     sequence_number,
 )
-from zoo.engine.fingerprint import fingerprint, read
 from zoo.engine.recording import Segment, has_own_storage, thread
 from zoo.engine.references import (
     Geometry,
@@ -27,6 +26,8 @@ from zoo.engine.references import (
     View,
     check_version,
     detached,
+    fingerprint,
+    read,
 )
 from zoo.engine.replay import outside_of, replay, schedule
 from zoo.engine.sharded import freed_modules

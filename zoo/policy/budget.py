@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from zoo.chain import Outline, State, step_names
 from zoo.engine.devices import counts_memory, free_bytes
+from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, Interrupted
 from zoo.invocation import place_of, title_of, with_loss
 from zoo.planner import schemes
@@ -36,7 +37,6 @@ from zoo.profiling.chain_profile import Profile
 from zoo.profiling.kernel_costs import KernelCosts, device_named
 from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.profiling.progress import each, shown
-from zoo.profiling.sharded import is_spread
 from zoo.units import at_least, exact_bytes, parse_bytes
 
 # bytes of the state of a random stream, and of one that a segment keeps, packed

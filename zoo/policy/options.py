@@ -20,7 +20,8 @@ from torch import distributed, nn
 
 from zoo._torch import active_fake_mode, are_functorch_transforms_active, is_exporting, is_profiling
 from zoo.chain import Chain, Outline, State, Step, fold, step_names
-from zoo.engine.executor import run_compiled, run_plan
+from zoo.engine.recompute import run_compiled, run_plan
+from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError
 from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
@@ -33,7 +34,6 @@ from zoo.policy.report import PlanReport
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.optimizer import OptimizerBytes, optimizer_bytes
 from zoo.profiling.progress import shown
-from zoo.profiling.sharded import is_spread
 from zoo.units import format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]

@@ -34,6 +34,7 @@ from zoo._torch import (
 )
 from zoo.chain import HOOKS, Held, NamedStep, Outline, PassThrough, State, Step
 from zoo.engine.operators import CONSTANTS
+from zoo.engine.sharded import copy_sharded, whole_parameters
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.caching_allocator import rounded_up
@@ -48,7 +49,6 @@ from zoo.profiling.kernel_costs import (
     measure_kernels,
 )
 from zoo.profiling.progress import shown
-from zoo.profiling.sharded import copy_sharded, whole_parameters
 from zoo.profiling.step_profile import (
     REAL,
     GradientSpec,

@@ -61,11 +61,11 @@ from zoo._torch import (
     sequence_number,
 )
 from zoo.engine.recompute import is_replaying, observed, origin
+from zoo.engine.sharded import sharded_modules
 from zoo.errors import ArgumentError, shortened
 from zoo.optimizer import in_backward, independence
 from zoo.profiling.allocator_events import cpu_events, storages_of, tensors_in
 from zoo.profiling.optimizer import is_optimizer
-from zoo.profiling.sharded import sharded_modules
 from zoo.profiling.source_location import NOWHERE, Place, Places, is_differentiated
 from zoo.profiling.timeline import WORKSPACE, Allocation, Mark, Timeline
 

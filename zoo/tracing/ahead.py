@@ -26,6 +26,7 @@ from zoo._torch import (
 from zoo.chain import Chain
 from zoo.engine.recording import KernelMode, thread
 from zoo.engine.references import detached
+from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, ZooError, shortened
 from zoo.invocation import (
     Invocation,
@@ -40,7 +41,6 @@ from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, NumbersNeeded, copied
 from zoo.profiling.isolation import isolated
 from zoo.profiling.progress import shown
-from zoo.profiling.sharded import is_spread
 from zoo.profiling.source_location import line_of_traceback
 from zoo.profiling.tensor_spec import TensorSpec
 from zoo.tracing.graph import Graph

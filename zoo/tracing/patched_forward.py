@@ -28,13 +28,13 @@ from zoo.chain import Chain, Runner
 from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
 from zoo.engine.operators import resolved
 from zoo.engine.recording import thread
+from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, PlanError
 from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
 from zoo.profiling.progress import shown
-from zoo.profiling.sharded import is_spread
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.blocks import check_switches, paths_of
 from zoo.tracing.graph import Graph
