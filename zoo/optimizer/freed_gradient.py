@@ -18,17 +18,9 @@ class FreedGradient(Tensor):
     @staticmethod
     def __new__(cls, parameter: Tensor) -> "FreedGradient":
         """Makes that of a parameter of any shape and type."""
-        found: FreedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            parameter.size(),
-            strides=parameter.stride(),
-            dtype=parameter.dtype,
-            device=parameter.device,
-        )
-        return found
-
-    def __init__(self, parameter: Tensor) -> None:
-        """Takes the parameter for its shape alone."""
+        like = {"strides": parameter.stride(), "dtype": parameter.dtype, "device": parameter.device}
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(cls, parameter.size(), **like)  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Says what it is, without numbers."""

@@ -75,14 +75,14 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
             f"optimizer_in_backward needs an optimizer, such as "
             f"torch.optim.AdamW(model.parameters()); got {shortened(optimizer)}"
         )
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = set(_parameters(optimizer))
     for other in _ATTACHED:
-        if any(id(p) in own for group in other.param_groups for p in group["params"]):
+        if not own.isdisjoint(_parameters(other)):
             raise ArgumentError(
                 f"a {type(other).__name__} steps in the backward for these parameters already; "
                 "remove() its handle before another call"
             )
-    _check_wrappers(model)
+    _check_wrappers({cls.__name__ for module in model.modules() for cls in type(module).__mro__})
     check_independent(optimizer)
     return OptimizerInBackward(model, optimizer)
 
@@ -92,11 +92,13 @@ def attached_to(parameters: Iterable[Tensor]) -> Optimizer | None:
 
     None where there is no such optimizer, or it updates only some of them.
     """
-    trained = {id(p) for p in parameters if p.requires_grad} if _ATTACHED else set()
-    for optimizer in _ATTACHED if trained else ():
-        if trained <= {id(p) for group in optimizer.param_groups for p in group["params"]}:
-            return optimizer
-    return None
+    trained = {p for p in parameters if p.requires_grad} if _ATTACHED else set()
+    attached = _ATTACHED if trained else ()
+    return next((found for found in attached if trained <= set(_parameters(found))), None)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class OptimizerInBackward:
@@ -108,24 +110,26 @@ class OptimizerInBackward:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # parameters updated since the last step, by their ids, with their versions after it
-        self._updated: dict[int, tuple[Tensor, int]] = {}
+        self._names: dict[Tensor, str] = {
+            parameter: name for name, parameter in model.named_parameters()
+        }
+        # parameters updated since the last step, with their versions after it
+        self._updated: dict[Tensor, int] = {}
         # those whose step the optimizer's own is about to check
         self._stepped: list[Tensor] = []
         # what the groups said in the backward
         self._values: list[dict[str, Any]] = []
         self._is_stepping = False
-        # parameters whose state has its place in `optimizer.state`, by their ids
-        self._sorted: set[int] = set(map(id, optimizer.state))
-        # the groups of parameters in this backward, by ids of parameters
-        self._groups: dict[int, dict[str, Any]] = {}
+        # parameters whose state has its place in `optimizer.state`
+        self._sorted: set[Tensor] = set(optimizer.state)
+        # the groups of parameters in this backward
+        self._groups: dict[Tensor, dict[str, Any]] = {}
         # backwards that have not come to their end
         self._running: set[int] = set()
         # devices have threads of their own in a backward
         self._lock = threading.Lock()
-        # parameters with a hook of this handle, by their ids
-        self._hooked: dict[int, Tensor] = {}
+        # parameters with a hook of this handle
+        self._hooked: set[Tensor] = set()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -139,13 +143,13 @@ class OptimizerInBackward:
     @property
     def updated(self) -> list[str]:
         """Names of the parameters that were updated since the last `step()`."""
-        return [self._name(parameter) for parameter, _ in self._updated.values()]
+        return list(map(self._name, self._updated))
 
     def reset(self) -> None:
         """Goes on after a backward that raised: drops its gradients; what it updated stays."""
         self._running.clear()
         self._updated.clear()
-        for parameter in self._parameters():
+        for parameter in _parameters(self.optimizer):
             parameter.grad = None
 
     def remove(self) -> None:
@@ -158,22 +162,19 @@ class OptimizerInBackward:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for parameter in self._parameters():
+        for parameter in _parameters(self.optimizer):
             if isinstance(parameter.grad, FreedGradient):
                 parameter.grad = None
         _ATTACHED.discard(self.optimizer)
 
-    def _parameters(self) -> Iterator[Tensor]:
-        return (p for group in self.optimizer.param_groups for p in group["params"])
-
     def _name(self, parameter: Tensor) -> str:
-        return self._names.get(id(parameter), f"a parameter {tuple(parameter.shape)}")
+        return self._names.get(parameter, f"a parameter {tuple(parameter.shape)}")
 
     def _hook_parameters(self) -> None:
         """Hooks parameters that have none yet: of new groups, or frozen until now."""
-        for parameter in self._parameters():
-            if parameter.requires_grad and id(parameter) not in self._hooked:
-                self._hooked[id(parameter)] = parameter
+        for parameter in _parameters(self.optimizer):
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
                 hook: Any = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]
                 self._hooks.append(hook(self._update))
 
@@ -182,16 +183,15 @@ class OptimizerInBackward:
         with self._lock:
             self._check_gradient(parameter)
             self._enter_backward()
-            group = self._groups.get(id(parameter))
-            if group is None:
+            if parameter not in self._groups:
                 return
             self._is_stepping = True
             try:
                 with torch.no_grad(), DisableAutocast():
-                    step_alone(self.optimizer, group, parameter)
+                    step_alone(self.optimizer, self._groups[parameter], parameter)
             finally:
                 self._is_stepping = False
-                self._updated[id(parameter)] = parameter, parameter._version
+                self._updated[parameter] = parameter._version
             parameter.grad = FreedGradient(parameter)
 
     def _enter_backward(self) -> None:
@@ -203,7 +203,7 @@ class OptimizerInBackward:
             raise self._unfinished("another backward began before step()")
         self._running.add(backward)
         groups = self.optimizer.param_groups
-        self._groups = {id(p): group for group in groups for p in group["params"]}
+        self._groups = {p: group for group in groups for p in group["params"]}
         self._values = [_values(group) for group in groups]
         queue_callback(lambda: self._running.discard(backward))
 
@@ -228,15 +228,14 @@ class OptimizerInBackward:
 
     def _check_dropped(self) -> None:
         """Refuses to go on after a backward whose gradients were dropped before a step."""
-        for parameter, _ in self._updated.values():
-            if not isinstance(parameter.grad, FreedGradient):
-                raise self._unfinished("zero_grad() was called before step()")
+        if not all(isinstance(parameter.grad, FreedGradient) for parameter in self._updated):
+            raise self._unfinished("zero_grad() was called before step()")
 
     def _unfinished(self, why: str) -> OptimizerError:
-        names = self.updated
+        names, total = self.updated, len([*_parameters(self.optimizer)])
         return OptimizerError(
-            f"the last backward has updated {len(names)} of {len(list(self._parameters()))} "
-            f"parameters ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}), but {why}. "
+            f"the last backward has updated {len(names)} of {total} parameters "
+            f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}), but {why}. "
             "Load weights and optimizer state from before it and call reset() of the handle"
         )
 
@@ -250,23 +249,23 @@ class OptimizerInBackward:
                 "remove() the handle"
             )
         self._check_finished()
-        for parameter in self._parameters():
+        for parameter in _parameters(self.optimizer):
             if isinstance(parameter.grad, FreedGradient):
-                if id(parameter) not in self._updated:
+                if parameter not in self._updated:
                     raise OptimizerError(
                         f"step() was called twice after one backward, which has updated "
                         f"{self._name(parameter)}; call zero_grad() and backward() before it"
                     )
                 parameter.grad = None
         # a step may call that of its base class, whose hooks are these, too
-        self._stepped = [parameter for parameter, _ in self._updated.values()]
+        self._stepped = [*self._updated]
         self._updated.clear()
 
     def _check_finished(self) -> None:
         """Refuses a step that would have found other numbers than the backward did."""
         self._check_ended()
         self._check_dropped()
-        for parameter, version in self._updated.values():
+        for parameter, version in self._updated.items():
             if version != parameter._version:
                 raise self._unfinished(f"{self._name(parameter)} was changed before step()")
         if self._updated and self._values != list(map(_values, self.optimizer.param_groups)):
@@ -291,20 +290,16 @@ class OptimizerInBackward:
     def _sort_state(self) -> None:
         """Brings new state into the order of the parameters, in which a step of all makes it."""
         state = self.optimizer.state
-        new = [p for p in self._parameters() if p in state and id(p) not in self._sorted]
-        if new:
-            numbers = set(map(id, new))
-            known = [(key, value) for key, value in state.items() if id(key) not in numbers]
-            made = [(key, state[key]) for key in new]
-            state.clear()
-            state.update((*known, *made))
-            self._sorted |= numbers
+        for parameter in _parameters(self.optimizer):
+            if parameter in state and parameter not in self._sorted:
+                state[parameter] = state.pop(parameter)
+                self._sorted.add(parameter)
 
 
-class _Numbers:
-    """Those of a tensor, which a schedule writes in place; read only if it was written since.
+class _GroupTensor:
+    """A tensor in a parameter group, such as a learning rate that a schedule writes in place.
 
-    To read them waits for its device.
+    Its numbers are compared only if it was written since: to read them waits for its device.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -313,7 +308,7 @@ class _Numbers:
         self.tensor, self.version, self.copy = tensor, tensor._version, tensor.clone()
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Numbers):
+        if not isinstance(other, _GroupTensor):
             return bool(self.copy.tolist() == other)
         is_still = self.tensor is other.tensor and self.version == other.version
         return is_still or other == self.copy.tolist()
@@ -322,32 +317,25 @@ class _Numbers:
 def _values(group: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of a group, comparable with those that it has later."""
     return {
-        name: _Numbers(value) if isinstance(value, Tensor) else value
+        name: _GroupTensor(value) if isinstance(value, Tensor) else value
         for name, value in group.items()
         if name != "params"
     }
 
 
-def _combined_later(name: str) -> OptimizerError:
-    return OptimizerError(
-        f"{name} combines gradients after they are complete here; use FSDP2 (fully_shard), or the "
-        "optimizer's own step"
-    )
-
-
-def _check_wrappers(model: nn.Module) -> None:
-    """Refuses modules that combine gradients of several processes after the backward."""
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) or (
-            type(module).__name__ == "FullyShardedDataParallel"
-        ):
-            raise _combined_later(type(module).__name__)
+def _check_wrappers(names: set[str]) -> None:
+    """Refuses classes that combine gradients of several processes after the backward."""
+    for name in names & {"DistributedDataParallel", "FullyShardedDataParallel"}:
+        raise OptimizerError(
+            f"{name} combines gradients after they are complete here; use FSDP2 (fully_shard), or "
+            "the optimizer's own step"
+        )
 
 
 def _check_forward(model: nn.Module, args: Any) -> None:
     """Refuses a forward whose gradients would not be the optimizer's, before any is made."""
     if DistributedDataParallel._active_ddp_module is not None:
-        raise _combined_later("DistributedDataParallel")
+        _check_wrappers({"DistributedDataParallel"})
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16:
         raise OptimizerError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zoo._torch import pytree
 from zoo.errors import OptimizerError
 
 STEPS = 3
@@ -35,11 +36,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def check_independent(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that looks at more than one parameter at a time.
-
-    Raises:
-        OptimizerError: it does, needs a closure, or makes its steps part of a graph.
-    """
+    """Raises OptimizerError for an optimizer that does not update each parameter by itself."""
     name = type(optimizer).__name__
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(f"{name}(differentiable=True) makes its step part of a graph")
@@ -64,37 +61,32 @@ def check_independent(optimizer: Optimizer) -> None:
 
 
 def _is_independent(optimizer: Optimizer, sparse: bool) -> bool:
-    whole, single = _twin(optimizer), _twin(optimizer)
+    def twin() -> Optimizer:
+        groups = optimizer.param_groups
+        small = [{**group, "params": _small_parameters(group["params"])} for group in groups]
+        return alike(optimizer, small)
+
+    whole, single = twins = twin(), twin()
     for number in range(STEPS):
-        for twin in (whole, single):
-            _make_gradients(twin, number, sparse)
+        for each in twins:
+            _make_gradients(each, number, sparse)
         _step(whole)
         for group in single.param_groups:
             for parameter in group["params"]:
                 step_alone(single, group, parameter)
-    pairs = zip(whole.param_groups, single.param_groups, strict=True)
-    return _counts(whole) == _counts(single) and all(_is_same(*pair) for pair in pairs)
-
-
-def _counts(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the numbers that an optimizer keeps beside its state, such as one of steps."""
-    return {name: v for name, v in vars(optimizer).items() if isinstance(v, int | float)}
-
-
-def alike(optimizer: Optimizer, parameters: list[Any]) -> Optimizer:
-    """Returns an optimizer like this one for other parameters, in a group like its first."""
-    return _alike(optimizer, [{**optimizer.param_groups[0], "params": parameters}])
-
-
-def _twin(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer like this one, of small parameters."""
-    groups = optimizer.param_groups
-    return _alike(
-        optimizer, [{**group, "params": _small_parameters(group["params"])} for group in groups]
+    return all(
+        torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        for one, other in zip(_written(whole), _written(single), strict=True)
     )
 
 
-def _alike(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def _written(optimizer: Optimizer) -> list[Any]:
+    """Lists what steps write: parameters, notes in groups, and numbers such as one of steps."""
+    numbers = {name: v for name, v in vars(optimizer).items() if isinstance(v, int | float)}
+    return pytree.tree_leaves([optimizer.param_groups, numbers])
+
+
+def alike(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Returns an optimizer like this one for other groups, without state and hooks."""
     # torch leaves hooks out, but also what a class of the user's has beside its groups
     other = copy.copy(optimizer)
@@ -124,15 +116,3 @@ def _make_gradients(optimizer: Optimizer, step: int, sparse: bool) -> None:
             gradient = _numbers(parameter.ndim, step + 1) * 10.0 ** (number % 3)
             gradient = gradient.to(parameter.device, parameter.dtype)
             parameter.grad = gradient.to_sparse(1) if sparse and gradient.ndim else gradient
-
-
-def _is_same(group: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Compares two groups bit for bit, also what optimizers note in them."""
-    parameters = zip(group["params"], other["params"], strict=True)
-    notes = (key for key in group if key != "params")
-    return all(torch.equal(one, another) for one, another in parameters) and all(
-        torch.equal(group[key], other[key])
-        if isinstance(group[key], Tensor)
-        else group[key] == other[key]
-        for key in notes
-    )

@@ -229,8 +229,12 @@ def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:
     if attached is None:
         return None
     try:
-        make = functools.partial(alike, attached)
-        return optimizer_bytes(make, chain.parameters(), in_backward=True)
+        group = attached.param_groups[0]
+        return optimizer_bytes(
+            lambda parameters: alike(attached, [{**group, "params": parameters}]),
+            chain.parameters(),
+            in_backward=True,
+        )
     except ArgumentError:
         # one that cannot be made again, or step on fake tensors, is taken to need what AdamW does
         return optimizer_bytes(torch.optim.AdamW, chain.parameters(), in_backward=True)
