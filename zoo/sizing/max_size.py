@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zoo.api.track import stepping_in_backward
+from zoo.api.track import optimizer_of, stepping_in_backward, train_step
 from zoo.engine.devices import counts_memory
 from zoo.errors import ArgumentError, BudgetError, Interrupted
 from zoo.invocation import (
@@ -34,7 +34,7 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import only_in_backward
 from zoo.policy.options import Checkpoint
 from zoo.profiling.allocator_events import measure_step, tensors_in
-from zoo.profiling.optimizer import MakeOptimizer, made_by
+from zoo.profiling.optimizer import MakeOptimizer
 from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import ends_of, root_of
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
@@ -173,7 +173,7 @@ def largest(
             f"memory_budget={memory_budget}, a float, is a fraction of the baseline's peak, which "
             "grows with the size; give an int of bytes, '8GiB' or 'device'"
         )
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
+    if type(multiple_of) is not int or multiple_of < 1:
         raise ArgumentError(f"multiple_of={multiple_of!r} is no number from 1")
     check_loss(loss)
     make_inputs, start = input_sizes(sample, vary)
@@ -200,12 +200,10 @@ class _Search:
     """Searches by predicted bytes, and lowers their limit where real steps need more."""
 
     def __init__(self, estimates: SizeEstimates, start: int, memory_budget: int | str) -> None:
-        start = max(start // estimates.unit, 1)
-        # one example may be too few for a norm
-        self.start = start if estimates.trace(start) is not None else 2 * start
+        self.start = max(start // estimates.unit, 1)
         if estimates.trace(self.start) is None:
-            assert estimates.refusal is not None
-            raise estimates.refusal
+            # one example may be too few for a norm
+            self.start *= 2
         self.estimates, self.first = estimates, estimates.known(self.start)
         inputs = estimates.make_inputs(self.start * estimates.unit, torch.device("meta"))
         if not any(t.requires_grad for t in (*estimates.model.parameters(), *inputs.tensors)):
@@ -356,35 +354,27 @@ def train_twice(
 ) -> int:
     """Trains a model two steps and returns the peak bytes of the second, when all state exists.
 
-    Without a loss, an output named `loss` or a scalar first output is the loss; else all outputs
-    are given gradients of ones. Without an optimizer the step ends with the backward; `in_backward`
-    plain SGD then uses the gradients.
+    Without an optimizer the step ends with the backward; `in_backward` plain SGD then uses the
+    gradients.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    make = make_optimizer if trained else None
-    # where none steps, an optimizer without state stands in
-    optimizer = made_by(make or torch.optim.SGD, trained or [nn.Parameter(torch.empty(0))])
-
-    def step() -> None:
-        # a training loop holds the model's outputs and the loss until the optimizer steps
-        returned = inputs.on(model)
-        outputs = returned if isinstance(returned, tuple) else (returned,)
-        own = loss(returned) if loss is not None else own_loss(outputs[0])
-        _backward(outputs if own is None else (own,))
-        if make is not None or in_backward:
-            optimizer.step()
-
+    optimizer = optimizer_of(make_optimizer, model, in_backward)
+    given = (model, inputs, loss or _own_loss_or_ones, optimizer)
+    step = functools.partial(train_step, *given, call=Invocation.on)
     with contextlib.ExitStack() as stack:
-        if in_backward:
+        if in_backward and optimizer is not None:
             stack.enter_context(stepping_in_backward(model, optimizer))
         step()
         return measure_step(step, model, optimizer, inputs.tensors).peak
 
 
-def _backward(outputs: tuple[Any, ...]) -> None:
-    ends = [value for value in tensors_in(outputs) if value.requires_grad]
-    if ends[0] is outputs[0] and ends[0].ndim == 0:
-        torch.autograd.backward(ends[0])
-    else:
-        # as in a loss, only autograd holds the gradients: a caller's list would to the end
-        torch.autograd.backward(root_of(ends_of(ends)))
+def _own_loss_or_ones(outputs: Any) -> Tensor:
+    """Returns an output named `loss` or a scalar first output -> ().
+
+    Where there is none, the scalar's backward gives all outputs gradients of ones, which, as those
+    of a loss, only autograd holds.
+    """
+    first = outputs[0] if isinstance(outputs, tuple) else outputs
+    own = own_loss(first)
+    ends = [value for value in tensors_in(outputs if own is None else own) if value.requires_grad]
+    is_loss = ends[0] is (first if own is None else own) and ends[0].ndim == 0
+    return ends[0] if is_loss else root_of(ends_of(ends))

@@ -43,11 +43,7 @@ _log = logging.getLogger("zoo.largest")
 
 
 def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -> PlanPolicy:
-    """Returns how a training with this option would choose its plan.
-
-    Raises:
-        ArgumentError: no such option, or the plans of what runs the model are not known.
-    """
+    """Returns how a training with this option would choose its plan."""
     if checkpoint == "auto" or (max_overhead is not None and checkpoint in (None, False)):
 
         def best(planner: BudgetPlanner, budget: int | None) -> Point:
@@ -94,8 +90,8 @@ class SizeEstimates:
     loss: Loss | None
     device: str | None
     optimizer_in_backward: bool = False
-    traced: dict[int, BudgetPlanner | None] = field(default_factory=dict)
-    measured: dict[int, BudgetPlanner] = field(default_factory=dict)
+    # by size, with kernels where these were measured or extrapolated
+    planners: dict[int, BudgetPlanner | None] = field(default_factory=dict)
     kernels: dict[int, Kernels] = field(default_factory=dict)
     needs: dict[int, int] = field(default_factory=dict)
     refusal: Exception | None = None
@@ -105,46 +101,45 @@ class SizeEstimates:
     def needed(self, count: int, budget: float = math.inf) -> int | None:
         """Returns the bytes of a size; where they exceed the budget, a lower bound."""
         with shown(f"size {count * self.unit}"):
-            planner = self.trace(count)
-            if planner is not None:
-                self.needs[count] = self._needed(count, planner, budget)
-        return self.needs.get(count)
-
-    def _needed(self, count: int, planner: BudgetPlanner, budget: float) -> int:
-        is_here = self.device is None and planner.place.type != "meta"
-        # without seconds it is not known which plans keep to an overhead
-        is_timed = is_here and self.max_overhead is not None
-        peak = (planner.least if is_timed else self.policy(planner, None)).peak
-        if is_here and peak <= budget:
-            if count not in self.measured:
-                self.measured[count] = planner.with_kernels(self._kernels(count, planner))
-            peak = self.policy(self.measured[count], None).peak
-        _log.info("size %d needs %s", count * self.unit, format_bytes(peak))
-        return peak
+            if (planner := self.trace(count)) is None:
+                return None
+            is_here = self.device is None and planner.place.type != "meta"
+            # without seconds it is not known which plans keep to an overhead
+            is_timed = is_here and self.max_overhead is not None and not planner.kernels_measured
+            peak = (planner.least if is_timed else self.policy(planner, None)).peak
+            if is_here and peak <= budget and not planner.kernels_measured:
+                planner = planner.with_kernels(self._kernels(count, planner))
+                self.planners[count] = planner
+                peak = self.policy(planner, None).peak
+            self.needs[count] = peak
+            _log.info("size %d needs %s", count * self.unit, format_bytes(peak))
+            return peak
 
     def smallest(self) -> tuple[int, int]:
         """Returns the smallest known size that the model takes, and its bytes."""
         self.trace(1)
-        count = min(count for count, planner in self.traced.items() if planner is not None)
+        count = self._smallest_known()
         return count, self.needed(count) or 0
 
     def in_backward(self) -> "SizeEstimates":
         """Returns estimates for the same step with the optimizer in the backward."""
         return replace(
-            self, optimizer_in_backward=True, optimizer_bytes=None, traced={}, measured={}, needs={}
+            self, optimizer_in_backward=True, optimizer_bytes=None, planners={}, needs={}
         )
 
     def known(self, count: int) -> BudgetPlanner:
-        """Returns the costs of a size that the model takes, measured ones where there are some."""
-        planner = self.measured.get(count) or self.trace(count)
-        assert planner is not None
+        """Returns the costs of a size; raises what the model raised if it takes no such size."""
+        planner = self.trace(count)
+        if planner is None:
+            assert self.refusal is not None
+            raise self.refusal
         return planner
 
     def trace(self, count: int) -> BudgetPlanner | None:
         """Traces a size on fake tensors, once."""
-        if count not in self.traced:
-            self.traced[count] = self._trace(count * self.unit)
-        return self.traced[count]
+        if count not in self.planners:
+            self.planners[count] = self._trace(count * self.unit)
+        return self.planners[count]
 
     def _trace(self, size: int) -> BudgetPlanner | None:
         try:
@@ -165,20 +160,21 @@ class SizeEstimates:
         self.optimizer_bytes = planner.optimizer
         return planner
 
+    def _smallest_known(self) -> int:
+        return min(count for count, planner in self.planners.items() if planner is not None)
+
     def _kernels(self, count: int, large: BudgetPlanner) -> Kernels:
         """Runs each kind of kernel, or extrapolates from a size at which that takes less long.
 
         Sizes in between run, too: small ones tell little of large ones, since it takes time to
         launch a kernel, and another kernel may be chosen.
         """
-        specs = large.profile.specs
-        size = min(count, *(known for known, planner in self.traced.items() if planner is not None))
-        estimate: Kernels = ()
+        size, estimate = self._smallest_known(), list[KernelCosts | None]()
         while size < count and (small := self.trace(size)) is not None:
-            if _operators(small.profile.specs) != _operators(specs):
+            if _operators(small) != _operators(large):
                 break
             kernels = self._run(size, small)
-            estimate = extrapolated(kernels, small.profile.specs, specs)
+            estimate = extrapolated(kernels, small.profile.specs, large.profile.specs)
             taken = max(_seconds(kernels), 1e-9)
             if taken > PATIENCE or _seconds(estimate) <= PATIENCE:
                 break
@@ -212,8 +208,8 @@ def extrapolated(
     return costs
 
 
-def _operators(specs: Sequence[KernelSpec | None]) -> list[str | None]:
-    return [spec and spec.operator for spec in specs]
+def _operators(planner: BudgetPlanner) -> list[str | None]:
+    return [spec and spec.operator for spec in planner.profile.specs]
 
 
 def _seconds(kernels: Kernels) -> float:
@@ -223,11 +219,7 @@ def _seconds(kernels: Kernels) -> float:
 def input_sizes(sample: Inputs | None, vary: Vary) -> tuple[MakeInputs, int]:
     """Returns what makes inputs, by a sample's dimensions or a function, and the sample's size.
 
-    On the meta device they take no memory. Elsewhere the sample's values are repeated, so that
-    labels and tokens stay in range.
-
-    Raises:
-        ArgumentError: both or neither are given, or the dimensions are not those of every tensor.
+    The sample's values are repeated, so that labels and tokens stay in range.
     """
     if callable(vary):
         if sample is not None:
@@ -236,30 +228,24 @@ def input_sizes(sample: Inputs | None, vary: Vary) -> tuple[MakeInputs, int]:
     if sample is None:
         raise ArgumentError("a sample of the inputs is needed, or vary= a function that makes them")
     inputs, dims = Invocation.of(sample), vary if isinstance(vary, tuple) else (vary,)
-
-    def resized(size: int, device: torch.device) -> Invocation:
-        return inputs.map(lambda value: _resized(_on(value, device), dims, size))
-
-    return resized, _size(inputs.tensors, dims)
-
-
-def _size(tensors: list[Tensor], dims: tuple[Any, ...]) -> int:
-    """Returns the one size of these dimensions in all tensors."""
     for dim in dims:
-        is_wrong = isinstance(dim, bool) or not isinstance(dim, int)
-        for value in tensors:
-            if is_wrong or not -value.ndim <= dim < value.ndim:
+        for value in inputs.tensors:
+            if type(dim) is not int or not -value.ndim <= dim < value.ndim:
                 raise ArgumentError(
                     f"vary={dim!r} is no dimension of an input of shape {tuple(value.shape)}; "
                     "where inputs differ, pass vary= a function of the size that makes them"
                 )
-    sizes = sorted({int(value.shape[dim]) for value in tensors for dim in dims})
+    sizes = sorted({int(value.shape[dim]) for value in inputs.tensors for dim in dims})
     if len(sizes) != 1 or sizes[0] < 1:
         raise ArgumentError(
             f"dimensions {', '.join(map(str, dims))} of the inputs have sizes {sizes}; they must "
             "be one above 0. Where they differ, pass vary= a function of the size that makes them"
         )
-    return sizes[0]
+
+    def resized(size: int, device: torch.device) -> Invocation:
+        return inputs.map(lambda value: _resized(_on(value, device), dims, size))
+
+    return resized, sizes[0]
 
 
 def _resized(value: Tensor, dims: tuple[int, ...], size: int) -> Tensor:

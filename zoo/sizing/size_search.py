@@ -11,7 +11,7 @@ Kernels and planners choose anew for each size, so a larger one may need less: t
 the limit are evaluated, too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 # the bytes that a size needs, None where the model takes no such size
 Needed = Callable[[int], int | None]
@@ -46,7 +46,10 @@ def largest_within(needed: Needed, budget: int, start: int = 1, base: int = 0) -
             low = size
         else:
             high = size
-        size = _next(seen, budget, base, low, high)
+        size = _secant(seen, budget, base)
+        if len(seen) > SECANTS and len(seen) % 3 == 0:
+            size = (low + min(high, 4 * low or high)) // 2
+        size = max(low + 1, min(size, high - 1, low * STRIDE or high))
     if not low or not fits(low):
         return 0
     while high <= min(low + BEYOND, MOST):
@@ -56,20 +59,12 @@ def largest_within(needed: Needed, budget: int, start: int = 1, base: int = 0) -
     return low
 
 
-def _next(seen: Mapping[int, int | None], budget: int, base: int, low: int, high: int) -> int:
-    """Chooses a size between `low`, which fits, and `high`, which does not."""
-    if len(seen) > SECANTS and len(seen) % 3 == 0:
-        size = (low + min(high, 4 * low or high)) // 2
-    else:
-        size = _secant(seen, budget, base)
-    return max(low + 1, min(size, high - 1, low * STRIDE or high))
-
-
-def _secant(seen: Mapping[int, int | None], budget: int, base: int) -> int:
+def _secant(seen: dict[int, int | None], budget: int, base: int) -> int:
+    """Returns the size at which a line through the two points nearest to the budget meets it."""
     known = [(size, peak) for size, peak in seen.items() if peak is not None]
     if not known:
         return 0
     known.sort(key=lambda point: abs(point[1] - budget))
-    (size, peak), (other, less) = (*known, (0, base))[:2]
+    (size, peak), (other, less), *_ = (*known, (0, base))
     slope = (peak - less) / (size - other)
     return size + int((budget - peak) // slope) if slope > 0 else MOST
