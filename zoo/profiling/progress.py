@@ -2,11 +2,11 @@
 
     zoo.largest: ResNet on 48×3×224×224: timing kernels |███       | 31/120 [00:07]
 
-What works says only what it is at; a thread looks at that and shows it, so that a long part is
-shown, too. A terminal and a notebook have tqdm's bar, which is gone at the end. A pipe has a line
-for each part that is found at work, and so has a terminal without tqdm. ZOO_PROGRESS=0 in the
-environment shows nothing. Of many ranks the first one shows its progress; other processes that
-`multiprocessing` started show none.
+Code only names the part that it is at; a thread reads these names and shows them, so that a single
+long part is shown, too. A terminal and a notebook have tqdm's bar, which is gone at the end. A pipe
+has a line for each part that the thread finds, and so has a terminal without tqdm. ZOO_PROGRESS=0
+in the environment shows nothing. Of many ranks the first one shows its progress; other processes
+that `multiprocessing` started show none.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
@@ -39,11 +39,6 @@ class Part:
     done: int = 0
     total: int = 0
 
-    @property
-    def count(self) -> str:
-        """How much is done."""
-        return f" {self.done}/{self.total}" if self.counted else ""
-
 
 class _Local(threading.local):
     """The parts that a thread is at, the outermost first."""
@@ -61,19 +56,24 @@ def shown(name: str) -> Iterator[None]:
 
     Also a decorator.
     """
-    parts = _local.parts
-    is_outermost = not parts
+    parts, ended = _local.parts, threading.Event()
+    thread = threading.Thread(target=_show, args=(parts, ended, sys.stderr), daemon=True)
+    is_shown = not parts and is_wanted()
     parts.append(Part(name))
     try:
-        with _shown_by_thread(parts) if is_outermost and is_wanted() else contextlib.nullcontext():
-            yield
+        if is_shown:
+            thread.start()
+        yield
     finally:
+        ended.set()
+        if thread.is_alive():
+            thread.join()
         parts.pop()
 
 
 def each(counted: str, items: Collection[T]) -> Iterator[T]:
     """Yields items; shows how many of them the innermost `shown` block has done."""
-    # elsewhere it counts for nobody
+    # outside of any block nothing is shown
     part = _local.parts[-1] if _local.parts else Part("")
     part.counted, part.total = counted, len(items)
     for part.done, item in enumerate(items):
@@ -90,77 +90,51 @@ def is_wanted() -> bool:
     return multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
 
 
-@contextlib.contextmanager
-def _shown_by_thread(parts: Sequence[Part]) -> Iterator[None]:
-    ended = threading.Event()
-    thread = threading.Thread(target=_show, args=(parts, ended, sys.stderr), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
 def _show(parts: Sequence[Part], ended: threading.Event, file: TextIO) -> None:
-    start = time.time()
+    start, latest = time.time(), ""
     if ended.wait(DELAY):
         return
     # a reader may close the pipe
-    with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
-        pause, show = _bar(file, start, stack) or (DELAY, _lines(file))
+    with contextlib.suppress(OSError, ValueError), _bar(file) as bar:
         while True:
             # a copy, since the work goes on
-            show([*parts])
-            if ended.wait(pause):
+            now = [*parts]
+            words = _words(now)
+            if bar is not None:
+                last = now[-1] if now else Part("")
+                bar.bar_format = BAR if last.counted else WITHOUT_COUNT
+                if last.total not in (0, bar.total):
+                    bar.reset(last.total)
+                bar.start_t, bar.n = start, last.done
+                bar.set_description_str(f"{words} ")
+            elif words not in ("", latest):
+                print(words, file=file, flush=True)
+            latest = words
+            if ended.wait(DELAY if bar is None else INTERVAL):
                 return
 
 
-def _lines(file: TextIO) -> Callable[[Sequence[Part]], None]:
-    """Returns what writes a line for parts that are others than before."""
-    latest = ""
-
-    def show(parts: Sequence[Part]) -> None:
-        nonlocal latest
-        line = _words(parts)
-        if line not in ("", latest):
-            print(line, file=file, flush=True)
-        latest = line
-
-    return show
-
-
-def _bar(
-    file: TextIO, start: float, stack: contextlib.ExitStack
-) -> tuple[float, Callable[[Sequence[Part]], None]] | None:
-    """Returns a pause and what draws a bar; None for a pipe, and where tqdm is not installed."""
+def _bar(file: TextIO) -> Any:
+    """Returns tqdm's bar, a context; that of None for a pipe, and where tqdm is not installed."""
     is_notebook = type(file).__module__.startswith("ipykernel")
     if not (is_notebook or file.isatty()):
-        return None
+        return contextlib.nullcontext()
     try:
         # it takes a tenth of a second
         from tqdm.auto import tqdm  # noqa: PLC0415
     except ImportError:
-        return None
+        return contextlib.nullcontext()
     # tqdm's own thread, which would go on, looks after bars that nobody draws
     kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
-    look = {"leave": False, "dynamic_ncols": True, "bar_format": WITHOUT_COUNT}
-    bar = stack.enter_context(kind(total=1, file=file, **look))
-
-    def show(parts: Sequence[Part]) -> None:
-        last = parts[-1] if parts else Part("")
-        bar.bar_format = BAR if last.counted else WITHOUT_COUNT
-        if last.total not in (0, bar.total):
-            bar.reset(last.total)
-        bar.start_t, bar.n = start, last.done
-        bar.set_description_str(f"{_words(parts)} ")
-
-    return INTERVAL, show
+    return kind(total=1, file=file, leave=False, dynamic_ncols=True, bar_format=WITHOUT_COUNT)
 
 
 def _words(parts: Sequence[Part]) -> str:
     """Names the parts; of all but the innermost also how much is done."""
-    words = [word for part in parts for word in (part.name, part.counted + part.count) if word]
+    words: list[str] = []
+    for part in parts:
+        counted = [f"{part.counted} {part.done}/{part.total}"] if part.counted else []
+        words += [part.name, *counted]
     if parts and parts[-1].counted:
         words[-1] = parts[-1].counted
     return ": ".join(words)
