@@ -364,8 +364,8 @@ def test_only_the_cpus_allocator_is_read_and_only_modules_are_tracked():
 
 def test_a_block_belongs_to_the_storage_that_was_seen_in_it():
     recorder = Recorder(nn.Module())
-    recorder.trail.append((0, "forward", StorageLifetime(0, 0).place))
-    recorder.lives = [
+    recorder.trail.append((0, "forward", StorageLifetime(0, 0).location))
+    recorder.lifetimes = [
         StorageLifetime(64, 25, 31, address=7),
         StorageLifetime(8, 5, None, resident=True, address=9),
     ]

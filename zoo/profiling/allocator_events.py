@@ -119,11 +119,9 @@ class ResidentBytes:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of one training step in bytes.
+    """The memory of one training step in bytes; `resident` is after it, with its gradients.
 
-    `peak` is of what was resident at the start and what the step allocated; `activation_peak` is as
-    defined above, None where the device keeps no history; `resident` is after the step, with its
-    gradients.
+    `activation_peak` is None where the device keeps no history.
     """
 
     peak: int
@@ -132,11 +130,7 @@ class StepMemory:
 
 
 def trace(function: Callable[[], object], device: torch.device | str = "cpu") -> MemoryTrace:
-    """Collects garbage, runs a function and records the events of a device's allocator.
-
-    Raises:
-        ArgumentError: a device that does not count its memory.
-    """
+    """Collects garbage, runs a function and records the events of a device's allocator."""
     place = torch.device(device)
     if place.type != "cpu":
         check_counts_memory(place)
@@ -187,10 +181,7 @@ def resident_bytes(
     inputs: Iterable[Tensor] = (),
     block: int = 1,
 ) -> ResidentBytes:
-    """Counts the bytes of a model, its gradients, its optimizer's state and its inputs now.
-
-    Each storage takes whole blocks of so many bytes.
-    """
+    """Counts the bytes that a model and its step hold now, each storage in whole blocks."""
     seen: set[int] = set()
 
     def new_bytes(tensors: Iterable[Tensor]) -> int:
@@ -220,15 +211,7 @@ def _gradients(model: nn.Module) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def cpu_events() -> Iterator[list[tuple[int, int, int]]]:
-    """Yields a list, in the end of the CPU allocator's events: `time.time_ns`, address, bytes.
-
-    torch's C++ logs the first and every thousandth free of an older block, a "memory block of
-    unknown size", on stderr; the level of such lines, TORCH_CPP_LOG_LEVEL, is read when torch is
-    imported.
-
-    Raises:
-        ArgumentError: a block inside of another, or of a profiler.
-    """
+    """Yields a list, in the end of the CPU allocator's events: `time.time_ns`, address, bytes."""
     # torch would let a second profiler begin, and end the first with it
     if is_profiling():
         raise ArgumentError(
@@ -261,10 +244,7 @@ def history_events(entries: Iterable[dict[str, Any]]) -> list[Event]:
 
 
 def storages_of(tensor: Any) -> list[Any]:
-    """Lists a tensor's storages in this process; for a wrapper such as DTensor, of those inside.
-
-    A gradient that was freed has none.
-    """
+    """Lists a tensor's storages in this process; of a wrapper such as DTensor those inside it."""
     if isinstance(tensor, FreedGradient):
         return []
     if is_traceable_wrapper_subclass(tensor):

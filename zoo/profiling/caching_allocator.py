@@ -19,7 +19,6 @@ garbage collection), blocks that other streams use, pools of CUDA graphs. docs/c
 was compared with torch's own allocator.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from zoo.errors import ArgumentError
@@ -95,11 +94,7 @@ class CachingAllocator:
         self.end = 0
 
     def allocate(self, size: int) -> Block:
-        """Returns a block for a request of at least a byte.
-
-        Raises:
-            ArgumentError: the limit leaves no room, also when all is released that is cached.
-        """
+        """Returns a block for a request of at least a byte."""
         need = rounded_up(size, BLOCK)
         cached, least_rest = (self.small, BLOCK) if need <= SMALL else (self.large, SMALL + 1)
         if all(free < need for free in cached.values()):
@@ -168,24 +163,3 @@ class CudaPeaks(NamedTuple):
     allocated: int
     reserved: int
     workspaces: int
-
-
-def replayed(
-    events: Iterable[tuple[int, int]], workspaces: int, limit: int | None = None
-) -> CudaPeaks:
-    """Returns what storages take that come and go in this order; cuBLAS has `workspaces` of it.
-
-    An event is any number for a storage and the bytes that it comes with, 0 where it goes.
-
-    Raises:
-        ArgumentError: the limit leaves no room.
-    """
-    allocator, blocks = CachingAllocator(limit), dict[int, Block]()
-    for storage, size in events:
-        if size:
-            blocks[storage] = allocator.allocate(size)
-        elif storage in blocks:
-            allocator.free(blocks.pop(storage))
-    return CudaPeaks(
-        allocator.requested.peak, allocator.allocated.peak, allocator.reserved.peak, workspaces
-    )

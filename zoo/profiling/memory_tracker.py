@@ -36,9 +36,8 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -66,7 +65,7 @@ from zoo.errors import ArgumentError, shortened
 from zoo.optimizer import in_backward, independence
 from zoo.profiling.allocator_events import cpu_events, storages_of, tensors_in
 from zoo.profiling.optimizer import is_optimizer
-from zoo.profiling.source_location import NOWHERE, Place, Places, is_differentiated
+from zoo.profiling.source_location import UNKNOWN, Location, Locations, is_differentiated
 from zoo.profiling.timeline import WORKSPACE, Allocation, Mark, Timeline
 
 _UNSHAPED = torch.empty(0, device="meta")
@@ -90,7 +89,7 @@ class StorageLifetime:
     saved: bool = False
     resident: bool = False
     phase: str = ""
-    place: Place = NOWHERE
+    location: Location = UNKNOWN
     name: str = ""
     shape: tuple[int, ...] = ()
     dtype: str = ""
@@ -98,14 +97,10 @@ class StorageLifetime:
 
     def allocation(self, start: int, end: int | None) -> Allocation:
         """Returns it as a timeline has it, from one point to another."""
-        category = self.category
-        if not category and self.resident:
-            category = "inputs"
-        elif not category and self.phase == "recompute":
-            category = "recomputed"
-        elif not category:
-            category = "saved activations" if self.saved else "temporaries"
-        origin = (self.phase, *self.place, self.shape, self.dtype, self.name)
+        made = "saved activations" if self.saved else "temporaries"
+        made = "recomputed" if self.phase == "recompute" else made
+        category = self.category or ("inputs" if self.resident else made)
+        origin = (self.phase, *self.location, self.shape, self.dtype, self.name)
         return Allocation(self.bytes, start, end, category, *origin)
 
 
@@ -181,66 +176,63 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self.places = Places(model)
+        self.locations = Locations(model)
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.lives: list[StorageLifetime] = []
-        self.trail: list[tuple[int, str, Place]] = []  # when phase or place changed
+        self.lifetimes: list[StorageLifetime] = []
+        self.trail: list[tuple[int, str, Location]] = []  # when phase or location changed
         self.alive: dict[int, StorageLifetime] = {}
         self.ends: dict[int, weakref.ref[Any]] = {}
-        self.made_by: dict[int, Place] = {}
-        self.phase, self.place, self.is_forward = "", NOWHERE, True
+        self.made_by: dict[int, Location] = {}
+        self.phase, self.location, self.is_forward = "", UNKNOWN, True
         self.task, self.thread = -1, threading.get_ident()
         self.stepping = self.latest = 0
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Records operations and steps of optimizers inside the block."""
-        with ExitStack() as hooks:
-            hooks.enter_context(register_optimizer_step_pre_hook(self._begin_optimizer))
-            hooks.enter_context(register_optimizer_step_post_hook(self._end_optimizer))
-            hooks.enter_context(self._resizing())
-            hooks.enter_context(self._updating())
-            hooks.enter_context(observed(lambda: self.place))
-            hooks.enter_context(self)
+        with (
+            register_optimizer_step_pre_hook(self._begin_optimizer),
+            register_optimizer_step_post_hook(self._end_optimizer),
+            self._resizing(),
+            self._updating(),
+            observed(lambda: self.location),
+            self,
+        ):
             yield
 
     def record_resident(self, optimizer: torch.optim.Optimizer | None, inputs: Any) -> None:
         """Records what is allocated before the block."""
-        for name, parameter in self.model.named_parameters():
-            self._categorize(parameter, "parameters", name)
+        self._categorize("parameters", self.model.named_parameters())
         self.record_states(optimizer)
-        for tensor in tensors_in(inputs):
-            self._categorize(tensor, "inputs")
+        self._categorize("inputs", (("", tensor) for tensor in tensors_in(inputs)))
 
     def record_states(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Records buffers, gradients and the optimizer's state as they are now."""
-        for name, buffer in self.model.named_buffers():
-            self._categorize(buffer, "buffers", name)
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                self._categorize(parameter.grad, "gradients", name)
+        self._categorize("buffers", self.model.named_buffers())
+        self._categorize("gradients", ((n, p.grad) for n, p in self.model.named_parameters()))
         for owner, state in optimizer.state.items() if optimizer is not None else ():
-            for tensor in tensors_in(state):
-                self._categorize(tensor, "optimizer state", self.names.get(id(owner), ""))
+            name = self.names.get(id(owner), "")
+            self._categorize("optimizer state", ((name, tensor) for tensor in tensors_in(state)))
 
     def fill(self, timeline: Timeline, events: Iterable[tuple[int, int, int]] | None) -> None:
         """Fills a timeline; `events` are the allocator's (nanoseconds, address, bytes) or None."""
         # from here on no storage's end is recorded
         self.alive.clear()
         self.ends.clear()
-        for life in self.lives:
+        for life in self.lifetimes:
             if life.name:
-                life.place = self.places.of_module(life.name.rpartition(".")[0], life.place)
+                module = life.name.rpartition(".")[0]
+                life.location = self.locations.of_module(module, life.location)
         timeline.allocator = events is not None
-        lives = self.lives if events is None else [*self.lives, *self._match(events)]
-        births = [(life.born, number) for number, life in enumerate(lives) if not life.resident]
-        deaths = [(life.died, ~n) for n, life in enumerate(lives) if life.died is not None]
+        lifetimes = self.lifetimes if events is None else [*self.lifetimes, *self._match(events)]
+        births = [(life.born, number) for number, life in enumerate(lifetimes) if not life.resident]
+        deaths = [(life.died, ~n) for n, life in enumerate(lifetimes) if life.died is not None]
         changes = sorted([*births, *deaths])
         points = {number: point for point, (_, number) in enumerate(changes, 1)}
         timeline.length = len(changes)
         timeline.allocations = [
             life.allocation(points.get(number, 0), points.get(~number))
-            for number, life in enumerate(lives)
+            for number, life in enumerate(lifetimes)
         ]
         moments = [moment for moment, _ in changes]
         # of several phases at one point only the last one allocated anything
@@ -253,18 +245,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # by far the most frequent call, and no operation
         kwargs = kwargs or {}
-        given = list(_tensors((*args, *kwargs.values())))
+        given = tensors_in((args, kwargs))
         if any(map(is_traceable_wrapper_subclass, given)):
             return NotImplemented  # operations on what it wraps follow
-        place = self._begin_operation(sys._getframe(1))
+        location = self._begin_operation(sys._getframe(1))
         # a replay also reads the engine's own copies
         for tensor in () if is_replaying() else given:
             for storage in storages_of(tensor):
-                self._record(storage, tensor, place, resident=func is not _LIFT)
+                self._record(storage, tensor, location, resident=func is not _LIFT)
         result = func(*args, **kwargs)
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in(result):
             for storage in storages_of(tensor):
-                self._record_result(storage, tensor, place)
+                self._record_result(storage, tensor, location)
         return result
 
     @contextlib.contextmanager
@@ -277,9 +269,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def resized(storage: Any, size: int) -> Any:
             caller = sys._getframe(1)
-            place = self._begin_operation(caller)
+            location = self._begin_operation(caller)
             resize(storage, size)
-            self._record_result(storage, _UNSHAPED, place)
+            self._record_result(storage, _UNSHAPED, location)
             if size and caller.f_globals.get("__name__", "").startswith(_FSDP):
                 self.alive[storage._cdata].category = "parameters"
             return storage
@@ -293,29 +285,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         step_alone = independence.step_alone
 
         def updated(optimizer: Any, group: Any, parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                name = self.names.get(id(parameter), "")
-                self._categorize(parameter.grad, "gradients", name)
+            name = self.names.get(id(parameter), "")
+            self._categorize("gradients", [(name, parameter.grad)])
             step_alone(optimizer, group, parameter)
 
         with mock.patch.object(in_backward, "step_alone", updated):
             yield
 
-    def _record_result(self, storage: Any, tensor: Tensor, place: Place) -> None:
+    def _record_result(self, storage: Any, tensor: Tensor, location: Location) -> None:
         known = self.alive.get(storage._cdata)
         if known is not None and known.bytes != storage.nbytes():
-            self._gone(storage._cdata, known)  # it was resized: another allocation
-        self._record(storage, tensor, place)
+            self._freed(storage._cdata, known)  # it was resized: another allocation
+        self._record(storage, tensor, location)
 
-    def _categorize(self, tensor: Tensor, category: str, name: str = "") -> None:
-        for storage in storages_of(tensor):
-            self._record(storage, tensor, NOWHERE, resident=True)
-            life = self.alive.get(storage._cdata)  # None for a storage without bytes
-            if life is not None and not life.category:
-                life.category, life.name = category, name
+    def _categorize(self, category: str, named: Iterable[tuple[str, Tensor | None]]) -> None:
+        tensors = ((name, tensor) for name, tensor in named if tensor is not None)
+        for name, tensor in tensors:
+            for storage in storages_of(tensor):
+                self._record(storage, tensor, UNKNOWN, resident=True)
+                life = self.alive.get(storage._cdata)  # None for a storage without bytes
+                if life is not None and not life.category:
+                    life.category, life.name = category, name
 
     def _record(
-        self, storage: Any, tensor: Tensor, place: Place, *, resident: bool = False
+        self, storage: Any, tensor: Tensor, location: Location, *, resident: bool = False
     ) -> None:
         key = storage._cdata
         if key in self.alive or not storage.nbytes():
@@ -327,16 +320,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._now(),
             resident=resident,
             phase="before" if resident else self.phase,
-            place=place,
+            location=location,
             shape=tuple(map(int, tensor.shape)),
             dtype=str(tensor.dtype).removeprefix("torch."),
             address=int(storage.data_ptr()) if is_real else 0,
         )
-        self.lives.append(life)
+        self.lifetimes.append(life)
         self.alive[key] = life
-        self.ends[key] = weakref.ref(storage, functools.partial(self._gone, key, life))
+        self.ends[key] = weakref.ref(storage, functools.partial(self._freed, key, life))
 
-    def _gone(self, key: int, life: StorageLifetime, _: Any = None) -> None:
+    def _freed(self, key: int, life: StorageLifetime, _: Any = None) -> None:
         life.died = self._now()
         if self.alive.get(key) is life:
             del self.alive[key], self.ends[key]
@@ -346,23 +339,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.latest = max(self.latest + 1, time.time_ns())
         return self.latest
 
-    def _begin_operation(self, frame: FrameType) -> Place:
+    def _begin_operation(self, frame: FrameType) -> Location:
         """Decides the phase of an operation and returns its source location."""
         task = current_backward()
         if self.task != task and -1 in (self.task, task):
             self._change_task(task)
         if task != -1 and not self._is_recomputation(frame):
-            phase, place = "backward", self._place_of_node()
+            phase, location = "backward", self._location_of_node()
         else:
-            phase, place = "recompute", origin() or self.places.here(frame)
+            phase, location = "recompute", origin() or self.locations.here(frame)
         if task == -1:
-            self.made_by.setdefault(sequence_number() - 1, place)
-            self.is_forward |= self.places.inside
+            self.made_by.setdefault(sequence_number() - 1, location)
+            self.is_forward |= self.locations.inside
             phase = "optimizer" if self.stepping else "forward" if self.is_forward else "other"
-        if phase != self.phase or place is not self.place:
-            self.phase, self.place = phase, place
-            self.trail.append((self._now(), phase, place))
-        return place
+        if phase != self.phase or location is not self.location:
+            self.phase, self.location = phase, location
+            self.trail.append((self._now(), phase, location))
+        return location
 
     def _change_task(self, task: int) -> None:
         self.task, self.is_forward = task, False
@@ -382,12 +375,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         caller = frame if own else sys._current_frames().get(self.thread)
         return is_replaying() or not is_differentiated(caller)
 
-    def _place_of_node(self) -> Place:
+    def _location_of_node(self) -> Location:
         node: Any = current_node()
         name = self.names.get(id(getattr(node, "variable", None)))
         if name is not None:
-            return self.places.of_module(name.rpartition(".")[0])
-        return self.made_by.get(node._sequence_nr(), NOWHERE) if node is not None else NOWHERE
+            return self.locations.of_module(name.rpartition(".")[0])
+        return self.made_by.get(node._sequence_nr(), UNKNOWN) if node is not None else UNKNOWN
 
     def _begin_optimizer(self, optimizer: Any, *_: Any) -> None:
         self.stepping += 1
@@ -399,39 +392,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _match(self, events: Iterable[tuple[int, int, int]]) -> list[StorageLifetime]:
         """Gives each storage the times of its block; returns the blocks of no storage."""
-        blocks: list[StorageLifetime] = []
-        blocks_at: defaultdict[int, list[StorageLifetime]] = defaultdict(list)
-        for moment, address, size in events:
-            at_address = blocks_at[address]
+        workspaces: dict[int, StorageLifetime] = {}
+        alive: dict[int, StorageLifetime] = {}
+        seen = sorted(self.lifetimes, key=lambda life: -life.born)
+        for moment, address, size in (*events, (sys.maxsize, 0, 0)):
+            while seen and seen[-1].born < moment:
+                life = seen.pop()
+                block = alive.get(life.address)
+                if block is not None and id(block) in workspaces and block.bytes >= life.bytes:
+                    life.born, life.died, life.resident = block.born, None, False
+                    alive[life.address] = life
+                    del workspaces[id(block)]
             if size > 0:
-                at_address.append(
-                    StorageLifetime(size, moment, category=WORKSPACE, address=address)
-                )
-                blocks.append(at_address[-1])
-            elif at_address and at_address[-1].died is None:
-                at_address[-1].died = moment
-        taken: set[int] = set()
-        for life in self.lives:
-            at_address = blocks_at[life.address]
-            index = bisect.bisect(at_address, life.born, key=lambda block: block.born) - 1
-            if index < 0:
-                continue
-            block = at_address[index]
-            is_there = block.died is None or block.died >= life.born
-            if block.bytes >= life.bytes and is_there and id(block) not in taken:
-                life.born, life.died, life.resident = block.born, block.died, False
-                taken.add(id(block))
-        workspaces = [block for block in blocks if id(block) not in taken]
-        for block in workspaces:
-            index = bisect.bisect(self.trail, block.born, key=lambda entry: entry[0])
-            _, block.phase, block.place = self.trail[index - 1] if index else (0, "other", NOWHERE)
-        return workspaces
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    # the arguments of operations nest no deeper than lists of tensors
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (part for part in value if isinstance(part, Tensor))
+                block = StorageLifetime(size, moment, category=WORKSPACE, address=address)
+                alive[address] = workspaces[id(block)] = block
+            elif address in alive:
+                alive.pop(address).died = moment
+        trail = [(0, "other", UNKNOWN), *self.trail]
+        for block in workspaces.values():
+            index = bisect.bisect(trail, block.born, key=operator.itemgetter(0)) - 1
+            _, block.phase, block.location = trail[index]
+        return [*workspaces.values()]

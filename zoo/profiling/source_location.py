@@ -31,7 +31,7 @@ _HIDDEN = (_FOLDER(torch.__file__) + os.sep, contextlib.__file__, "<")
 LOOP = "IS_TRAINING_LOOP"
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Block, step, path of the module and "file:line"; each "" where there is none."""
 
     block: str = ""
@@ -40,12 +40,12 @@ class Place(NamedTuple):
     line: str = ""
 
 
-NOWHERE = Place()
+UNKNOWN = Location()
 _UNWRITTEN = Source(0, "")
 
 
-class Places:
-    """Names the places of one model; `inside` says whether the latest frame was in the model."""
+class Locations:
+    """Names the locations of one model; `inside` says whether the latest frame was in the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -54,8 +54,8 @@ class Places:
         self._homes: dict[str, str] = {}
         self._lines: dict[tuple[str, str], str] = {}
 
-    def here(self, frame: FrameType | None) -> Place:
-        """Describes the place of a frame, and sets `inside`."""
+    def here(self, frame: FrameType | None) -> Location:
+        """Describes the location of a frame, and sets `inside`."""
         module = line = below = None
         step, is_cut = "", False
         self.inside = False
@@ -93,11 +93,11 @@ class Places:
         block = "" if home is None else self._block(home)
         if step and path:
             self._homes.setdefault(path, block)
-        return Place(block, step, path, line)
+        return Location(block, step, path, line)
 
-    def of_module(self, path: str, known: Place = NOWHERE) -> Place:
-        """Describes the place of a module that is not running; `known` says more than its path."""
-        return Place(self._homes.get(path) or self._block(path), known.step, path, known.line)
+    def of_module(self, path: str, known: Location = UNKNOWN) -> Location:
+        """Describes the location of an idle module; `known` says more than its path."""
+        return Location(self._homes.get(path) or self._block(path), known.step, path, known.line)
 
     def _block(self, path: str) -> str:
         return block_of(path) or type(self.model).__name__

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.errors import ArgumentError
 from zoo.planner.typed_json import read, read_file, read_json, read_row
-from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, CudaPeaks, replayed
+from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, Block, CachingAllocator, CudaPeaks
 from zoo.report.pictures import plots
 from zoo.units import format_bytes
 
@@ -299,15 +299,21 @@ class Timeline:
         """
         starts = {mark.phase: mark.point for mark in reversed(self.phases)}
         points = [starts[phase] for phase in ("forward", "backward") if phase in starts]
+        storages: list[tuple[int, int | None, int]] = [(p, None, workspace) for p in points]
+        tensors = (a for a in self.allocations if a.category != WORKSPACE)
+        storages += [(a.start, a.end, a.bytes) for a in tensors]
+        numbered = [(number, *storage) for number, storage in enumerate(storages) if storage[2]]
         # a storage is freed before another one comes at the same point
-        events = [(point, 1, (~point, workspace)) for point in points]
-        for number, a in enumerate(self.allocations):
-            if a.category != WORKSPACE:
-                events.append((a.start, 1, (number, a.bytes)))
-                if a.end is not None:
-                    events.append((a.end, 0, (number, 0)))
-        ordered = sorted(events, key=operator.itemgetter(0, 1))
-        return replayed((event for *_, event in ordered), len(points) * workspace, limit)
+        events = [(start, 1, number) for number, start, _, _ in numbered]
+        events += [(end, 0, number) for number, _, end, _ in numbered if end is not None]
+        allocator, blocks = CachingAllocator(limit), dict[int, Block]()
+        for _, comes, number in sorted(events):
+            if comes:
+                blocks[number] = allocator.allocate(storages[number][2])
+            elif number in blocks:
+                allocator.free(blocks.pop(number))
+        counts = (allocator.requested.peak, allocator.allocated.peak, allocator.reserved.peak)
+        return CudaPeaks(*counts, len(points) * workspace)
 
     def to_csv(self) -> str:
         """Writes one row for each point: the point, its phase, the bytes of each category."""
@@ -366,19 +372,15 @@ def compare(timelines: Mapping[str, Timeline], holders: int = 10) -> str:
 
 def _snapshot(allocations: Sequence[Allocation]) -> dict[str, Any]:
     """Returns allocations as torch's snapshot has them: a segment, whose blocks they are."""
-    address, blocks = 0, list[dict[str, Any]]()
-    events = list[tuple[int, dict[str, Any]]]()
+    address, blocks, events = 0, list[dict[str, Any]](), list[tuple[int, dict[str, Any]]]()
     for a in sorted(allocations, key=operator.attrgetter("start")):
         file, _, line = a.line.rpartition(":")
         name = f"{a.category}: {a.place}"
         frames = [{"filename": file, "line": int(line) if line.isdecimal() else 0, "name": name}]
         event = {"addr": address, "size": a.bytes, "stream": 0, "frames": frames}
-        # what the step finds has no event
-        if a.start:
-            events.append((a.start, {"action": "alloc", **event}))
-        if a.end is not None:
-            freed = ("free_requested", "free_completed")
-            events += [(a.end, {"action": action, **event}) for action in freed]
+        actions = ("alloc", a.start), ("free_requested", a.end), ("free_completed", a.end)
+        # what the step finds has no event of its allocation
+        events += [(point, {"action": action, **event}) for action, point in actions if point]
         state = "active_allocated" if a.end is None else "inactive"
         sizes = {"size": a.bytes, "requested_size": a.bytes}
         blocks.append({"address": address, **sizes, "state": state, "frames": frames})
@@ -429,14 +431,10 @@ def _timeline(values: Any) -> Timeline:
     # a curve has a value for each point: no more than the allocations make
     if not 0 <= length <= 2 * len(allocations):
         raise ValueError(f"{len(allocations)} allocations make no {length} events")
-    for allocation in allocations:
-        wrong = [p for p in (allocation.start, allocation.end or 0) if not 0 <= p <= length]
-        if wrong:
-            raise ValueError(f"an allocation is at point {wrong[0]} of {length}")
-    allocations = [
-        replace(a, category=RENAMED[a.category]) if a.category in RENAMED else a
-        for a in allocations
-    ]
+    for point in (point for a in allocations for point in (a.start, a.end or 0)):
+        if not 0 <= point <= length:
+            raise ValueError(f"an allocation is at point {point} of {length}")
+    allocations = [replace(a, category=RENAMED.get(a.category, a.category)) for a in allocations]
     return Timeline(
         stored.title, stored.device, length, stored.allocator, stored.error, phases, allocations
     )

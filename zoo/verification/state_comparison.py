@@ -37,30 +37,30 @@ def record(
 
     `streams` are the states that `read_streams` returns; without `optimizer` its state is left out.
     """
-    state: Record = {}
+    given = (pair for part in inputs for pair in _named("input", part))
+    kinds: dict[str, Iterable[tuple[str, Any]]] = {
+        "output": _named("output", _as_dicts(outputs)),
+        "loss": [("loss", loss)],
+        "input gradient": _gradients(given),
+        "parameter gradient": _gradients(model.named_parameters()),
+        "buffer": model.named_buffers(),
+        "parameter": model.named_parameters(),
+        "optimizer state": _named("state", optimizer.state_dict()["state"] if optimizer else {}),
+        "attribute": _attributes(model),
+        "random state": ((name, _comparable(stream)) for name, stream in streams.items()),
+    }
+    return {(kind, name): value for kind, named in kinds.items() for name, value in named}
 
-    def add(kind: str, named: Iterable[tuple[str, Any]], *, gradients: bool = False) -> None:
-        for name, value in named:
-            if not gradients:
-                state[kind, name] = value
-            elif isinstance(value, Tensor) and value.requires_grad:
-                state[kind, name] = value.grad
 
-    add("output", _named("output", _as_dicts(outputs)))
-    add("loss", [("loss", loss)])
-    for part in inputs:
-        add("input gradient", _named("input", part), gradients=True)
-    add("parameter gradient", model.named_parameters(), gradients=True)
-    add("buffer", model.named_buffers())
-    add("parameter", model.named_parameters())
-    if optimizer is not None:
-        add("optimizer state", _named("state", optimizer.state_dict()["state"]))
-    add("attribute", _attributes(model))
-    for name, stream in streams.items():
-        # NumPy's is a tuple whose array is too long for a repr
-        value = (stream[1].tobytes(), stream[2:]) if name == "numpy" else stream
-        state["random state", name] = value if isinstance(value, Tensor) else repr(value)
-    return state
+def _gradients(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor | None]]:
+    return ((name, v.grad) for name, v in named if isinstance(v, Tensor) and v.requires_grad)
+
+
+def _comparable(stream: Any) -> Any:
+    if isinstance(stream, Tensor):
+        return stream
+    # the repr of NumPy's array leaves most of it out
+    return repr([part.tobytes() if hasattr(part, "tobytes") else part for part in stream])
 
 
 def first_difference(expected: Record, actual: Record, step: int) -> Difference | None:
@@ -112,9 +112,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "a tensor"
-    return "none" if value is None else str(value)
+    return "a tensor" if isinstance(value, Tensor) else "none" if value is None else str(value)
 
 
 def _named(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -171,11 +169,7 @@ def random_state_restored() -> Iterator[dict[str, Any]]:
 
 
 def _streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
-    """Yields each global random stream in use: its name, and what reads and writes its state.
-
-    Raises:
-        ArgumentError: a device in use has a stream that cannot be read and set.
-    """
+    """Yields each global random stream in use: its name, and what reads and writes its state."""
     yield "cpu", torch.get_rng_state, torch.set_rng_state
     yield "python", random.getstate, random.setstate
     for device in devices_in_use():
