@@ -52,8 +52,9 @@ from torch.utils.flop_counter import flop_registry
 import zoo
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
-from zoo.profiling.allocator_events import gradient_addresses, measure_step, tensors_in, trace
+from zoo.profiling.allocator_events import gradient_addresses, measure_step, trace
 from zoo.profiling.chain_profile import Profile
+from zoo.profiling.tensor_spec import tensors_in
 from zoo.tracing.api import steps_of
 
 DRAWN = 50

@@ -71,7 +71,8 @@ import zoo
 from zoo.harness.environment import proc_entry
 from zoo.harness.processes import outcome
 from zoo.harness.training import OPTIMIZERS
-from zoo.profiling.allocator_events import measure_step, tensors_in
+from zoo.profiling.allocator_events import measure_step
+from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.escaping import markdown_table
 from zoo.units import format_bytes
 from zoo.verification.state_comparison import Record, first_difference, read_streams, record

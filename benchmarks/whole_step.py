@@ -29,7 +29,8 @@ from zoo.harness.cells import Cell, Kind, expand
 from zoo.harness.config import read
 from zoo.harness.data import Batch, batches
 from zoo.harness.training import OPTIMIZERS, Training, step_digests
-from zoo.profiling.allocator_events import measure_step, tensors_in
+from zoo.profiling.allocator_events import measure_step
+from zoo.profiling.tensor_spec import tensors_in
 from zoo.units import format_bytes
 
 BUDGETS, EXACT = Path("configs/default.yaml"), Path("configs/quick.yaml")

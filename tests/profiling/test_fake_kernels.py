@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zoo._torch import FakeTensorMode
 from zoo.profiling import fake_kernels
-from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_kernels import result_by_rule
+from zoo.profiling.tensor_spec import tensors_in
 
 aten = torch.ops.aten
 SHAPES = ((2, 4, 6, 8), (2, 4, 6, 1), (2, 4, 1, 1), (2, 4, 6, 8))

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from tests.tracing.models import Net, UNet
 from zoo.invocation import Invocation
-from zoo.tracing.graph import Graph
-from zoo.tracing.tracer import Tracer
+from zoo.tracing.tracer import Graph, Tracer
 
 
 class Keeping(Tracer):  # type: ignore[no-untyped-call]

@@ -21,10 +21,8 @@ from zoo.planner.plan import Plan
 from zoo.profiling.allocator_events import trace
 from zoo.profiling.chain_profile import Profile
 from zoo.tracing.ahead import graph_of
-from zoo.tracing.blocks import block_paths
-from zoo.tracing.graph import tensors_held_by
-from zoo.tracing.partition import Steps, partition
-from zoo.tracing.tracer import Tracer
+from zoo.tracing.partition import Steps, block_paths, partition
+from zoo.tracing.tracer import Tracer, tensors_held_by
 
 every = pytest.mark.parametrize("name", MODELS)
 

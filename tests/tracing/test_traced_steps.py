@@ -16,7 +16,7 @@ from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.planner.plan import Plan
 from zoo.policy.budget import STREAM, BudgetPlanner
-from zoo.profiling.allocator_events import tensors_in
+from zoo.profiling.tensor_spec import tensors_in
 from zoo.sizing.max_size import train_twice
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.api import steps_of

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from tests.tracing.runs import MODELS, Deciding, InPlace, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
-from zoo.tracing.graph import Value
-from zoo.tracing.tracer import Tracer
+from zoo.tracing.tracer import Tracer, Value
 
 
 @pytest.mark.parametrize("name", ["net", "lstm", "in place", "custom"])

@@ -40,7 +40,7 @@ from zoo.profiling.progress import each, shown
 from zoo.profiling.timeline import Timeline
 from zoo.report.escaping import markdown_table
 from zoo.tracing.api import steps_of
-from zoo.tracing.blocks import block_paths
+from zoo.tracing.partition import block_paths
 from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
 from zoo.verification.state_comparison import random_state_restored
 

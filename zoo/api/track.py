@@ -32,11 +32,11 @@ from zoo.invocation import (
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
-from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
 from zoo.profiling.optimizer import MakeOptimizer, made_by
 from zoo.profiling.progress import each, shown
+from zoo.profiling.tensor_spec import tensors_in
 from zoo.profiling.timeline import Timeline, compare
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.api import checkpoint as put_in_force, steps_of

@@ -33,9 +33,9 @@ from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, runner_for
 from zoo.policy.report import PlanReport
-from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.optimizer import MakeOptimizer, check_maker
 from zoo.profiling.progress import each, shown
+from zoo.profiling.tensor_spec import tensors_in
 from zoo.tracing.api import checkpoint as put_in_force, plan_of, uncheckpoint
 from zoo.verification.state_comparison import (
     Record,

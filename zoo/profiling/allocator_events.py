@@ -18,7 +18,6 @@ caching allocator rounds up and reserves, see `torch.accelerator.max_memory_rese
 """
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import operator
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from zoo._torch import allocator_history, is_profiling, is_traceable_wrapper_subclass, pytree
+from zoo._torch import allocator_history, is_profiling
 from zoo.engine.devices import (
     allocated,
     check_counts_memory,
@@ -41,16 +40,14 @@ from zoo.engine.devices import (
     synchronize,
 )
 from zoo.errors import ArgumentError
-from zoo.optimizer.freed_gradient import FreedGradient
 from zoo.profiling.caching_allocator import rounded_up
+from zoo.profiling.tensor_spec import storages_of, tensors_in
 
 # otherwise the profiler writes to stderr that it runs and that there is no GPU
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 # an address, and the bytes allocated there; below 0 where they are freed
 Event = tuple[int, int]
-# what holds no tensor
-VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
 @dataclass(frozen=True)
@@ -241,35 +238,3 @@ def history_events(entries: Iterable[dict[str, Any]]) -> list[Event]:
     signs = {"alloc": 1, "free_requested": -1}
     chosen = (entry for entry in entries if entry["action"] in signs)
     return [(entry["addr"], signs[entry["action"]] * entry["size"]) for entry in chosen]
-
-
-def storages_of(tensor: Any) -> list[Any]:
-    """Lists a tensor's storages in this process; of a wrapper such as DTensor those inside it."""
-    if isinstance(tensor, FreedGradient):
-        return []
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
-        return [storage for part in parts for storage in storages_of(part)]
-    if tensor.layout is torch.strided:
-        return [tensor.untyped_storage()]
-    if tensor.layout is torch.sparse_coo:
-        return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
-    return []
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Lists the tensors in nested containers and dataclasses, or of a single one."""
-    if isinstance(value, Tensor):
-        return [value]
-    if type(value) in (tuple, list):
-        parts = value
-    elif type(value) is dict:
-        parts = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, part.name) for part in dataclasses.fields(value)]
-    else:
-        # it knows all containers, and takes ten times as long
-        parts = [leaf for leaf in pytree.tree_leaves(value) if leaf is not value]
-    parts = (part for part in parts if not isinstance(part, VALUES))
-    return [tensor for part in parts for tensor in tensors_in(part)]

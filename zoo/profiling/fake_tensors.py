@@ -42,7 +42,6 @@ from zoo._torch import (
 )
 from zoo.engine.operators import effects_of
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
-from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_kernels import (
     BATCH_NORM,
     CPU,
@@ -51,7 +50,7 @@ from zoo.profiling.fake_kernels import (
     result_by_rule,
     statistics_type,
 )
-from zoo.profiling.tensor_spec import KernelSpec
+from zoo.profiling.tensor_spec import KernelSpec, tensors_in
 
 # numbers of a constant, at most; who reads more reads data
 MOST = 1 << 12

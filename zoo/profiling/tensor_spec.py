@@ -3,6 +3,7 @@
 From such metadata tensors are made again, fake or real: those that alias share a storage again.
 """
 
+import dataclasses
 import math
 import weakref
 from collections import Counter
@@ -12,9 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zoo._torch import pytree
+from zoo._torch import is_traceable_wrapper_subclass, pytree
 from zoo.engine.operators import CONSTANTS, KERNELS, resolved
+from zoo.optimizer.freed_gradient import FreedGradient
 from zoo.profiling.caching_allocator import rounded_up
+
+# what holds no tensor
+VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
 class TensorSpec(NamedTuple):
@@ -193,3 +198,35 @@ def _fill(tensor: Any) -> None:
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     whole.set_(tensor.untyped_storage())
     whole.fill_(0.5 if tensor.is_floating_point() or tensor.is_complex() else 0)
+
+
+def storages_of(tensor: Any) -> list[Any]:
+    """Lists a tensor's storages in this process; of a wrapper such as DTensor those inside it."""
+    if isinstance(tensor, FreedGradient):
+        return []
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
+        return [storage for part in parts for storage in storages_of(part)]
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
+    return []
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Lists the tensors in nested containers and dataclasses, or of a single one."""
+    if isinstance(value, Tensor):
+        return [value]
+    if type(value) in (tuple, list):
+        parts = value
+    elif type(value) is dict:
+        parts = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, part.name) for part in dataclasses.fields(value)]
+    else:
+        # it knows all containers, and takes ten times as long
+        parts = [leaf for leaf in pytree.tree_leaves(value) if leaf is not value]
+    parts = (part for part in parts if not isinstance(part, VALUES))
+    return [tensor for part in parts for tensor in tensors_in(part)]

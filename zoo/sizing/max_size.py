@@ -33,10 +33,11 @@ from zoo.invocation import (
 from zoo.planner.plan import Plan
 from zoo.policy.budget import only_in_backward
 from zoo.policy.options import Checkpoint
-from zoo.profiling.allocator_events import measure_step, tensors_in
+from zoo.profiling.allocator_events import measure_step
 from zoo.profiling.optimizer import MakeOptimizer
 from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import ends_of, root_of
+from zoo.profiling.tensor_spec import tensors_in
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within
 from zoo.tracing.api import checkpoint as put_in_force

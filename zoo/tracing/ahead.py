@@ -37,14 +37,12 @@ from zoo.invocation import (
     place_of,
     with_loss_errors,
 )
-from zoo.profiling.allocator_events import tensors_in
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, NumbersNeeded, copied
 from zoo.profiling.isolation import isolated
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
-from zoo.profiling.tensor_spec import TensorSpec
-from zoo.tracing.graph import Graph
-from zoo.tracing.tracer import Tracer, plain
+from zoo.profiling.tensor_spec import TensorSpec, tensors_in
+from zoo.tracing.tracer import Graph, Tracer, plain
 
 # on real tensors: bytes of parameters, buffers and inputs, and bytes that kernels return
 LARGEST = 1 << 28

@@ -36,10 +36,8 @@ from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
 from zoo.profiling.progress import shown
 from zoo.tracing.ahead import graph_of
-from zoo.tracing.blocks import check_switches, paths_of
-from zoo.tracing.graph import Graph
-from zoo.tracing.partition import partition
-from zoo.tracing.tracer import Tracer
+from zoo.tracing.partition import check_switches, partition, paths_of
+from zoo.tracing.tracer import Graph, Tracer
 
 # scripts that are kept for inputs of one kind, whose forwards may branch
 MOST_BRANCHES = 8
