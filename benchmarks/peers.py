@@ -68,6 +68,7 @@ from transformers import (
 )
 
 import zoo
+from zoo.engine.devices import read_streams
 from zoo.harness.environment import proc_entry
 from zoo.harness.processes import outcome
 from zoo.harness.training import OPTIMIZERS
@@ -75,7 +76,7 @@ from zoo.profiling.allocator_events import measure_step
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.escaping import markdown_table
 from zoo.units import format_bytes
-from zoo.verification.state_comparison import Record, first_difference, read_streams, record
+from zoo.verification.state_comparison import Record, first_difference, record
 
 STEPS, ROUNDS, TIMEOUT = 3, 3, 1800.0
 RESULTS, PAGE = Path("results/peers.jsonl"), Path(__file__).parents[1] / "docs" / "benchmarks.md"

@@ -30,6 +30,7 @@ from torch import distributed, nn
 from zoo._torch import fake_store
 from zoo.api.track import CopiedStep, mean_of
 from zoo.chain import is_hooked
+from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError, BudgetError, OptimizerError, shortened
 from zoo.invocation import Inputs, Invocation, Loss, check_training, place_of, title_of
 from zoo.planner.plan import Plan
@@ -42,7 +43,6 @@ from zoo.report.escaping import markdown_table
 from zoo.tracing.api import steps_of
 from zoo.tracing.partition import block_paths
 from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
-from zoo.verification.state_comparison import random_state_restored
 
 # for each parameter torch lists all ranks: for so many that takes minutes, for more hours
 MOST_RANKS = 2**16

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zoo._torch import FakeTensorMode
 from zoo.chain import Chain
+from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError
 from zoo.invocation import (
     Inputs,
@@ -41,7 +42,6 @@ from zoo.profiling.timeline import Timeline, compare
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.api import checkpoint as put_in_force, steps_of
 from zoo.tracing.patched_forward import named_steps, runner_of
-from zoo.verification.state_comparison import random_state_restored
 
 # see profiling.source_location
 IS_TRAINING_LOOP = True

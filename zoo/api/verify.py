@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zoo.api.track import optimizer_of, own_copy, train_step
 from zoo.chain import Chain, Outline, Runner, State, fold, step_names
+from zoo.engine.devices import random_state_restored, read_streams, set_streams
 from zoo.engine.references import without_fingerprints
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.errors import ArgumentError, RecomputeError
@@ -37,15 +38,7 @@ from zoo.profiling.optimizer import MakeOptimizer, check_maker
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.tracing.api import checkpoint as put_in_force, plan_of, uncheckpoint
-from zoo.verification.state_comparison import (
-    Record,
-    first_difference,
-    random_state_restored,
-    read_streams,
-    record,
-    same_bits,
-    set_streams,
-)
+from zoo.verification.state_comparison import Record, first_difference, record, same_bits
 from zoo.verification.verdict import Difference, Place, Report
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)

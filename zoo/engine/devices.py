@@ -13,15 +13,20 @@ needs none. Draws that take fewer bytes than a state, as far as they come first 
 kept themselves.
 """
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
+from torch.autograd.profiler import profile
 
-from zoo._torch import DisableTorchDispatch
+from zoo._torch import DisableTorchDispatch, is_profiling
 from zoo.errors import ArgumentError
 
 # bytes of a state of the CPU's generator, and of what stands before and behind its words
@@ -335,3 +340,64 @@ class Streams:
         """Sets each stream as it was before the first kernel."""
         for stream, state in self.before.values():
             stream.set_state(state)
+
+
+def read_streams() -> dict[str, Any]:
+    """Reads the state of every global random stream in use, by name."""
+    return {name: read() for name, read, _ in _global_streams()}
+
+
+def set_streams(states: Mapping[str, Any]) -> None:
+    """Sets the states that `read_streams` read."""
+    for name, _, write in _global_streams():
+        if name in states:
+            write(states[name])
+
+
+@contextlib.contextmanager
+def random_state_restored() -> Iterator[dict[str, Any]]:
+    """Yields the states of all global random streams and restores them at the end."""
+    states = read_streams()
+    try:
+        yield states
+    finally:
+        set_streams(states)
+
+
+def _global_streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+    """Yields each global random stream in use: its name, and what reads and writes its state."""
+    yield "cpu", torch.get_rng_state, torch.set_rng_state
+    yield "python", random.getstate, random.setstate
+    for device in devices_in_use():
+        stream = restorable_stream(device)
+        yield str(device), stream.get_state, stream.set_state
+    if "numpy" in sys.modules:
+        numpy: Any = sys.modules["numpy"].random
+        yield "numpy", numpy.get_state, numpy.set_state
+
+
+@contextlib.contextmanager
+def cpu_events() -> Iterator[list[tuple[int, int, int]]]:
+    """Yields a list, in the end of the CPU allocator's events: `time.time_ns`, address, bytes."""
+    # torch would let a second profiler begin, and end the first with it
+    if is_profiling():
+        raise ArgumentError(
+            "memory on the CPU is measured by torch's profiler, which is at work already: put "
+            "the block outside of it, and not inside of another; where a plan for a budget is "
+            "made at the first step, run that step before"
+        )
+    events: list[tuple[int, int, int]] = []
+    profiler: Any = profile(use_cpu=True, profile_memory=True)
+    try:
+        with profiler:
+            yield events
+    finally:
+        # a stack, since a deep model's backward nests deeper than Python recurses
+        waiting = [*reversed(profiler.kineto_results.experimental_event_tree())]
+        while waiting:
+            event = waiting.pop()
+            waiting.extend(reversed(event.children))
+            fields = event.extra_fields
+            if event.name == "[memory]" and fields.device.type == "cpu":
+                events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        events.sort(key=operator.itemgetter(0))

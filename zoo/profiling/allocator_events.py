@@ -17,10 +17,8 @@ Left out: memory that other libraries allocate by themselves; on an accelerator 
 caching allocator rounds up and reserves, see `torch.accelerator.max_memory_reserved`.
 """
 
-import contextlib
 import gc
 import itertools
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,18 +26,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
 
-from zoo._torch import allocator_history, is_profiling
+from zoo._torch import allocator_history
 from zoo.engine.devices import (
     allocated,
     check_counts_memory,
+    cpu_events,
     indexed,
     peak,
     reset_peak,
     synchronize,
 )
-from zoo.errors import ArgumentError
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.tensor_spec import storages_of, tensors_in
 
@@ -204,33 +201,6 @@ def gradient_addresses(model: nn.Module) -> frozenset[int]:
 
 def _gradients(model: nn.Module) -> Iterator[Tensor]:
     return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-
-
-@contextlib.contextmanager
-def cpu_events() -> Iterator[list[tuple[int, int, int]]]:
-    """Yields a list, in the end of the CPU allocator's events: `time.time_ns`, address, bytes."""
-    # torch would let a second profiler begin, and end the first with it
-    if is_profiling():
-        raise ArgumentError(
-            "memory on the CPU is measured by torch's profiler, which is at work already: put "
-            "the block outside of it, and not inside of another; where a plan for a budget is "
-            "made at the first step, run that step before"
-        )
-    events: list[tuple[int, int, int]] = []
-    profiler: Any = profile(use_cpu=True, profile_memory=True)
-    try:
-        with profiler:
-            yield events
-    finally:
-        # a stack, since a deep model's backward nests deeper than Python recurses
-        waiting = [*reversed(profiler.kineto_results.experimental_event_tree())]
-        while waiting:
-            event = waiting.pop()
-            waiting.extend(reversed(event.children))
-            fields = event.extra_fields
-            if event.name == "[memory]" and fields.device.type == "cpu":
-                events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-        events.sort(key=operator.itemgetter(0))
 
 
 def history_events(entries: Iterable[dict[str, Any]]) -> list[Event]:

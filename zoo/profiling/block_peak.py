@@ -21,12 +21,13 @@ from zoo.engine.devices import (
     allocated,
     check_counts_memory,
     counts_memory,
+    cpu_events,
     devices_in_use,
     peak,
     reset_peak,
     synchronize,
 )
-from zoo.profiling.allocator_events import MemoryTrace, cpu_events
+from zoo.profiling.allocator_events import MemoryTrace
 
 
 @dataclass

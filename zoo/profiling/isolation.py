@@ -25,9 +25,8 @@ import torch
 
 from zoo._torch import active_fake_mode, disable_current_modes, leave_out_compiler
 from zoo.chain import GLOBAL_HOOKS
-from zoo.engine.devices import devices_in_use
+from zoo.engine.devices import devices_in_use, random_state_restored
 from zoo.errors import ZooError
-from zoo.verification.state_comparison import random_state_restored
 
 # what autograd's engine says in a forked process where it has threads for a device
 NO_FORK = "fork-based multiprocessing"

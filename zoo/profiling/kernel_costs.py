@@ -29,17 +29,17 @@ from zoo.engine.devices import (
     accelerator,
     allocated,
     counts_memory,
+    cpu_events,
     indexed,
     peak,
+    random_state_restored,
     reset_peak,
     synchronize,
 )
 from zoo.engine.operators import Settings, read_settings
 from zoo.errors import ArgumentError, nearest, shortened
-from zoo.profiling.allocator_events import cpu_events
 from zoo.profiling.progress import each
 from zoo.profiling.tensor_spec import KernelSpec
-from zoo.verification.state_comparison import random_state_restored
 
 # a quick kernel is timed so often; a slow one only until so many seconds went by
 RUNS = 10

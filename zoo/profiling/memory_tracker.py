@@ -59,11 +59,11 @@ from zoo._torch import (
     queue_callback,
     sequence_number,
 )
+from zoo.engine.devices import cpu_events
 from zoo.engine.recompute import is_replaying, observed, origin
 from zoo.engine.sharded import sharded_modules
 from zoo.errors import ArgumentError, shortened
 from zoo.optimizer import in_backward, independence
-from zoo.profiling.allocator_events import cpu_events
 from zoo.profiling.optimizer import is_optimizer
 from zoo.profiling.source_location import UNKNOWN, Location, Locations, is_differentiated
 from zoo.profiling.tensor_spec import storages_of, tensors_in

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.api.track import optimizer_of, stepping_in_backward, train_step
-from zoo.engine.devices import counts_memory
+from zoo.engine.devices import counts_memory, random_state_restored
 from zoo.errors import ArgumentError, BudgetError, Interrupted
 from zoo.invocation import (
     Inputs,
@@ -42,7 +42,6 @@ from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_poli
 from zoo.sizing.size_search import MOST, largest_within
 from zoo.tracing.api import checkpoint as put_in_force
 from zoo.units import at_least, exact_bytes, format_bytes, format_seconds
-from zoo.verification.state_comparison import random_state_restored
 
 # seconds that a real step may take unless verify=True
 QUICK = 20.0

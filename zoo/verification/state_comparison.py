@@ -4,18 +4,14 @@
 are compared, also those of counters and flags that modules keep, and of random streams.
 """
 
-import contextlib
 import dataclasses
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zoo._torch import pytree
-from zoo.engine.devices import devices_in_use, restorable_stream
 from zoo.verification.verdict import Difference
 
 # what torch's modules have of their own, but for the mode
@@ -144,37 +140,3 @@ def _as_dicts(outputs: Any) -> Any:
         return _as_dicts({part.name: getattr(leaf, part.name) for part in dataclasses.fields(leaf)})
 
     return pytree.tree_map(as_dict, outputs)
-
-
-def read_streams() -> dict[str, Any]:
-    """Reads the state of every global random stream in use, by name."""
-    return {name: read() for name, read, _ in _streams()}
-
-
-def set_streams(states: Mapping[str, Any]) -> None:
-    """Sets the states that `read_streams` read."""
-    for name, _, write in _streams():
-        if name in states:
-            write(states[name])
-
-
-@contextlib.contextmanager
-def random_state_restored() -> Iterator[dict[str, Any]]:
-    """Yields the states of all global random streams and restores them at the end."""
-    states = read_streams()
-    try:
-        yield states
-    finally:
-        set_streams(states)
-
-
-def _streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
-    """Yields each global random stream in use: its name, and what reads and writes its state."""
-    yield "cpu", torch.get_rng_state, torch.set_rng_state
-    yield "python", random.getstate, random.setstate
-    for device in devices_in_use():
-        stream = restorable_stream(device)
-        yield str(device), stream.get_state, stream.set_state
-    if "numpy" in sys.modules:
-        numpy: Any = sys.modules["numpy"].random
-        yield "numpy", numpy.get_state, numpy.set_state
