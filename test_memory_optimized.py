@@ -24,7 +24,7 @@ try:
     from zoo.cli.comparison import in_ranks, is_one_of_many, run_compare
     from zoo.cli.main import exit_code
     from zoo.harness.cells import expand
-    from zoo.harness.config import FRONT, config_folder, read
+    from zoo.harness.config import config_folder, read
     from zoo.harness.worker import work
     from zoo.report.rows import rows
 except ModuleNotFoundError as missing:
@@ -33,16 +33,16 @@ except ModuleNotFoundError as missing:
 except KeyboardInterrupt:
     sys.exit(130)
 
+FILE = "test_memory_optimized.py"
+
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the comparison that a command line asks for and returns the exit code."""
-    if is_one_of_many():
-        return in_ranks(arguments, FRONT, _compared)
-    return _compared(arguments)
 
+    def command() -> int:
+        return exit_code(FILE, lambda: run_compare(arguments, f"python {FILE}"))
 
-def _compared(arguments: Sequence[str]) -> int:
-    return exit_code("test_memory_optimized.py", lambda: run_compare(arguments, FRONT))
+    return in_ranks(command) if is_one_of_many() else command()
 
 
 def pytest_generate_tests(metafunc: Any) -> None:

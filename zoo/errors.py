@@ -98,6 +98,11 @@ def shortened_text(text: str, longest: int = LONGEST) -> str:
     return f"{text[: longest - 3 - end]}...{text[-end:]}"
 
 
+def in_a_line(error: BaseException, longest: int = 10**6) -> str:
+    """Returns the type and the message of an error as one line."""
+    return shortened_text(" ".join(f"{type(error).__name__}: {error}".split()), longest)
+
+
 class _Brief(reprlib.Repr):
     """Writes ten items of each container, to a depth of three."""
 

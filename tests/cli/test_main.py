@@ -56,7 +56,7 @@ def is_understood(arguments, command, monkeypatch):
     monkeypatch.setattr(Parser, "parse", read)
     monkeypatch.setattr("zoo.cli.comparison.run", start)
     # an example names results that the reader has
-    monkeypatch.setattr("zoo.cli.comparison.read_earlier", lambda config: {})
+    monkeypatch.setattr("zoo.cli.comparison.read_earlier", lambda config: None)
     return command(*arguments).code == 130
 
 
@@ -136,7 +136,8 @@ MISTAKES = [
     (["verify", "torch.nn.ReLU", "--input", "2"], "depends on nothing that requires"),
     (["verify", "resnet18", "--checkpoint", "(0-1"], "leaves 1 segment"),
     (["verify", "resnet18", "--size", "32", "--checkpoint", "(0-1) 2"], "covers 3 steps but"),
-    (["verify", "resnet18", "--device", "nowhere"], "--device nowhere cannot be used here"),
+    (["verify", "resnet18", "--device", "nowhere"], "--device: takes cpu or .*; got 'nowhere'"),
+    (["verify", "resnet18", "--device", "mps"], "--device mps cannot be used here"),
     (["verify", "resnet18", "--size", "1", "2", "3"], "--size takes 1 or 2 numbers"),
     (["verify", "resnet18", "--steps", "0"], "--steps: takes a whole number from 1; got '0'"),
     (["verify", "resnet18", "--batches", "2"], "no option --batches. Did you mean --batch-size"),

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from zoo.report.two_runs import TwoRuns
+
 ROOT = Path(__file__).parents[2]
 RUN = "zoo.cli.comparison.run"
 
@@ -45,8 +47,10 @@ def test_exit_code_says_whether_it_was_exact_and_saved_enough(
 
 def test_a_peak_that_has_grown_is_1(front, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(RUN, lambda config, console: [comparison(0.4, "a")])
-    monkeypatch.setattr("zoo.cli.comparison.read_earlier", lambda config: {"subject": {}})
-    monkeypatch.setattr("zoo.cli.comparison.beside", lambda *arguments: None)
+    monkeypatch.setattr("zoo.cli.comparison.read_earlier", lambda config: ("peaks.jsonl", {}))
+    monkeypatch.setattr(
+        "zoo.cli.comparison.beside", lambda *arguments: TwoRuns("", "", (), (), (), ())
+    )
     monkeypatch.setattr("zoo.cli.comparison.has_grown", lambda *arguments: True)
     assert front.main(["quick", "--output", str(tmp_path)]) == 1
 

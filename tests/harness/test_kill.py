@@ -36,13 +36,11 @@ def runs(folder, killed_at):
 def measured(folder, cell):
     with (folder / "ran").open("a") as file:
         file.write(f"{cell.key()}\n")
-    spread = {name: {"median": 1.0, "lower": 1.0, "upper": 1.0} for name in ("baseline", "ratio")}
     return {
         "environment": {},
         "memory": {"peak": 1, "activation_peak": 1},
         "digests": [{"loss": "a"}],
         "step_seconds": {"baseline": [1.0], "checkpointed": [1.0]},
-        "spread": spread | {"checkpointed": spread["baseline"]},
     }
 
 

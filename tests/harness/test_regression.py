@@ -8,16 +8,17 @@ import pytest
 from rich.console import Console
 
 from zoo.errors import ConfigError
-from zoo.harness.cells import KINDS, expand
+from zoo.harness.cells import expand
 from zoo.harness.config import Config, ModelConfig
-from zoo.harness.regression import has_grown, judge, read_earlier, subject
+from zoo.harness.regression import beside, has_grown, read_earlier
+from zoo.harness.results import comparisons
+from zoo.report.two_runs import subject, two_runs
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {"drop_rate": 0.1, "classes": 10})
 CONFIG = Config("mine", (MODEL,), threads=1)
-EVEN = {"median": 1.0, "lower": 1.0, "upper": 1.0}
+NAME = "resnet18 (classes=10, drop_rate=0.1)"
 WHERE = {"torch": "2.14.1", "threads": 1}
 VARIANTS = ("baseline", "checkpointed", "optimizer_in_backward")
-RATIOS = ("ratio", "optimizer_in_backward_ratio")
 
 
 def records(config=CONFIG, peak=1000, **changes):
@@ -30,7 +31,6 @@ def records(config=CONFIG, peak=1000, **changes):
             "status": "done",
             "seconds": 1.0,
             "step_seconds": {variant: [1.0] for variant in VARIANTS},
-            "spread": dict.fromkeys((*VARIANTS, *RATIOS), EVEN),
             "environment": WHERE,
             **({} if kind == "timing" else {"memory": memory(kind, peak)}),
             "digests": [{"loss": "a"}],
@@ -53,8 +53,12 @@ def older(found):
 
 
 def judged(before, after, tolerance=0.01):
-    changes, _ = judge({subject(record): record for record in before}, after, tolerance)
-    return any(change.fault for change in changes), [change.text for change in changes]
+    console = Console(file=io.StringIO(), width=300)
+    runs = two_runs(comparisons(after), comparisons(before), "old.jsonl")
+    failed = has_grown(runs, tolerance, console)
+    *texts, end = console.file.getvalue().splitlines()
+    assert end.startswith("compared with old.jsonl: ")
+    return failed, texts
 
 
 def test_nothing_changed_is_nothing_to_say():
@@ -69,29 +73,40 @@ def test_a_peak_may_grow_by_the_tolerance_and_shrink_at_will(peak, tolerance, fa
     failed, texts = judged(records(), records(peak=peak), tolerance)
     assert failed == fails
     assert len(texts) == 3
-    assert texts[2].startswith("resnet18 optimizer in backward: step peak")
-    assert texts[0].startswith(f"resnet18 baseline: step peak 1000 B → {peak} B, {peak - 1000:+,}")
+    assert texts[2].startswith(f"{NAME} + optimizer in backward: step peak")
+    share = f"{peak / 10 - 100:+.2f} %".replace("-", "−")
+    start = f"{NAME} baseline: step peak 1000 B → {peak} B ({share}), {peak - 1000:+,} bytes"
+    assert texts[0].startswith(start)
     assert ("more than the tolerance" in texts[0]) == fails
 
 
-@pytest.mark.parametrize(
-    ("status", "words"), [("does not fit", "no longer fits"), ("failed", "now fails")]
-)
+@pytest.mark.parametrize(("status", "words"), [("does not fit", "does not fit"), ("failed", "—")])
 def test_a_peak_that_is_not_there_any_more_is_worse(status, words):
     after = records(status=status, reason="why")
     for record in after:
         record.pop("memory", None)
     failed, texts = judged(records(), after)
     assert failed
-    assert texts[0] == f"resnet18 baseline {words}: why"
+    assert f"{NAME} baseline: step peak 1000 B → {words}: why" in texts
+
+
+def test_a_timing_that_alone_does_not_fit_any_more_is_worse():
+    after = records()
+    for record in after:
+        if record["kind"] == "timing":
+            record |= {"status": "does not fit", "reason": "why", "step_seconds": {}}
+    failed, texts = judged(records(), after)
+    assert failed
+    assert texts == [f"{NAME} timing does not fit: why"]
 
 
 def test_what_fits_now_is_said_and_no_fault():
     before = records(status="does not fit", reason="why")
-    assert judged(before, records()) == (
-        False,
-        [f"resnet18 {kind.replace('_', ' ')} fits now" for kind in KINDS],
-    )
+    for record in before:
+        record.pop("memory", None)
+    failed, texts = judged(before, records())
+    assert not failed
+    assert texts[0] == f"{NAME} baseline: step peak does not fit → 1000 B"
 
 
 def test_other_bits_and_surroundings_are_said_and_no_fault():
@@ -99,15 +114,28 @@ def test_other_bits_and_surroundings_are_said_and_no_fault():
     failed, texts = judged(records(), after)
     assert not failed
     assert texts[0] == "measured elsewhere: torch 2.14.1 → 2.15.0"
-    assert texts[1] == "resnet18 baseline: other bits in loss from step 1 on"
+    assert texts[1] == f"{NAME} baseline: other bits in loss from step 1 on"
+    assert judged(records(), records(replace(CONFIG, seed=3), digests=[{"loss": "b"}]))[1] == []
 
 
-@pytest.mark.parametrize(("lower", "said"), [(1.15, 0), (1.25, 4)])
-def test_a_time_is_said_when_the_quartiles_do_not_meet(lower, said):
-    before = records(spread={"ratio": {"median": 1.1, "lower": 1.0, "upper": 1.2}})
-    after = records(spread={"ratio": {"median": 1.3, "lower": lower, "upper": 1.4}})
-    failed, texts = judged(before, after)
+def timed(checkpointed, in_backward=1.0):
+    """Records of five pairs of steps, whose ratios are spread by a tenth around the given ones."""
+    around = [-0.1, -0.05, 0, 0.05, 0.1]
+    seconds = {"checkpointed": checkpointed, "optimizer_in_backward": in_backward}
+    found = {name: [ratio + one for one in around] for name, ratio in seconds.items()}
+    return records(step_seconds={"baseline": [1.0] * 5, **found})
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(1.25, 0), (1.35, 1)])
+def test_a_time_is_said_when_the_quartiles_do_not_meet(ratio, said):
+    failed, texts = judged(timed(1.2), timed(ratio))
     assert (failed, len(texts)) == (False, said)
+
+
+def test_the_time_of_each_variant_is_said():
+    _, texts = judged(timed(1.2, 1.0), timed(1.2, 2.0))
+    name = f"{NAME} + optimizer in backward"
+    assert texts == [f"{name}: step time ×1.00 → ×2.00 (+100.00 %)"]
 
 
 @pytest.mark.parametrize(
@@ -130,8 +158,8 @@ def test_a_run_is_compared_with_the_file_that_its_config_names(tmp_path, peak, w
     path = write(tmp_path / "old.jsonl", [*records(peak=1), *records()])
     config = replace(CONFIG, compare=path)
     console = Console(file=io.StringIO(), width=200)
-    after = dict(zip(KINDS, records(peak=peak), strict=True))
-    assert has_grown(read_earlier(config), [after], path, 0.01, console) == worse
+    runs = beside(comparisons(records(peak=peak)), read_earlier(config))
+    assert has_grown(runs, 0.01, console) == worse
     assert "old.jsonl: 5 peaks, tolerance 1.00%: " in console.file.getvalue()
 
 
@@ -140,31 +168,23 @@ def test_a_file_from_before_the_third_variant_is_compared_with_the_others(tmp_pa
     config = replace(CONFIG, compare=path)
     for peak in (1000, 2000):
         console = Console(file=io.StringIO(), width=200)
-        after = dict(zip(KINDS, records(peak=peak), strict=True))
-        assert has_grown(read_earlier(config), [after], path, 0.01, console) == (peak == 2000)
+        runs = beside(comparisons(records(peak=peak)), read_earlier(config))
+        assert has_grown(runs, 0.01, console) == (peak == 2000)
         printed = console.file.getvalue()
-        assert "resnet18 optimizer in backward was not measured before" in printed
+        assert f"{NAME} + optimizer in backward, 2×32×32 was not measured before" in printed
         assert "old.jsonl: 4 peaks, tolerance 1.00%: " in printed
 
 
 def test_a_run_without_the_third_variant_is_compared_with_one_that_has_it(tmp_path):
     path = write(tmp_path / "old.jsonl", records())
     config = replace(CONFIG, optimizer_in_backward=False, compare=path)
-    after = {record["kind"]: record for record in records(config)}
     console = Console(file=io.StringIO(), width=200)
-    assert not has_grown(read_earlier(config), [after], path, 0.01, console)
+    assert not has_grown(beside(comparisons(records(config)), read_earlier(config)), 0.01, console)
     assert "4 peaks, tolerance 1.00%: nothing worse" in console.file.getvalue()
 
 
-def test_the_time_of_each_variant_is_said():
-    slow = {"median": 2.0, "lower": 1.9, "upper": 2.1}
-    after = records(spread={"ratio": EVEN, "optimizer_in_backward_ratio": slow})
-    _, texts = judged(records()[-1:], after[-1:])
-    assert texts == ["resnet18 timing: step time with the optimizer in the backward ×1.00 → ×2.00"]
-
-
 def test_no_file_to_compare_with_compares_nothing():
-    assert read_earlier(CONFIG) == {}
+    assert read_earlier(CONFIG) is None
 
 
 @pytest.mark.parametrize(
@@ -188,4 +208,4 @@ def test_a_line_that_broke_off_is_passed_over(tmp_path):
     path = tmp_path / "old.jsonl"
     write(path, records())
     path.write_text(path.read_text() + '{"key": "b", "cel')
-    assert len(read_earlier(replace(CONFIG, compare=str(path)))) == 4
+    assert len(read_earlier(replace(CONFIG, compare=str(path))).records) == 4

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from tests.harness.command_line import load
 from tests.report.recorded import WHERE, comparison
 from zoo.errors import LONGEST
 from zoo.harness.cells import KINDS
-from zoo.harness.config import load
 from zoo.harness.results import Results, comparisons, parse
 from zoo.report.html_page import page
 from zoo.report.rows import differences, heading
@@ -28,13 +28,9 @@ def records(name="resnet18", **model):
     shown = {"name": name, "largest_ratio": 1.0, "size": config.size, "arguments": {"classes": 3}}
     given = {"data": config.data, "batch_size": 4, "checkpoint": True, **shown, **model}
     cell = {"device": "cpu", "dtype": "float32", "seed": 0, "steps": 2, "model": given}
-    even = {"median": 1.0, "lower": 1.0, "upper": 1.0}
     found = comparison()
     for kind in KINDS:
         found[kind] |= {"key": f"{given} {kind}", "kind": kind, "cell": cell, "seconds": 1.0}
-    kinds = ("baseline", "checkpointed", "optimizer_in_backward")
-    ratios = ("ratio", "optimizer_in_backward_ratio")
-    found["timing"] |= {"spread": dict.fromkeys((*kinds, *ratios), even)}
     found["timing"] |= {"environment": WHERE}
     return [copy.deepcopy(found[kind]) for kind in KINDS]
 

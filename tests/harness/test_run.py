@@ -21,13 +21,6 @@ MODEL = ModelConfig("resnet18", "photographs", 2, 32, {})
 MEMORY = {"memory": {"peak": 3, "activation_peak": 2}, "digests": [{"loss": "a"}]}
 SECONDS = {
     "step_seconds": {"baseline": [1.0], "checkpointed": [1.2], "optimizer_in_backward": [1.1]},
-    "spread": {
-        name: {"median": value, "lower": value, "upper": value}
-        for name, value in (
-            *(("baseline", 1.0), ("checkpointed", 1.2), ("optimizer_in_backward", 1.1)),
-            *(("ratio", 1.2), ("optimizer_in_backward_ratio", 1.1)),
-        )
-    },
 }
 
 
@@ -190,6 +183,15 @@ def test_progress_is_a_line_per_cell_where_there_is_no_terminal(config, results)
     assert lines[0].startswith("[1/8] resnet18 baseline: step peak 3 B")
     assert lines[2].startswith("[3/8] resnet18 optimizer in backward: step peak 3 B")
     assert "checkpointed 1.20 s, ×1.20, optimizer in backward 1.10 s, ×1.10" in lines[3]
+
+
+def test_the_line_of_a_timing_has_quartiles_from_five_pairs_on(config, results):
+    seconds = {"baseline": [1.0, 2.0, 3.0, 4.0, 5.0], "checkpointed": [2.0, 4.0, 6.0, 4.0, 20.0]}
+    results(lambda cell: {"step_seconds": seconds} if cell.kind == "timing" else MEMORY)
+    console = quiet()
+    run(config, console)
+    line = console.file.getvalue().splitlines()[3]
+    assert "a step takes 3.00 s, checkpointed 4.00 s, ×2.00 [2.00, 2.00] (0 s)" in line
 
 
 @pytest.mark.parametrize(

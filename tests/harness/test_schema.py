@@ -5,8 +5,9 @@ import runpy
 import pytest
 import yaml
 
+from tests.harness.command_line import load
 from zoo.errors import ConfigError
-from zoo.harness.config import MODEL_KEYS, RUN_KEYS, config_folder, load
+from zoo.harness.config import MODEL_KEYS, RUN_KEYS, config_folder
 
 ROOT = config_folder().parent
 WRITER = runpy.run_path(str(ROOT / "docs" / "configs.py"))

@@ -21,9 +21,10 @@ MODEL = ModelConfig("lstm", "stream", 4, 20, SMALL, repeats=3)
 MEASURE = """
 import json, sys
 from zoo.harness.cells import expand
-from zoo.harness.config import load
+from zoo.harness.config import find_config, read
 from zoo.harness.worker import work
-(cells,) = expand(load(["quick", "--model=vnet", "--batch-size=1", f"--threads={sys.argv[1]}"]))
+changes = {"batch_size": 1, "threads": int(sys.argv[1])}
+(cells,) = expand(read(find_config("quick"), ["vnet"], changes))
 kinds = ("baseline", "checkpointed")
 print(json.dumps([work(cells[kind], lambda *_: {})["memory"] for kind in kinds]))
 """
@@ -133,24 +134,11 @@ def test_variants_take_turns_so_that_a_disturbance_hurts_both_alike(monkeypatch)
     result = work(replace(CELLS["timing"], optimizer_in_backward=False))
     assert "".join(order) == "ABBAAB"
     assert result["step_seconds"] == {"baseline": [1, 4, 5], "checkpointed": [2, 3, 6]}
-    assert list(result["spread"]) == ["baseline", "checkpointed", "ratio"]
-
-
-def test_the_spread_of_the_repeats_is_stored_beside_them(monkeypatch):
-    times = iter([1.0, 2.0, 3.0, 8.0, 6.0, 2.0, 4.0, 4.0, 4.0])
-    monkeypatch.setattr(worker, "_seconds", lambda training, batch: next(times))
-    result = work(CELLS["timing"])
-    # A 1, B 2, C 3; C 8, B 6, A 2; A 4, B 4, C 4
-    assert result["spread"]["baseline"] == {"median": 2.0, "lower": 1.5, "upper": 3.0}
-    assert result["spread"]["ratio"] == {"median": 2.0, "lower": 1.5, "upper": 2.5}
-    third = {"median": 3.0, "lower": 2.0, "upper": 3.5}
-    assert result["spread"]["optimizer_in_backward_ratio"] == third
 
 
 def test_what_is_timed_is_the_plan_of_the_cell(monkeypatch):
     plans = []
     monkeypatch.setattr(worker, "_seconds", lambda training, batch: plans.append(plan(training)))
-    monkeypatch.setattr(worker, "_spreads", lambda seconds: {})
     steps = work(CELLS["checkpointed"])["plan"]
     work(replace(CELLS["timing"], plan=steps))
     assert set(plans) == {None, steps}

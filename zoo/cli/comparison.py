@@ -1,16 +1,16 @@
 """`zoo compare`, which `test_memory_optimized.py` runs, too, and `zoo report`.
 
 Under torchrun each process runs a comparison of its own, all at the same time, without exchanging
-gradients: it measures what a plan saves and costs on each device while all are busy.
+gradients, with results in a folder `rank0`, `rank1`, ... of its own: it measures what a plan saves
+and costs on each device while all are busy.
 """
 
 import argparse
 import contextlib
 import io
 import os
-import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from torch import distributed
 from zoo.cli.output import plain_signs
 from zoo.cli.parser import Answer, command
 from zoo.errors import ArgumentError, shortened
-from zoo.harness.config import Config, load
+from zoo.harness.config import KEYS, Config, find_config, option, read
 from zoo.harness.regression import beside, has_grown, read_earlier, read_old
-from zoo.harness.results import Results, comparisons
+from zoo.harness.results import Comparison, Results, comparisons
 from zoo.harness.run import results_of, run
 from zoo.report.html_page import page
 from zoo.report.rows import Row, heading, rows, spread
@@ -31,11 +31,57 @@ from zoo.report.text_report import show, write_report
 from zoo.report.two_runs import TwoRuns, as_entries
 
 
-def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answer:
-    """Runs the comparison of a command line; `program` is what the report names to repeat it."""
-    as_json = "--json" in arguments
-    console = _console(as_json)
-    config = load([argument for argument in arguments if argument != "--json"], program)
+def _options() -> dict[str, str]:
+    """Returns an option for each key of a config."""
+    found = {}
+    for key, schema in KEYS.items():
+        name, is_flag = option(key)
+        text, default = schema["description"], schema.get("default")
+        if is_flag:
+            found[name] = f"do not {text}" if default else text
+        else:
+            found[f"{name} VALUE"] = text if default is None else f"{text}; default {default}"
+    return found
+
+
+COMPARED = {
+    "config CONFIG=default": "a YAML file, or the name of one that is shipped",
+    "--model NAME...": "only these models",
+    **_options(),
+}
+
+
+def load(options: argparse.Namespace) -> Config:
+    """Reads the config that options name; raises ConfigError as `read` does."""
+    given = {}
+    for key in KEYS:
+        name, is_flag = option(key)
+        value = getattr(options, name.removeprefix("--").replace("-", "_"))
+        if value not in (None, False):
+            given[key] = not name.startswith("--no-") if is_flag else value
+    return read(find_config(options.config), options.model or (), given)
+
+
+@command(
+    COMPARED,
+    no="not exact, or saved less than the config says, a cell failed, or a peak has grown since "
+    "--compare",
+)
+def run_compare(options: argparse.Namespace) -> Answer:
+    """Compares training with and without checkpointing: memory, time, exactness.
+
+    Finished measurements are kept; after an interruption the same command goes on from there.
+
+    examples:
+      %(prog)s
+      %(prog)s --model resnet50 densenet121 --batch-size 16 --checkpoint sqrt
+      %(prog)s configs/lstm_wikitext_shape.yaml
+      %(prog)s --compare results-of-last-week.jsonl --tolerance 0.02
+    """
+    console, config = _console(options.json), load(options)
+    if is_one_of_many():
+        output = os.path.join(config.output, f"rank{os.environ['RANK']}")
+        config = replace(config, output=output)
     earlier = read_earlier(config)
     try:
         results = run(config, console)
@@ -43,16 +89,13 @@ def run_compare(arguments: Sequence[str], program: str = "zoo compare") -> Answe
         raise KeyboardInterrupt(
             "interrupted; finished measurements are kept, and the same command goes on from there"
         ) from None
-    line = shlex.join([*program.split(), *arguments])
     folder = Path(config.output) / config.name
-    path = str(config.compare)
-    runs = beside(results, earlier, path) if earlier else None
-    answer = _report(results, config.name, line, folder, console=console, runs=runs)
-    if earlier and has_grown(earlier, results, path, config.tolerance, console):
+    runs = beside(results, earlier) if earlier else None
+    answer = _report(results, runs, folder, options.line, console=console)
+    if runs and has_grown(runs, config.tolerance, console):
         answer = replace(answer, code=1)
-    if as_json:
-        return answer.as_json()
-    console.print(f"results: {results_of(config).path}", soft_wrap=True)
+    if not options.json:
+        console.print(f"results: {results_of(config).path}", soft_wrap=True)
     return answer
 
 
@@ -77,21 +120,26 @@ def run_report(options: argparse.Namespace) -> Answer:
     console = _console(options.json)
     told: dict[str, Any] = {"style": "yellow", "markup": False, "highlight": False}
     passed_over: list[str] = []
-    earlier = read_old(options.compare, passed_over.append) if options.compare else {}
-    answers = []
-    for path in _result_files(Path(options.path)):
-        results = comparisons(Results(path).read(passed_over.append).values())
+    earlier = read_old(options.compare, passed_over.append) if options.compare else None
+    path, answers = Path(options.path), []
+    # a Path's own fails where the name is too long for any file
+    files = [path] if os.path.isfile(path) else sorted(path.glob("*.jsonl"))
+    if not files:
+        raise ArgumentError(
+            f"there are no results in {shortened(str(path))}; give the folder or file that "
+            "`zoo compare` names at its end"
+        )
+    for file in files:
+        results = comparisons(Results(file).read(passed_over.append).values())
         if not results:
-            raise ArgumentError(f"{shortened(str(path))} holds no results of a comparison")
-        runs = beside(results, earlier, options.compare) if earlier else None
+            raise ArgumentError(f"{shortened(str(file))} holds no results of a comparison")
         while passed_over:
             console.print(passed_over.pop(0), soft_wrap=True, **told)
-        folder = Path(options.output or path.parent) / path.stem
-        asked = ["--compare", options.compare] if earlier else []
-        line = shlex.join(["zoo", "report", options.path, *asked])
-        answers.append(_report(results, path.stem, line, folder, console=console, runs=runs))
-        if earlier:
-            has_grown(earlier, results, options.compare, Config.tolerance, console)
+        folder = Path(options.output or file.parent) / file.stem
+        runs = beside(results, earlier) if earlier else None
+        answers.append(_report(results, runs, folder, options.line, console=console))
+        if runs:
+            has_grown(runs, Config.tolerance, console)
     return Answer(
         "\n".join(answer.text for answer in answers),
         [answer.data for answer in answers],
@@ -99,29 +147,16 @@ def run_report(options: argparse.Namespace) -> Answer:
     )
 
 
-def _result_files(path: Path) -> list[Path]:
-    if os.path.isfile(path):  # a Path's own fails where the name is too long for any file
-        return [path]
-    files = sorted(path.glob("*.jsonl"))
-    if not files:
-        raise ArgumentError(
-            f"there are no results in {shortened(str(path))}; give the folder or file that "
-            "`zoo compare` names at its end"
-        )
-    return files
-
-
 def _report(
-    comparisons: Sequence[Mapping[str, Any]],
-    name: str,
-    line: str,
+    comparisons: Sequence[Comparison],
+    runs: TwoRuns | None,
     folder: Path,
+    line: str,
     *,
     console: Console,
-    runs: TwoRuns | None,
 ) -> Answer:
     """Prints a comparison, writes its report, and returns its rows; code 1 if one has a fault."""
-    table, title = rows(comparisons), heading(comparisons, name, line)
+    table, title = rows(comparisons), heading(comparisons, folder.name, line)
     show(table, title.title, console)
     try:
         write_report(table, title, folder, runs)
@@ -132,7 +167,7 @@ def _report(
             f"{shortened(str(folder))} cannot be written: {error.strerror}; the results are kept, "
             "and zoo report writes the report, --output FOLDER elsewhere"
         ) from error
-    data = {"name": name, "report": str(path), "rows": list(map(_row_data, table))}
+    data = {"name": folder.name, "report": str(path), "rows": list(map(_row_data, table))}
     if runs is not None:
         data["compared"] = as_entries(runs)
     return Answer(f"report:  {path}", data, int(any(row.faults for row in table)))
@@ -168,11 +203,10 @@ def is_one_of_many() -> bool:
 
 
 @plain_signs()
-def in_ranks(arguments: Sequence[str], program: str, main: Callable[[Sequence[str]], int]) -> int:
-    """Runs a command in each process, with results in a folder `rank0`, `rank1`, ... of its own.
+def in_ranks(command: Callable[[], int]) -> int:
+    """Runs a command in each process and returns the largest exit code.
 
-    The first process shows its progress; the output of the others comes at the end. Returns the
-    largest exit code.
+    The first process shows its progress; the output of the others comes at the end.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.setdefault("LOCAL_RANK", str(rank))
@@ -183,7 +217,7 @@ def in_ranks(arguments: Sequence[str], program: str, main: Callable[[Sequence[st
             print(f"rank 0 of {world}; each trains by itself, all at the same time", flush=True)
         out, err = (printed, printed) if rank else (sys.stdout, sys.stderr)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(_in_folder(arguments, program, rank))
+            code = command()
         gathered: list[tuple[int, str]] = [(0, "")] * world
         distributed.all_gather_object(gathered, (code, printed.getvalue()))
         if rank == 0:
@@ -194,12 +228,3 @@ def in_ranks(arguments: Sequence[str], program: str, main: Callable[[Sequence[st
     finally:
         distributed.destroy_process_group()
     return max(code for code, _ in gathered)
-
-
-def _in_folder(arguments: Sequence[str], program: str, rank: int) -> list[str]:
-    """Adds the folder of a rank's results, inside the one that the arguments name."""
-    try:
-        output = load([word for word in arguments if word != "--json"], program).output
-    except BaseException:  # the command itself will say what is wrong
-        return list(arguments)
-    return [*arguments, "--output", os.path.join(output, f"rank{rank}")]

@@ -17,11 +17,15 @@ INTERRUPTED = 130
 
 
 def end_on_interrupt() -> None:
-    """Makes Ctrl-C end the process with exit code 130, if it is the `zoo` command."""
+    """Makes Ctrl-C end the process with exit code 130, if it was started as the `zoo` command."""
+    # a process that the command starts has its sys.argv, but its own orig_argv
+    started = "".join(sys.orig_argv[-len(sys.argv) :][:1])
+    # -m until the module is found
+    is_command = sys.argv[:1] in (["-m"], [started]) and Path(started).stem in ("zoo", "-mzoo")
     is_main = threading.current_thread() is threading.main_thread()
     # a shell has its background jobs ignore SIGINT
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_main and is_default and _is_command() and not os.environ.get("ZOO_TRACEBACK"):
+    if is_command and is_main and is_default and not os.environ.get("ZOO_TRACEBACK"):
         signal.signal(signal.SIGINT, _end)
 
 
@@ -29,15 +33,6 @@ def raise_on_interrupt() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _is_command() -> bool:
-    """Returns whether the process was started as `python -m zoo` or by the `zoo` script."""
-    # a process that the command starts has its sys.argv, but its own orig_argv
-    started = "".join(sys.orig_argv[-len(sys.argv) :][:1])
-    if sys.argv[:1] == ["-m"]:  # until the module is found
-        return started in ("zoo", "-mzoo")
-    return sys.argv[:1] == [started] and Path(started).stem == "zoo"
 
 
 def _end(*_: object) -> None:

@@ -8,7 +8,6 @@
 A command is imported when it is run: most need none of the optional packages.
 """
 
-import contextlib
 import errno
 import gc
 import importlib
@@ -19,10 +18,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zoo.cli.interrupts import INTERRUPTED
-from zoo.cli.model_spec import in_a_line
-from zoo.cli.output import plain_signs, print_answer, prints_to_stderr, redirect_prints
+from zoo.cli.output import plain_signs, print_answer, redirect_prints
 from zoo.cli.parser import Answer
-from zoo.errors import ArgumentError, BudgetError, RecomputeError, ZooError, nearest, shortened
+from zoo.errors import (
+    ArgumentError,
+    BudgetError,
+    RecomputeError,
+    ZooError,
+    in_a_line,
+    nearest,
+    shortened,
+)
 from zoo.version import __version__
 
 # each with its module and a summary
@@ -63,8 +69,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     is_json = "--json" in rest and not {"-h", "--help"} & set(rest)
 
     def command() -> Answer:
-        with prints_to_stderr() if is_json else contextlib.nullcontext():
+        restore = redirect_prints() if is_json else None
+        try:
             return _answer(name, rest)
+        finally:
+            if restore is not None:
+                restore()
 
     code = exit_code(f"zoo {name}" if name in COMMANDS else "zoo", command)
     if arguments is None and is_json:
@@ -93,8 +103,7 @@ def exit_code(program: str, command: Callable[[], Answer]) -> int:
 
 def _answer(name: str, arguments: Sequence[str]) -> Answer:
     if name in ("-h", "--help", "help"):
-        width = max(map(len, COMMANDS))
-        listed = (f"  {command:<{width}}  {text}" for command, (_, text) in COMMANDS.items())
+        listed = (f"  {command:<9}  {text}" for command, (_, text) in COMMANDS.items())
         return Answer(USAGE.format(commands="\n".join(listed)))
     if name == "--version":
         return Answer(f"zoo {__version__}")
@@ -115,7 +124,7 @@ def _verdict(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ZooError):
         return str(error), 1 if isinstance(error, BudgetError | RecomputeError) else 2
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return f"out of memory: {in_a_line(error)}", 1
+        return f"out of memory: {in_a_line(error, 300)}", 1
     if isinstance(error, ModuleNotFoundError):
         return f"this needs {error.name}: pip install 'zoo-checkpoint[compare]'", 2
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -123,4 +132,4 @@ def _verdict(error: BaseException) -> tuple[str, int]:
         name = shortened(error.filename) if error.filename else "stdout"
         return f"{name} cannot be written: {error.strerror}; make room, then go on", 2
     # nearly always raised by the model's own forward, for inputs that it cannot take
-    return f"{in_a_line(error)}; ZOO_TRACEBACK=1 shows where it comes from", 2
+    return f"{in_a_line(error, 300)}; ZOO_TRACEBACK=1 shows where it comes from", 2

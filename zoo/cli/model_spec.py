@@ -23,7 +23,15 @@ from torch import nn
 
 from zoo.catalog import create, list_models, model_arguments
 from zoo.cli.values import InputSpec
-from zoo.errors import ArgumentError, ModelNameError, ZooError, nearest, shortened, shortened_text
+from zoo.errors import (
+    ArgumentError,
+    ModelNameError,
+    ZooError,
+    in_a_line,
+    nearest,
+    shortened,
+    shortened_text,
+)
 from zoo.harness.recipes import recipe
 from zoo.invocation import Inputs
 from zoo.profiling.progress import shown
@@ -46,18 +54,14 @@ class ModelSpec:
     batch_axis: int = 0
 
     def build(self) -> nn.Module:
-        """Builds the model, in training mode.
-
-        Raises:
-            ArgumentError: it cannot be built, or is no module.
-        """
+        """Builds the model, in training mode; ArgumentError if it cannot be built, or is none."""
         try:
             with shown(f"building {self.name}"), working_folder_first():
                 model = self.make()
         except ZooError:
             raise
         except Exception as error:
-            raise ArgumentError(f"{self.name} cannot be built: {in_a_line(error)}") from error
+            raise ArgumentError(f"{self.name} cannot be built: {in_a_line(error, 300)}") from error
         if not isinstance(model, nn.Module):
             made = type(model).__name__
             raise ArgumentError(f"{self.name} makes no torch.nn.Module but a value of type {made}")
@@ -65,12 +69,10 @@ class ModelSpec:
 
     def build_on_meta(self) -> nn.Module:
         """Builds the model on the meta device, or with memory if its code does not run there."""
-        try:
-            with torch.device("meta"):
-                return self.build()
-        except ZooError:
-            # such as one that reads a number from a tensor as it is built
+        # such as one that reads a number from a tensor as it is built does not
+        with contextlib.suppress(ZooError), torch.device("meta"):
             return self.build()
+        return self.build()
 
     def build_unwritten(self) -> nn.Module:
         """Builds the model on the CPU with parameters that are never written and take no memory.
@@ -79,13 +81,14 @@ class ModelSpec:
         """
         model = self.build_on_meta()
         on_cpu: dict[int, Any] = {}
-        for parameter in model.parameters():
-            if parameter.is_meta:
-                empty = torch.empty_like(parameter, device="cpu")
-                on_cpu[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-        for buffer in model.buffers():
-            if buffer.is_meta:
-                on_cpu[id(buffer)] = torch.zeros_like(buffer, device="cpu")
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                empty = torch.empty_like(tensor, device="cpu")
+                on_cpu[id(tensor)] = nn.Parameter(empty, tensor.requires_grad)
+            else:
+                on_cpu[id(tensor)] = torch.zeros_like(tensor, device="cpu")
         # unlike Module.to_empty this keeps tied weights tied
         return copy.deepcopy(model, on_cpu)
 
@@ -117,12 +120,6 @@ def model_spec(options: argparse.Namespace, batch_size: int | None = None) -> Mo
     """
     name, (positional, named) = options.model, _arguments(options.args or [])
     if "." not in name and ":" not in name:
-        if name not in list_models():
-            raise ModelNameError(
-                f"there is no model {shortened(name)}.{nearest(name, list_models())} "
-                "`zoo list` shows all; of another package, give the import path: "
-                "timm.create_model --args resnet50"
-            )
         return _of_catalog(options, positional, named, batch_size)
     if options.size or options.batch_size or not options.input:
         raise ArgumentError(
@@ -137,23 +134,26 @@ def model_spec(options: argparse.Namespace, batch_size: int | None = None) -> Mo
 
 
 def _of_catalog(
-    options: argparse.Namespace,
-    positional: Sequence[Any],
-    named: Mapping[str, Any],
-    batch_size: int | None,
+    options: argparse.Namespace, positional: list[Any], named: dict[str, Any], count: int | None
 ) -> ModelSpec:
-    name, data = options.model, recipe(options.model)["data"]
+    name = options.model
+    if name not in list_models():
+        raise ModelNameError(
+            f"there is no model {shortened(name)}.{nearest(name, list_models())} "
+            "`zoo list` shows all; of another package, give the import path: "
+            "timm.create_model --args resnet50"
+        )
     if positional:
         raise ArgumentError(
             f"--args of {name} have names: classes=10; got {shortened(positional[0])}"
         )
     if options.input and (options.size or options.batch_size):
         raise ArgumentError("--input includes --size and --batch-size; give it alone")
-    arguments = _with_defaults(name, named)
+    arguments, data = _with_defaults(name, named), recipe(name)["data"]
     if options.input:
         inputs = _with_targets(options.input, data, arguments)
     else:
-        inputs = usual_inputs(name, named, options.batch_size or batch_size, options.size)
+        inputs = usual_inputs(name, named, options.batch_size or count, options.size)
     if "image_size" in arguments and "image_size" not in named and inputs[0] is not None:
         named = {**named, "image_size": inputs[0].shape[-1]}
     return ModelSpec(name, lambda: create(name, **named), inputs, int(data == "stream"))
@@ -189,13 +189,12 @@ def _with_targets(
     """Makes the inputs of a language model integers; tokens alone get targets of their shape."""
     if data not in ("text", "stream"):
         return tuple(inputs)
-    tokens = [
+    tokens = tuple(
         spec and replace(spec, dtype=spec.dtype or torch.int64, below=arguments["vocabulary"])
         for spec in inputs
-    ]
-    if len(tokens) > 1:
-        return tuple(tokens)
-    return (*tokens, *tokens) if data == "text" else (*tokens, None, *tokens)
+    )
+    between = (None,) if data == "stream" else ()
+    return tokens if len(tokens) > 1 else (*tokens, *between, *tokens)
 
 
 @contextlib.contextmanager
@@ -207,11 +206,6 @@ def working_folder_first() -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
-
-
-def in_a_line(error: BaseException) -> str:
-    """Returns an error of another library as one line of at most 300 characters."""
-    return shortened_text(" ".join(f"{type(error).__name__}: {error}".split()), 300)
 
 
 def _arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
@@ -227,12 +221,9 @@ def _arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _literal(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        return ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
+    return text
 
 
 def _imported(path: str) -> Any:
@@ -265,12 +256,10 @@ def _module(name: str, path: str) -> Any:
         return importlib.import_module(name)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        importing = f"importing {shortened_text(name)}"
-        if missing is None:
-            reason = f"{importing} fails: {in_a_line(error)}"
-        elif f"{name}.".startswith(f"{missing}."):
+        reason = f"importing {shortened_text(name)} fails: {in_a_line(error, 300)}"
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
             near = nearest(missing, (entry.name for entry in pkgutil.iter_modules()))
             reason = f"there is no module {shortened(missing)} here.{near}"
-        else:
-            reason = f"{importing} needs {missing}"
+        elif missing is not None:
+            reason = f"importing {shortened_text(name)} needs {missing}"
         raise ArgumentError(f"{shortened_text(path)}: {reason}") from error

@@ -16,11 +16,11 @@ import zoo.catalog
 from zoo._torch import FakeTensorMode
 from zoo.catalog import list_models, model_arguments
 from zoo.chain import Chain
-from zoo.cli.model_spec import ModelSpec, model_spec, usual_inputs
+from zoo.cli.model_spec import model_spec, usual_inputs
 from zoo.cli.parser import MODEL, Answer, command
 from zoo.cli.values import shapes, shapes_text
 from zoo.errors import ArgumentError, nearest, shortened
-from zoo.invocation import Inputs, Invocation
+from zoo.invocation import Invocation
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.chain_axis import block_name
 from zoo.report.escaping import markdown_table
@@ -80,29 +80,46 @@ def run_info(options: argparse.Namespace) -> Answer:
     """
     spec = model_spec(options)
     model = spec.build_on_meta()
-    parts, reason = parts_of(model, spec.inputs_on("meta"))
-    summary = {**_summary(spec, model), "reason": reason}
-    named = ", ".join(f"{name}={value!r}" for name, value in summary["arguments"].items())
-    texts = (
-        _heading(summary, parts),
-        _table(parts if options.steps else _by_block(parts)),
-        reason,
-        named and f"--args {named}",
-    )
-    data = {**summary, "parts": [asdict(part) for part in parts]}
-    return Answer("\n\n".join(filter(None, texts)), data)
-
-
-def parts_of(model: nn.Module, inputs: Inputs) -> tuple[list[Part], str | None]:
-    """Runs a forward without gradients; returns the steps of a model in order, and None.
-
-    A module that cannot be traced has its children returned instead, and the reason.
-    """
-    invocation = Invocation.of(inputs)
+    invocation, reason = Invocation.of(spec.inputs_on("meta")), None
     try:
-        return _steps(model, steps_of(model, invocation)), None
+        parts, noun = _steps(model, steps_of(model, invocation)), "steps"
     except TraceError as error:
-        return _children(model, invocation, error), str(error)
+        parts, noun, reason = _children(model, invocation, error), "children", str(error)
+    parameters = list(model.parameters())
+    known = model_arguments(spec.name) if spec.name in list_models() else {}
+    arguments = {name: _default(argument) for name, argument in known.items()}
+    data: dict[str, Any] = {
+        "name": spec.name,
+        "kind": type(model).__name__,
+        "is_chain": isinstance(model, Chain),
+        "inputs": shapes(spec.inputs),
+        "parameters": _count(parameters),
+        "trained_parameters": _count(p for p in parameters if p.requires_grad),
+        "parameter_bytes": sum(parameter.nbytes for parameter in parameters),
+        "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
+        "arguments": arguments,
+        "reason": reason,
+        "parts": [asdict(part) for part in parts],
+    }
+    heading = (
+        f"{spec.name}: {'chain' if data['is_chain'] else 'module'} {data['kind']} on "
+        f"{shapes_text(shapes(spec.inputs))}\n"
+        f"{_count(parameters):,} parameters ({format_bytes(data['parameter_bytes'])}), "
+        f"buffers {format_bytes(data['buffer_bytes'])}, "
+        f"{len(parts)} {noun} in {len({part.block for part in parts})} blocks"
+    )
+    named = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    rows = [
+        (
+            f"{part.name}{f' ({part.steps} steps)' if part.steps > 1 else ''}",
+            shapes_text(part.shapes) or "-",
+            f"{part.parameters:,}",
+        )
+        for part in (parts if options.steps else _by_block(parts))
+    ]
+    table = markdown_table(("step", "outputs", "parameters"), rows)
+    texts = (heading, table, reason, named and f"--args {named}")
+    return Answer("\n\n".join(filter(None, texts)), data)
 
 
 class _UsedParameters(TorchFunctionMode):
@@ -138,8 +155,7 @@ def _steps(model: nn.Module, found: Steps) -> list[Part]:
 def _children(model: nn.Module, invocation: Invocation, untraceable: TraceError) -> list[Part]:
     """Returns the children in the order of their first calls, then those that were not called."""
     outputs: dict[str, Any] = {}
-    children = dict(model.named_children())
-    names = {child: name for name, child in children.items()}
+    names = {child: name for name, child in model.named_children()}
 
     def record(module: nn.Module, inputs: Any, output: Any) -> None:
         if module in names:
@@ -156,8 +172,8 @@ def _children(model: nn.Module, invocation: Invocation, untraceable: TraceError)
     finally:
         handle.remove()
     parts, known = [], set[nn.Parameter]()
-    for block, name in enumerate(dict.fromkeys([*outputs, *children])):
-        new = set(children[name].parameters()) - known
+    for block, name in enumerate(dict.fromkeys([*outputs, *names.values()])):
+        new = set(model.get_submodule(name).parameters()) - known
         known |= new
         parts.append(Part(name, block, outputs.get(name, ()), _count(new)))
     return parts
@@ -171,48 +187,9 @@ def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
 
 
-def _summary(spec: ModelSpec, model: nn.Module) -> dict[str, Any]:
-    arguments = model_arguments(spec.name) if spec.name in list_models() else {}
-    parameters = list(model.parameters())
-    return {
-        "name": spec.name,
-        "kind": type(model).__name__,
-        "is_chain": isinstance(model, Chain),
-        "inputs": shapes(spec.inputs),
-        "parameters": _count(parameters),
-        "trained_parameters": _count(p for p in parameters if p.requires_grad),
-        "parameter_bytes": sum(parameter.nbytes for parameter in parameters),
-        "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
-        "arguments": {name: _default(argument) for name, argument in arguments.items()},
-    }
-
-
 def _default(argument: inspect.Parameter) -> Any:
     value = None if argument.default is inspect.Parameter.empty else argument.default
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
-
-
-def _heading(summary: dict[str, Any], parts: Sequence[Part]) -> str:
-    base = "chain" if summary["is_chain"] else "module"
-    noun = "steps" if summary["reason"] is None else "children"
-    return (
-        f"{summary['name']}: {base} {summary['kind']} on {shapes_text(summary['inputs'])}\n"
-        f"{summary['parameters']:,} parameters ({format_bytes(summary['parameter_bytes'])}), "
-        f"buffers {format_bytes(summary['buffer_bytes'])}, "
-        f"{len(parts)} {noun} in {len({part.block for part in parts})} blocks"
-    )
-
-
-def _table(parts: Sequence[Part]) -> str:
-    rows = [
-        (
-            f"{part.name}{f' ({part.steps} steps)' if part.steps > 1 else ''}",
-            shapes_text(part.shapes) or "-",
-            f"{part.parameters:,}",
-        )
-        for part in parts
-    ]
-    return markdown_table(("step", "outputs", "parameters"), rows)
 
 
 def _by_block(parts: Sequence[Part]) -> list[Part]:

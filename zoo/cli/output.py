@@ -17,28 +17,18 @@ PLAIN = {
 
 
 def print_answer(text: str) -> None:
-    """Prints an answer; a reader such as `head` may close the pipe before its end.
-
-    Raises:
-        ArgumentError: stdout cannot be written.
-    """
+    """Prints an answer; a reader such as `head` may close the pipe before its end."""
     try:
         print(text, end="\n" if text else "", flush=True)
     except OSError as error:
         # or Python raises when it flushes stdout as it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            raise ArgumentError(
-                f"stdout cannot be written: {error.strerror}; make room, then go on"
-            ) from error
+            raise
 
 
 def write(path: str | None, save: Callable[[str], object]) -> None:
-    """Calls `save` with the path of a file, if one is given.
-
-    Raises:
-        ArgumentError: the file cannot be written.
-    """
+    """Calls `save` with the path of a file, if one is given; ArgumentError if it cannot write."""
     if path is not None:
         try:
             save(path)
@@ -55,14 +45,11 @@ def plain_signs() -> Iterator[None]:
     raises = before == "strict" or (
         before == "surrogateescape" and codecs.lookup(stream.encoding).name != "utf-8"
     )
-    if not raises or not hasattr(stream, "reconfigure"):
+    with contextlib.ExitStack() as undo:
+        if raises and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="zoo.plain")
+            undo.callback(stream.reconfigure, errors=before)
         yield
-        return
-    stream.reconfigure(errors="zoo.plain")
-    try:
-        yield
-    finally:
-        stream.reconfigure(errors=before)
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
@@ -75,35 +62,22 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("zoo.plain", _plain)
 
 
-@contextlib.contextmanager
-def prints_to_stderr() -> Iterator[None]:
-    """Sends to stderr what Python, libraries in C and other programs print to stdout."""
-    out, descriptors = sys.stdout, _descriptors()
-    original = os.dup(descriptors[0]) if descriptors else None
-    redirect_prints()
+def redirect_prints() -> Callable[[], None]:
+    """Sends to stderr what Python, libraries in C and others print; returns what ends that."""
+    out, sys.stdout = sys.stdout, sys.stderr
     try:
-        yield
-    finally:
+        printed, told = out.fileno(), sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # they are no files
+        return lambda: setattr(sys, "stdout", out)
+    out.flush()
+    original = os.dup(printed)
+    os.dup2(told, printed)
+
+    def restore() -> None:
         sys.stdout = out
-        if descriptors and original is not None:
-            # buffered text goes to stderr, too
-            out.flush()
-            os.dup2(original, descriptors[0])
-            os.close(original)
+        # buffered text goes to stderr, too
+        out.flush()
+        os.dup2(original, printed)
+        os.close(original)
 
-
-def redirect_prints() -> None:
-    """Sends to stderr what is printed until the process ends."""
-    descriptors = _descriptors()
-    if descriptors:
-        sys.stdout.flush()
-        os.dup2(descriptors[1], descriptors[0])
-    sys.stdout = sys.stderr
-
-
-def _descriptors() -> tuple[int, int] | None:
-    """Returns the descriptors of stdout and stderr; None where they are not files."""
-    try:
-        return sys.stdout.fileno(), sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):
-        return None
+    return restore

@@ -9,14 +9,15 @@ import functools
 import inspect
 import json
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
 from zoo.api.plan import STRATEGIES
-from zoo.cli.values import count, file, number, picture, plan, ratio, shape, size
+from zoo.cli import values
 from zoo.errors import LONGEST, ArgumentError, ZooError, nearest, shortened, shortened_text
 from zoo.profiling.optimizer import MakeOptimizer
 
@@ -28,17 +29,19 @@ OPTIMIZERS: dict[str, MakeOptimizer | None] = {
 }
 # what argparse is told about the value of an option, by its metavar; any other is text
 METAVARS: dict[str, dict[str, Any]] = {
-    "AXIS": {"type": number},
-    "COUNT": {"type": count},
-    "FILE": {"type": file},
-    "NUMBER": {"type": number},
+    "AXIS": {"type": values.number},
+    "COUNT": {"type": values.count},
+    "DEVICE": {"type": values.device},
+    "DEVICE_OR_RATED": {"type": values.rated_device, "metavar": "DEVICE"},
+    "FILE": {"type": values.file},
+    "NUMBER": {"type": values.number},
     "OPTIMIZER": {"choices": list(OPTIMIZERS), "metavar": None},
-    "PICTURE": {"type": picture},
-    "PLAN": {"type": plan},
-    "RATIO": {"type": ratio},
+    "PICTURE": {"type": values.picture},
+    "PLAN": {"type": values.plan},
+    "RATIO": {"type": values.ratio},
     # given once for each input
-    "SHAPE": {"type": shape, "action": "append"},
-    "SIZE": {"type": size},
+    "SHAPE": {"type": values.shape, "action": "append"},
+    "SIZE": {"type": values.size},
     "STRATEGY": {"choices": list(STRATEGIES), "metavar": None},
 }
 MODEL = {
@@ -72,14 +75,10 @@ class Answer:
     data: Any = None
     code: int = 0
 
-    def as_json(self) -> "Answer":
-        """Returns the answer with its data as text."""
-        text = self.data if isinstance(self.data, str) else json.dumps(self.data, indent=1)
-        return Answer(text, self.data, self.code)
-
 
 Run = Callable[[argparse.Namespace], Answer]
-Command = Callable[[Sequence[str]], Answer]
+# of the command's arguments and, if it is started in another way, of the program's name
+Command = Callable[..., Answer]
 
 
 def command(
@@ -97,8 +96,8 @@ def command(
     def decorate(run: Run) -> Command:
         description, _, examples = (inspect.getdoc(run) or "").rpartition("\n\n")
         codes = f"0 done; {f'1 {no}; ' if no else ''}2 wrong option, model or input"
+        name = f"zoo {run.__name__.removeprefix('run_').replace('_', '-')}"
         parser = Parser(
-            prog=f"zoo {run.__name__.removeprefix('run_').replace('_', '-')}",
             description=description,
             epilog=f"{examples}\n\nexit code: {codes}; 130 interrupted",
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -109,12 +108,14 @@ def command(
         parser.add_argument("--json", action="store_true", help="print JSON")
         group = parser.add_mutually_exclusive_group(required=True) if either else parser
         for signature, text in options.items():
-            name, settings = _settings(signature, text)
-            (group if name in either else parser).add_argument(name, **settings)
+            flag, settings = _settings(signature, text)
+            (group if flag in either else parser).add_argument(flag, **settings)
 
         @functools.wraps(run)
-        def main(arguments: Sequence[str]) -> Answer:
+        def main(arguments: Sequence[str], program: str = name) -> Answer:
+            parser.prog = program
             parsed = parser.parse(arguments)
+            parsed.line = shlex.join([*program.split(), *arguments])
             try:
                 answer = run(parsed)
             except SystemExit as end:  # sys.exit(0) in a forward would mean yes
@@ -123,7 +124,11 @@ def command(
                     f"the model, or something that it imports, called sys.exit({argument}), so "
                     "there is no answer; ZOO_TRACEBACK=1 shows where"
                 ) from end
-            return answer.as_json() if parsed.json else answer
+            if parsed.json:
+                is_text = isinstance(answer.data, str)
+                text = answer.data if is_text else json.dumps(answer.data, indent=1)
+                return replace(answer, text=text)
+            return answer
 
         return main
 

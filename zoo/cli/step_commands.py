@@ -5,7 +5,6 @@ import contextlib
 import gc
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,12 @@ from zoo.cli.interrupts import INTERRUPTED
 from zoo.cli.model_spec import ModelSpec, model_spec
 from zoo.cli.output import write
 from zoo.cli.parser import MODEL, OPTIMIZER, OPTIMIZERS, PLANS, PLOT, Answer, command
-from zoo.engine.devices import accelerator
-from zoo.errors import ArgumentError, Interrupted, nearest, shortened
+from zoo.cli.values import RATED
+from zoo.errors import ArgumentError, Interrupted
 from zoo.policy.report import PlanReport
-from zoo.profiling.kernel_costs import DEVICES
 from zoo.profiling.timeline import Timeline
 from zoo.sizing.max_size import largest
 
-# torch's devices that a command runs steps on
-TORCH_DEVICES = ("cpu", accelerator() or "cuda")
-# devices of which the peak rates are known
-RATED = [name for name in DEVICES if name not in TORCH_DEVICES]
 IN_BACKWARD = {
     "--optimizer-in-backward": "the optimizer steps in the backward and frees each gradient "
     "(zoo.optimizer_in_backward)"
@@ -39,8 +33,8 @@ PLANNED = {
     **MODEL,
     **OPTIMIZER,
     **IN_BACKWARD,
-    "--device DEVICE": "a device of torch, such as cpu or cuda: measure each kind of kernel here, "
-    "its time and workspace; "
+    "--device DEVICE_OR_RATED": "a device of torch, such as cpu or cuda: measure each kind of "
+    "kernel here, its time and workspace; "
     f"{', '.join(RATED)}: an analytical estimate from that device's peak rates; default: the same "
     "for a small CPU",
 }
@@ -72,35 +66,29 @@ def run_plan(options: argparse.Namespace) -> Answer:
       zoo plan gpt2_xl --batch-size 1 --memory-budget 24GiB --world-size 64 --device nvidia-h200
       zoo plan mypackage.models:Net --args width=64 --input 8,3,64,64 --max-overhead 0.2
     """
-    spec = model_spec(options)
-    _check_ranks(options)
+    spec, ranks = model_spec(options), options.world_size
+    if ranks is None and options.strategy:
+        raise ArgumentError("--strategy says how ranks share a model; give --world-size, too")
+    if ranks is not None and options.plot:
+        raise ArgumentError("--plot draws a plan for one process; leave out --world-size")
+    if ranks is not None and _is_here(options.device):
+        raise ArgumentError(
+            f"--device {options.device} runs kernels here, and a rank's are never run; leave it "
+            f"out, or take one of {', '.join(RATED)}"
+        )
     arguments = _planning_arguments(spec, options)
     arguments |= {"memory_budget": options.memory_budget, "max_overhead": options.max_overhead}
     report: PlanReport | planning.RankReport
-    if options.world_size is None:
+    if ranks is None:
         report = alone = planning.plan(**arguments)
     else:
-        ranks = {"world_size": options.world_size, "strategy": options.strategy or "fsdp2"}
-        report = planning.plan_rank(**arguments, **ranks)
+        strategy = options.strategy or "fsdp2"
+        report = planning.plan_rank(**arguments, world_size=ranks, strategy=strategy)
         alone = report.alone
     write(options.save, alone.save)
     write(options.plot, alone.plot)
     text = f"{report}\n\n{alone.draw()}" if options.draw else str(report)
     return Answer(text, report.to_json())
-
-
-def _check_ranks(options: argparse.Namespace) -> None:
-    """Raises ArgumentError for options that exclude each other."""
-    if options.world_size is None:
-        if options.strategy:
-            raise ArgumentError("--strategy says how ranks share a model; give --world-size, too")
-    elif options.plot:
-        raise ArgumentError("--plot draws a plan for one process; leave out --world-size")
-    elif _is_torch_device(options.device, RATED):
-        raise ArgumentError(
-            f"--device {options.device} runs kernels here, and a rank's are never run; leave it "
-            f"out, or take one of {', '.join(RATED)}"
-        )
 
 
 @command(
@@ -154,14 +142,12 @@ def run_max_batch(options: argparse.Namespace) -> Answer:
     """
     spec = model_spec(options, batch_size=1)
     arguments = _planning_arguments(spec, options)
-    arguments["sample"] = arguments.pop("inputs")
+    names = ("memory_budget", "checkpoint", "max_overhead", "multiple_of")
     result = largest(
+        sample=arguments.pop("inputs"),
         **arguments,
-        memory_budget=options.memory_budget,
-        checkpoint=options.checkpoint,
-        max_overhead=options.max_overhead,
+        **{name: getattr(options, name) for name in names},
         vary=tuple(options.vary or [spec.batch_axis]),
-        multiple_of=options.multiple_of,
         # on a device of this machine one step is measured
         verify=None if arguments["device"] is None else False,
     )
@@ -170,7 +156,7 @@ def run_max_batch(options: argparse.Namespace) -> Answer:
 
 def _planning_arguments(spec: ModelSpec, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments that planning functions share, with the model built for its device."""
-    is_here = _is_torch_device(options.device, RATED)
+    is_here = _is_here(options.device)
     return {
         "model": spec.build_on(options.device) if is_here else spec.build_unwritten(),
         "inputs": spec.inputs_on("meta"),
@@ -180,24 +166,9 @@ def _planning_arguments(spec: ModelSpec, options: argparse.Namespace) -> dict[st
     }
 
 
-def _is_torch_device(device: str | None, others: Sequence[str] = ()) -> bool:
-    """Returns whether an option names a device of torch, in this machine or not.
-
-    Raises:
-        ArgumentError: it names neither one of torch's nor of the others.
-    """
-    if device is None or device in others:
-        return False
-    try:
-        if torch.device(device).type != "meta":
-            return True
-    except RuntimeError:
-        pass
-    known = [*TORCH_DEVICES, *others]
-    raise ArgumentError(
-        f"--device takes {', '.join(known[:-1])} or {known[-1]}; got {shortened(device)}."
-        f"{nearest(device, known)}"
-    )
+def _is_here(device: str | None) -> bool:
+    """Returns whether kernels are run on a device, which then is one of torch."""
+    return device is not None and device not in RATED
 
 
 @command(
@@ -224,40 +195,34 @@ def run_anatomy(options: argparse.Namespace) -> Answer:
       zoo anatomy timm.create_model --args resnet50 --input 32,3,224,224 --plot step.svg
     """
     spec, device = model_spec(options), options.device
-    is_real = _is_torch_device(device)
     with contextlib.ExitStack() as stack:
-        if not is_real:
+        if device is None:
             # saves a fifth of the time; no cycle of fake tensors holds memory
             gc.disable()
             stack.callback(gc.enable)
         steps = anatomy(
-            spec.build_on(device) if is_real else spec.build_on_meta(),
+            spec.build_on(device) if device else spec.build_on_meta(),
             spec.inputs_on(device or "meta"),
             optimizer=OPTIMIZERS[options.optimizer],
             checkpoint=options.checkpoint,
             optimizer_in_backward=options.optimizer_in_backward,
         )
-    plan, planned = steps.plan, steps.planned
     write(options.save, lambda path: Path(path).write_text(steps.to_json(), encoding="utf-8"))
-    write(options.plot, (planned or steps.baseline).plot)
+    write(options.plot, (steps.planned or steps.baseline).plot)
     data = {
-        "plan": None if plan is None else plan.text(),
+        "plan": steps.plan and steps.plan.text(),
         "baseline": _at_peak(steps.baseline, options.holders),
-        "planned": None if planned is None else _at_peak(planned, options.holders),
+        "planned": steps.planned and _at_peak(steps.planned, options.holders),
     }
     return Answer(steps.table(options.holders), data)
 
 
 def _at_peak(timeline: Timeline, holders: int) -> dict[str, Any]:
     """Returns the numbers of the tables; `Anatomy.to_json` has every allocation."""
+    names = ("title", "device", "peak", "tensor_peak", "activation_peak", "kernel_workspace")
     return {
-        "title": timeline.title,
-        "device": timeline.device,
-        "peak": timeline.peak,
+        **{name: getattr(timeline, name) for name in names},
         "phase": timeline.phase_at(timeline.peak_point),
-        "tensor_peak": timeline.tensor_peak,
-        "activation_peak": timeline.activation_peak,
-        "kernel_workspace": timeline.kernel_workspace,
         "categories": timeline.by("category"),
         "blocks": Counter(timeline.blocks(resident=True)) + Counter(timeline.blocks()),
         "holders": [asdict(holder) for holder in timeline.holders(holders)],
@@ -293,5 +258,5 @@ def run_verify(options: argparse.Namespace) -> Answer:
         steps=options.steps,
         optimizer_in_backward=options.optimizer_in_backward,
     )
-    data = {**asdict(report), "plan": None if report.plan is None else report.plan.text()}
+    data = {**asdict(report), "plan": report.plan and report.plan.text()}
     return Answer(str(report), data, int(not report.exact))

@@ -3,6 +3,7 @@
 A wrong text raises a ZooError, which `Parser` shows after the option's name.
 """
 
+import contextlib
 import errno
 import functools
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zoo.engine.devices import accelerator
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import check_name
@@ -21,6 +23,7 @@ from zoo.planner.typed_json import read_file
 from zoo.policy.budget import Budget, check_bounds
 from zoo.policy.options import Checkpoint
 from zoo.policy.report import PlanReport
+from zoo.profiling.kernel_costs import DEVICES
 from zoo.report.pictures import check_picture
 
 # a mistyped axis must not end in an overflow
@@ -29,6 +32,9 @@ DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")
 }
+# torch's devices that a command runs steps on, and others, of which the peak rates are known
+TORCH_DEVICES = ("cpu", accelerator() or "cuda")
+RATED = [name for name in DEVICES if name not in TORCH_DEVICES]
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,20 @@ def size(text: str) -> Budget:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     check_bounds(value, None)
     return value
+
+
+def device(text: str, others: Sequence[str] = ()) -> str:
+    """Reads the name of a device of torch, in this machine or not, or one of others."""
+    with contextlib.suppress(RuntimeError):
+        if text in others or torch.device(text).type != "meta":
+            return text
+    known = [*TORCH_DEVICES, *others]
+    listed = f"{', '.join(known[:-1])} or {known[-1]}"
+    raise ArgumentError(f"takes {listed}; got {shortened(text)}.{nearest(text, known)}")
+
+
+# also one that need not be here
+rated_device = functools.partial(device, others=RATED)
 
 
 def shape(text: str) -> InputSpec | None:

@@ -22,7 +22,6 @@ import torch
 from zoo.harness.config import Config, ModelConfig
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
-from zoo.report import rows
 
 Kind = Literal["baseline", "checkpointed", "optimizer_in_backward", "timing"]
 KINDS: Sequence[Kind] = get_args(Kind)
@@ -61,12 +60,13 @@ class Cell:
         content = f"{fields} torch {torch.__version__} zoo {_source_digest()}"
         return f"{self.model.name}/{self.kind}/{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
+    def __str__(self) -> str:
+        return f"{self.model.name} {self.kind.replace('_', ' ')}"
+
 
 def expand(config: Config) -> list[dict[Kind, Cell]]:
     """Returns the cells of each model of a config, in the order in which they run."""
-    kinds = [
-        kind for kind in KINDS if kind != "optimizer_in_backward" or config.optimizer_in_backward
-    ]
+    kinds = [k for k in KINDS if k != "optimizer_in_backward" or config.optimizer_in_backward]
     return [{kind: _cell(kind, model, config) for kind in kinds} for model in config.models]
 
 
@@ -74,11 +74,12 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
     # what a kind does not use stays at a constant, out of its key: one baseline serves every plan,
     # and largest_ratio is judged after measuring
     unused: dict[str, Any] = {"largest_ratio": 1.0, "accelerator_batch_size": None, "repeats": 1}
+    is_timing = kind == "timing"
     return Cell(
         kind=kind,
         model=replace(model, checkpoint=kind != "baseline" and model.checkpoint, **unused),
-        steps=0 if kind == "timing" else config.steps,
-        repeats=model.repeats if kind == "timing" else 0,
+        steps=0 if is_timing else config.steps,
+        repeats=model.repeats if is_timing else 0,
         device=config.device,
         dtype=config.dtype,
         seed=config.seed,
@@ -86,16 +87,16 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
         threads=config.threads or torch.get_num_threads(),
         memory_limit=config.memory_limit,
         frontier=config.frontier and kind == "baseline",
-        optimizer_in_backward=config.optimizer_in_backward and kind == "timing",
+        optimizer_in_backward=config.optimizer_in_backward and is_timing,
     )
 
 
 @cache
 def _source_digest() -> str:
     """Digests the code that a result depends on: the package without the report."""
-    package, report = Path(__file__).parents[1], Path(rows.__file__).parent
+    package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        if report not in path.parents:
+        if package / "report" not in path.parents:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""The config of a comparison, validated by pydantic: a YAML file and a command line.
+"""The config of a comparison, validated by pydantic: a YAML file and options of a command line.
 
 A misspelt key or value is a `ConfigError` that offers the nearest right one: a comparison that
 silently ran with a default instead would still print a table.
@@ -8,7 +8,6 @@ silently ran with a default instead would still print a table.
            └─────────────────┴──────────────────────┘  the later wins
 """
 
-import argparse
 import contextlib
 import hashlib
 import os
@@ -16,8 +15,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import yaml
@@ -32,23 +32,13 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from zoo.catalog import list_models, model_arguments
-from zoo.errors import LONGEST, ConfigError, PlanError, nearest, shortened, shortened_text
+from zoo.errors import ConfigError, PlanError, nearest, shortened, shortened_text
 from zoo.harness.recipes import recipe
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
 from zoo.units import parse_bytes
 
-FRONT = "python test_memory_optimized.py"
-EPILOG = """\
-examples:
-  {program}
-  {program} --model resnet50 densenet121 --batch-size 16 --checkpoint sqrt
-  {program} configs/lstm_wikitext_shape.yaml
-  {program} --compare results-of-last-week.jsonl --tolerance 0.02
-
-exit code: 0 exact, and saved what the config says; 1 not so, a cell failed, or a peak has grown
-since --compare; 2 no such config, key or value; 130 interrupted, and the same command goes on"""
-
+T = TypeVar("T")
 # levels of lists and mappings in a config, whose keys take four; values, counted once per alias
 DEEPEST, MOST = 32, 10_000
 
@@ -101,8 +91,8 @@ def _readings(value: Any) -> list[Any]:
     """Returns what a value may stand for: text of a command line also for what it is in YAML."""
     if isinstance(value, str):
         with contextlib.suppress(yaml.YAMLError, ValueError):
-            spelled = _parse_yaml(value)
-            return [value] if isinstance(spelled, str) else [spelled, value]
+            parsed = _parse_yaml(value)
+            return [value] if isinstance(parsed, str) else [parsed, value]
     return [value]
 
 
@@ -212,35 +202,36 @@ HOW_NOT_WHAT = {
 OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "device", "dtype"}
 
 
-def load(arguments: Sequence[str], program: str = FRONT) -> Config:
-    """Reads the config that a command line asks for; `program` is what its help calls it.
+def option(key: str) -> tuple[str, bool]:
+    """Returns what sets a key on a command line, and whether it takes no value.
 
-    Raises:
-        ConfigError: a file, key or value that does not exist or is out of range.
+    What is on by default is turned off.
     """
-    options = _parse_options(arguments, program)
-    names, file = options.pop("model"), options.pop("config")
-    for name in names:
-        _check_name(name, f"--model {shortened_text(name)}")
-    given = {key: value for key, value in options.items() if value is not None}
-    return read(find_config(file), names, given)
+    is_flag = KEYS[key].get("type") == "boolean"
+    start = "--no-" if is_flag and KEYS[key]["default"] else "--"
+    return start + key.replace("_", "-"), is_flag
 
 
 def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Config:
-    """Reads a file. `names` chooses models; `override` holds keys of every model or of the run."""
+    """Reads a file. `names` chooses models; `override` holds keys of every model or of the run.
+
+    Raises:
+        ConfigError: a key or value that does not exist or is out of range.
+    """
+    for name in names:
+        _check_name(name, f"--model {shortened_text(name)}")
     raw = _read_yaml(path)
     _check_keys(raw, ["models", *RUN_KEYS], path.name)
     entries = _entries(raw.pop("models", None), path.name)
     if names:
         by_name = {name: [entry for entry in entries if entry["name"] == name] for name in names}
         entries = [entry for name in names for entry in by_name[name] or [{"name": name}]]
-    changes = {key: override[key] for key in override if key in MODEL_KEYS}
+    changes = {key: value for key, value in override.items() if key in MODEL_KEYS}
+    run_changes = {key: value for key, value in override.items() if key in RUN_KEYS}
     if override.keys() & OTHER_EXPERIMENT:
         changes.setdefault("largest_ratio", 1.0)
-    with _faults_named(path.name):
-        config = Config("", (), **raw)
-    with _faults_named():
-        config = replace(config, **{key: override[key] for key in override if key in RUN_KEYS})
+    config = _made(Config, {"name": "", "models": (), **raw}, path.name)
+    config = _made(partial(replace, config), run_changes)
     models = tuple(_model(entry, changes, config.device, path.name) for entry in entries)
     return replace(config, name=_run_name(path.stem, names, override), models=models)
 
@@ -277,57 +268,14 @@ def _run_name(config: str, models: Sequence[str], given: Mapping[str, Any]) -> s
     return f"{readable[:100]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(shortened_text(" ".join(message.split()), 4 * LONGEST))
-
-
-def _parse_options(arguments: Sequence[str], program: str) -> dict[str, Any]:
-    parser = _Parser(
-        prog=program,
-        description="Compares training with and without checkpointing: memory, time, exactness.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG.format(program=program),
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", nargs="?", default="default", help="a YAML file")
-    parser.add_argument("--model", nargs="+", default=(), metavar="NAME", help="only these models")
-    for key, schema in KEYS.items():
-        default = schema.get("default")
-        text = schema["description"] + ("" if default is None else f" [{default}]")
-        settings: dict[str, Any] = {"metavar": "VALUE"}
-        if _is_flag(key):
-            settings = {"action": "store_false" if default else "store_true", "dest": key}
-            text = f"do not {text}" if default else text
-        parser.add_argument(_option(key), default=None, help=text, **settings)
-    known = ["--help", "--model", *map(_option, KEYS)]
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if name.startswith("--") and name not in known:
-            near = nearest(name, known)
-            raise ConfigError(f"there is no option {shortened_text(name)}.{near} Try --help")
-    return vars(parser.parse_args(arguments))
-
-
-def _option(key: str) -> str:
-    """Returns what sets a key on a command line; what is on by default is turned off."""
-    start = "--no-" if KEYS[key].get("default") is True and _is_flag(key) else "--"
-    return start + key.replace("_", "-")
-
-
-def _is_flag(key: str) -> bool:
-    return bool(KEYS[key].get("type") == "boolean")
-
-
-@contextlib.contextmanager
-def _faults_named(file: str | None = None) -> Iterator[None]:
-    """Turns a ValidationError into a ConfigError that names the key in a file, or the option."""
+def _made(make: Callable[..., T], values: Mapping[str, Any], file: str = "") -> T:
+    """Makes a part of a config; an error names the key in a file, or the option."""
     try:
-        yield
+        return make(**values)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = str(fault["loc"][0])
-        where = _option(key) if file is None else f"{file}: {key}"
+        where = f"{file}: {key}" if file else option(key)[0]
         raise ConfigError(f"{where} {fault['ctx']['error']}") from None
 
 
@@ -362,10 +310,8 @@ def _model(
     where = f"{file}, {shortened_text(name)}"
     _check_name(name, where)
     _check_keys(entry, ["name", *MODEL_KEYS], where)
-    with _faults_named(where):
-        of_file = ModelConfig(**{"arguments": {}, **recipe(name), **entry})
-    with _faults_named():
-        model = replace(of_file, **changes)
+    of_file = _made(ModelConfig, {"arguments": {}, **recipe(name), **entry}, where)
+    model = _made(partial(replace, of_file), changes)
     if device != "cpu" and "batch_size" not in changes:
         model = replace(model, batch_size=model.accelerator_batch_size or model.batch_size)
     arguments, known = {**of_file.arguments, **model.arguments}, model_arguments(name)
@@ -380,13 +326,11 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.YAMLError(
-                f"line {node.start_mark.line + 1} ff. hold the key {shortened(twice)} twice"
-            )
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
+        for number, key in enumerate(keys):
+            if key in keys[:number]:
+                line = node.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line} ff. hold the key {shortened(key)} twice")
+        return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
 
 
 # YAML 1.1, which PyYAML reads, takes 1e-3 for text
@@ -407,19 +351,21 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _parse_yaml(text: str) -> Any:
     """Returns what a text in YAML holds; raises YAMLError or ValueError where it is none."""
-    too_much = yaml.YAMLError(f"it nests deeper than {DEEPEST} levels or holds over {MOST} values")
     try:
         content = yaml.load(text, _Loader)
+        # an alias may name a list of aliases, and so on: a walk through all would never end
+        if sum(1 for _ in islice(_values(content), MOST + 1)) <= MOST:
+            return content
     except RecursionError:
-        raise too_much from None
-    # an alias may name a list of aliases, and so on: a walk through all of it would never end
-    left, count = [(content, 0)], 0
-    while left:
-        value, depth = left.pop()
-        count += 1
-        if depth > DEEPEST or count > MOST:
-            raise too_much
-        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
-        if isinstance(parts, list | tuple | set):
-            left += [(part, depth + 1) for part in parts]
-    return content
+        pass
+    raise yaml.YAMLError(f"it nests deeper than {DEEPEST} levels or holds over {MOST} values")
+
+
+def _values(value: Any, depth: int = 0) -> Iterator[Any]:
+    if depth > DEEPEST:
+        raise RecursionError
+    yield value
+    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+    if isinstance(parts, list | tuple | set):
+        for part in parts:
+            yield from _values(part, depth + 1)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor
 
 from zoo.errors import ConfigError
 from zoo.harness.config import ModelConfig
@@ -53,87 +53,92 @@ class Batch:
         return (self.inputs, self.targets) if data == "text" else (self.inputs,)
 
 
-def batches(model: ModelConfig, count: int, seed: int) -> list[Batch]:
+def batches(
+    model: ModelConfig, count: int, seed: int, device: torch.device | str = "cpu"
+) -> list[Batch]:
     """Returns `count` batches of a model's data, the same ones for the same seed.
 
     Raises:
         ConfigError: a package that holds the data is missing, or a size does not fit the data.
     """
-    generator = torch.Generator().manual_seed(seed)
-    return list(itertools.islice(SOURCES[model.data](model, generator), count))
+    axes = 3 if model.data == "volume" else 1
+    sizes = [model.size] * axes if isinstance(model.size, int) else model.size
+    if len(sizes) != axes:
+        raise ConfigError(
+            f"{model.name}: the data {model.data} takes {axes} size(s); got {model.size!r}"
+        )
+    found = SOURCES[model.data](model, sizes, Generator().manual_seed(seed))
+    return [batch.to(device) for batch in itertools.islice(found, count)]
 
 
-def _photographs(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+def _photographs(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
     photographs = _need("sklearn.datasets").load_sample_images().images
     pixels = [torch.tensor(image).permute(2, 0, 1).float() / 255 for image in photographs]
     images = [(image - PIXEL_MEAN) / PIXEL_DEVIATION for image in pixels]
-    (side,) = _axes(model, 1)
     while True:
         crops, labels = [], []
         for _ in range(model.batch_size):
-            number = _draw(len(images), generator)
-            crop, quarter = _crop(images[number], generator)
-            crops.append(F.interpolate(crop[None], (side, side), mode="bilinear", antialias=True))
+            number = _draw(len(images), random)
+            crop, quarter = _crop(images[number], random)
+            crops.append(F.interpolate(crop[None], sizes * 2, mode="bilinear", antialias=True))
             labels.append(4 * number + quarter)
-        yield Batch(torch.cat(crops), torch.tensor(labels) % _classes(model, 1000))
+        yield Batch(torch.cat(crops), torch.tensor(labels) % model.arguments.get("classes", 1000))
 
 
-def _crop(image: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
+def _crop(image: Tensor, random: Generator) -> tuple[Tensor, int]:
     """Draws a square from (3, H, W); also returns the quarter in which its center lies."""
     height, width = image.shape[1:]
-    side = height // 4 + _draw(height // 4, generator)
-    top, left = _draw(height - side, generator), _draw(width - side, generator)
+    side = height // 4 + _draw(height // 4, random)
+    top, left = _draw(height - side, random), _draw(width - side, random)
     below, right = 2 * top + side > height, 2 * left + side > width
     return image[:, top : top + side, left : left + side], 2 * below + right
 
 
-def _digits(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+def _digits(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
     digits = _need("sklearn.datasets").load_digits()
     images = torch.from_numpy(digits.images).float()[:, None]
     images = (images - images.mean()) / images.std()
-    labels = torch.from_numpy(digits.target).long() % _classes(model, 10)
-    (side,) = _axes(model, 1)
+    labels = torch.from_numpy(digits.target).long() % model.arguments.get("classes", 10)
     while True:
-        chosen = torch.randint(len(images), (model.batch_size,), generator=generator)
-        enlarged = F.interpolate(images[chosen], (side, side), mode="bilinear")
+        chosen = torch.randint(len(images), (model.batch_size,), generator=random)
+        enlarged = F.interpolate(images[chosen], sizes * 2, mode="bilinear")
         yield Batch(enlarged.expand(-1, 3, -1, -1).contiguous(), labels[chosen])
 
 
-def _volume(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
+def _volume(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
     nibabel = _need("nibabel")
     path = Path(nibabel.__file__).parent / "tests" / "data" / "example4d.nii.gz"
     voxels = torch.from_numpy(nibabel.load(path).get_fdata()[..., 0])
     scan = voxels.float().permute(2, 1, 0).contiguous()
-    classes = _classes(model, 2)
+    classes = model.arguments.get("classes", 2)
     # class 0 is the dark background; the rest has as many voxels in each further class
     bounds = torch.quantile(scan[scan > 0.25 * scan.std()], torch.linspace(0, 1, classes)[:-1])
-    sides = _axes(model, 3)
     while True:
-        boxes = [_box(scan, generator) for _ in range(model.batch_size)]
-        inputs = torch.cat([F.interpolate(box, sides, mode="trilinear") for box in boxes])
+        boxes = [_box(scan, random) for _ in range(model.batch_size)]
+        inputs = torch.cat([F.interpolate(box, sizes, mode="trilinear") for box in boxes])
         targets = torch.bucketize(inputs[:, 0].contiguous(), bounds)
         yield Batch((inputs - scan.mean()) / scan.std(), targets)
 
 
-def _box(scan: Tensor, generator: torch.Generator) -> Tensor:
+def _box(scan: Tensor, random: Generator) -> Tensor:
     # the scan has only 24 slices, so a box has three quarters of each axis and is resampled
-    sides = [3 * size // 4 for size in scan.shape]
-    for axis, side in enumerate(sides):
-        scan = scan.narrow(axis, _draw(scan.shape[axis] - side, generator), side)
+    for axis, size in enumerate(scan.shape):
+        side = 3 * size // 4
+        scan = scan.narrow(axis, _draw(size - side, random), side)
     return scan[None, None]
 
 
-def _text(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
-    (length,) = _axes(model, 1)
+def _text(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
+    (length,) = sizes
     words = _words(model, length + 1)
     while True:
-        starts = torch.randint(len(words) - length, (model.batch_size, 1), generator=generator)
+        starts = torch.randint(len(words) - length, (model.batch_size, 1), generator=random)
         windows = words[starts + torch.arange(length + 1)]
         yield Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
 
-def _stream(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
-    (length,) = _axes(model, 1)
+def _stream(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
+    (length,) = sizes
     words = _words(model, (length + 1) * model.batch_size)
     rows = len(words) // model.batch_size
     columns = words[: rows * model.batch_size].view(model.batch_size, rows).t()
@@ -143,7 +148,7 @@ def _stream(model: ModelConfig, generator: torch.Generator) -> Iterator[Batch]:
         yield Batch(window[:-1].contiguous(), window[1:].contiguous())
 
 
-SOURCES: dict[str, Callable[[ModelConfig, torch.Generator], Iterator[Batch]]] = {
+SOURCES: dict[str, Callable[[ModelConfig, list[int], Generator], Iterator[Batch]]] = {
     "photographs": _photographs,
     "digits": _digits,
     "volume": _volume,
@@ -173,21 +178,8 @@ def _word_numbers() -> Tensor:
     return torch.tensor([ranks[word] for word in words])
 
 
-def _classes(model: ModelConfig, usual: int) -> int:
-    return int(model.arguments.get("classes", usual))
-
-
-def _axes(model: ModelConfig, axes: int) -> list[int]:
-    sizes = [model.size] * axes if isinstance(model.size, int) else model.size
-    if len(sizes) != axes:
-        raise ConfigError(
-            f"{model.name}: the data {model.data} takes {axes} size(s); got {model.size!r}"
-        )
-    return sizes
-
-
-def _draw(limit: int, generator: torch.Generator) -> int:
-    return int(torch.randint(max(limit, 1), (), generator=generator))
+def _draw(limit: int, random: Generator) -> int:
+    return int(torch.randint(max(limit, 1), (), generator=random))
 
 
 def _need(module: str) -> Any:

@@ -16,8 +16,7 @@ CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")  # kHz
 
 def environment(device: str) -> dict[str, str | int | float | None]:
     """Describes versions, code, device, threads, clock and load; None for what is unknown."""
-    model = proc_entry("cpuinfo", "model name")
-    processor = model or platform.processor() or platform.machine()
+    processor = proc_entry("cpuinfo", "model name") or platform.processor() or platform.machine()
     return {
         "zoo": __version__,
         "commit": commit(Path(__file__).parents[1]),
@@ -42,17 +41,16 @@ def commit(folder: Path) -> str | None:
     git = ("git", "-C", str(folder))
     if not _output(*git, "ls-files", "."):
         return None
-    changed = _output(*git, "status", "--porcelain", ".")
-    return _output(*git, "rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+    changed = "+changes" if _output(*git, "status", "--porcelain", ".") else ""
+    return _output(*git, "rev-parse", "--short=12", "HEAD") + changed
 
 
 def clock(device: str) -> float | None:
     """Returns the current clock of an NVIDIA GPU or of the first core, in MHz; None if unknown."""
     if device != "cpu":
         # nvidia-smi counts all GPUs, torch those that CUDA_VISIBLE_DEVICES leaves
-        identity = f"--id=GPU-{uuid_of(device)}"
         query = ("--query-gpu=clocks.sm", "--format=csv,noheader,nounits")
-        text = _output("nvidia-smi", *query, identity)
+        text = _output("nvidia-smi", *query, f"--id=GPU-{uuid_of(device)}")
     elif CLOCK.is_file():
         return float(CLOCK.read_text()) / 1000
     else:

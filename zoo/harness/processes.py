@@ -35,8 +35,9 @@ from typing import Any, TypeVar
 import torch
 
 from zoo.engine.devices import total_bytes
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, in_a_line
 from zoo.harness.environment import proc_entry
+from zoo.report.rows import UNFIT
 from zoo.units import format_bytes
 
 Result = dict[str, Any]
@@ -50,15 +51,12 @@ _PRELOADED = ("__main__", "torch._dynamo", "sklearn.datasets", "nibabel")
 
 # how libraries below torch say that memory ran out; torch and Python have exceptions of their own
 WORDS = (
-    "can't allocate memory",
-    "out of memory",
-    "bad_alloc",
+    *("can't allocate memory", "out of memory", "bad_alloc", "alloc_failed"),
     "could not create a memory object",
-    "alloc_failed",
 )
 # a thread whose stack does not fit; without a limit it is the number of threads that was too much
 LIMITED_WORDS = (*WORDS, "resource temporarily unavailable")
-LESS = "a smaller batch_size needs less"
+_CAP = "set_per_process_memory_fraction"
 
 
 def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> Result:
@@ -75,17 +73,19 @@ def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> R
         output.touch()
         arguments = (function, cell, sender, output)
         process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
-        kills = _count_kills()
+        # the processes that Linux has ended so far because memory ran out
+        kills = proc_entry("vmstat", "oom_kill ")
         process.start()
         sender.close()
         try:
             if receiver.poll(timeout):
                 result: Result = receiver.recv()
             else:
-                result = _failed(f"not done after {timeout:g} s; --timeout allows more")
+                reason = f"not done after {timeout:g} s; --timeout allows more"
+                result = {"status": "failed", "reason": reason}
         except EOFError:
             process.join()
-            result = _ended(process.exitcode, by_system=_count_kills() > kills)
+            result = _ended(process.exitcode, proc_entry("vmstat", "oom_kill ") != kills)
         finally:
             process.kill()
             process.join()
@@ -96,17 +96,17 @@ def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> R
 
 def check_limit(size: int | str | None, device: str) -> None:
     """Raises ConfigError where the memory of a process cannot be bounded."""
-    if size is not None and device == "cpu" and sys.platform != "linux":
+    if size is None:
+        return
+    if device == "cpu" and sys.platform != "linux":
         raise ConfigError(
             f"memory_limit on the CPU needs Linux; this is {sys.platform}. Leave it out"
         )
-    if size is not None and device != "cpu":
-        module = torch.get_device_module(device)
-        if not hasattr(module, "set_per_process_memory_fraction"):
-            raise ConfigError(
-                f"memory_limit on {device} needs torch.{device}.set_per_process_memory_fraction, "
-                "which torch does not have. Leave it out"
-            )
+    if device != "cpu" and not hasattr(torch.get_device_module(device), _CAP):
+        raise ConfigError(
+            f"memory_limit on {device} needs torch.{device}.{_CAP}, which torch does not have. "
+            "Leave it out"
+        )
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def limited(size: int | None, device: str) -> Iterator[None]:
     """
     with ExitStack() as undo:
         if size is not None and device != "cpu":
-            cap = torch.get_device_module(device).set_per_process_memory_fraction
+            cap = getattr(torch.get_device_module(device), _CAP)
             cap(min(size / total_bytes(torch.device(device)), 1.0))
             undo.callback(cap, 1.0)
         elif size is not None:
@@ -145,47 +145,35 @@ def ran_out(error: BaseException, limit: int | None = None) -> bool:
 def _start_server(module: str) -> None:
     """Starts the server that cells are forked from; Ctrl-C must not end it while it imports."""
     _CONTEXT.set_forkserver_preload([*_PRELOADED, module])
-    if threading.current_thread() is not threading.main_thread():
-        return
-    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, earlier)
+    if threading.current_thread() is threading.main_thread():
+        earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, earlier)
 
 
-def _ended(code: int, *, by_system: bool) -> Result:
+def _ended(code: int, by_system: bool) -> Result:
     """Returns the result of a process that ended without one."""
     if code == -signal.SIGKILL and by_system:
-        return _unfit(f"killed by the system as memory ran out; {LESS}")
-    if code == -signal.SIGKILL:
-        return _failed("killed by SIGKILL, by hand or as memory ran out")
-    if code < 0:
-        return _failed(f"killed by {signal.Signals(-code).name}")
-    return _failed(f"ended with exit code {code}")
+        reason = "killed by the system as memory ran out; a smaller batch_size needs less"
+        return {"status": UNFIT, "reason": reason}
+    reason = (
+        f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    )
+    by_hand = ", by hand or as memory ran out" * (code == -signal.SIGKILL)
+    return {"status": "failed", "reason": f"{reason}{by_hand}"}
 
 
 def _raised(error: Exception, limit: int | None) -> Result:
     """Returns the result of a process whose function raised."""
-    words = " ".join(f"{type(error).__name__}: {error}".split())
+    words = in_a_line(error)
     if not ran_out(error, limit):
-        return _failed(words)
+        return {"status": "failed", "reason": words}
+    needs = f"more memory than there is ({words[:200]}); a smaller batch_size needs less"
     if limit is not None:
-        return _unfit(f"needs more than its memory_limit of {format_bytes(limit)}")
-    return _unfit(f"needs more memory than there is ({words[:200]}); {LESS}")
-
-
-def _failed(reason: str) -> Result:
-    return {"status": "failed", "reason": reason}
-
-
-def _unfit(reason: str) -> Result:
-    return {"status": "does not fit", "reason": reason}
-
-
-def _count_kills() -> int:
-    """Counts the processes that Linux has ended so far because memory ran out; 0 elsewhere."""
-    return int(proc_entry("vmstat", "oom_kill ") or 0)
+        needs = f"more than its memory_limit of {format_bytes(limit)}"
+    return {"status": UNFIT, "reason": f"needs {needs}"}
 
 
 def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, out: Path) -> None:
@@ -212,7 +200,6 @@ def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, o
 
 def _end_with_parent() -> None:
     """Ends this process with the one that waits for it, however that one ends."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

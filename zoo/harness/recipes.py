@@ -12,12 +12,8 @@ _IMAGENET = {"data": "photographs", "size": 224, "batch_size": 4, "accelerator_b
 _WORDS = {"data": "stream", "size": 200, "batch_size": 10, "accelerator_batch_size": 80}
 
 RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("resnet110", _CIFAR),
-    ("resnet164", _CIFAR),
-    ("resnet1001", _CIFAR),
-    ("resnet1202", _CIFAR),
-    ("densenet100", _CIFAR),
-    ("densenet190", _CIFAR),
+    *((name, _CIFAR) for name in ("resnet110", "resnet164", "resnet1001", "resnet1202")),
+    *((name, _CIFAR) for name in ("densenet100", "densenet190")),
     ("vit_*", _IMAGENET | {"optimizer": "adamw"}),
     ("gpt2*", {"data": "text", "size": 512, "batch_size": 1, "accelerator_batch_size": 8}),
     ("lstm*", _WORDS),

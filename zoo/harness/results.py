@@ -25,18 +25,9 @@ Comparison = dict[str, Any]
 """A model's config under "model" and the records of its cells under their kinds."""
 
 # what may differ between the cells of one experiment
-BY_KIND = {
-    *("kind", "steps", "repeats", "frontier"),
-    *("plan", "optimizer_in_backward", "plan_in_backward"),
-}
+BY_KIND = {"kind", "steps", "repeats", "frontier", "plan"}
+BY_KIND |= {"optimizer_in_backward", "plan_in_backward"}
 MODEL_BY_KIND = {"checkpoint", "repeats", "largest_ratio", "accelerator_batch_size"}
-MEASURED = {
-    "baseline": ("memory", "digests"),
-    "checkpointed": ("memory", "digests"),
-    "optimizer_in_backward": ("memory", "digests"),
-    "timing": ("step_seconds", "spread"),
-}
-"""What a cell that is done has measured; without it a report would find no fault."""
 NOTHING: Record = {"status": "failed", "reason": "there is no result"}
 
 
@@ -54,7 +45,6 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Repeats = Annotated[list[Seconds], Field(min_length=1)]
 Plot = tuple[Bytes, Seconds]
-SPREAD = _mapping(median=Number, lower=Number, upper=Number)
 CELL = _mapping(
     device=str,
     dtype=str,
@@ -83,15 +73,18 @@ TIMELINE = _mapping(
     peak=_mapping(point=Bytes, bytes=Bytes, phase=str, categories=dict[str, Difference]),
     holders=list[HOLDER],  # type: ignore[valid-type]
 )
+CHAIN = _mapping(
+    {"lines": dict[str, list[Bytes]]}, names=list[str], blocks=list[Bytes], saved=list[Difference]
+)
 OPTIONAL = {
     "reason": str,
     "finished": str,
     "environment": dict[str, Any] | None,
     "parameters": Bytes,
     "plan": Annotated[str, AfterValidator(Plan.parse)] | None,
+    # results of versions that did not count tensors lack the latter two; a device whose allocator
+    # keeps no history has no activation peak
     "memory": _mapping(
-        # results of versions that did not count tensors lack the latter two; a device whose
-        # allocator keeps no history has no activation peak
         {"activation_peak": Bytes | None, "tensor_peak": Bytes, "tensor_activation_peak": Bytes},
         peak=Bytes,
     ),
@@ -99,20 +92,9 @@ OPTIONAL = {
     "step_seconds": _mapping(
         {"optimizer_in_backward": Repeats}, baseline=Repeats, checkpointed=Repeats
     ),
-    "spread": _mapping(
-        {"optimizer_in_backward": SPREAD, "optimizer_in_backward_ratio": SPREAD},
-        baseline=SPREAD,
-        checkpointed=SPREAD,
-        ratio=SPREAD,
-    ),
     "missing": dict[str, str],
     "timeline": TIMELINE,
-    "chain": _mapping(
-        {"lines": dict[str, list[Bytes]]},
-        names=list[str],
-        blocks=list[Bytes],
-        saved=list[Difference],
-    ),
+    "chain": CHAIN,
     "frontier": _mapping(
         optimal=list[Plot], schemes=dict[str, Plot], baseline=Bytes, lower_bound=Bytes
     ),
@@ -128,48 +110,38 @@ RECORD = _mapping(
 
 
 class Results:
-    """The results in one file."""
+    """The results in one file; a `ConfigError` says what cannot be done with it, and why."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def check(self) -> None:
-        """Raises ConfigError when nothing can be written there."""
-        with self._explained("written to", "--output names another folder"):
+    def prepare(self, *, fresh: bool = False) -> None:
+        """Makes the file, if there is none; with `fresh` removes every record."""
+        with self._errors_named("written to", "; --output names another folder"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.open("ab").close()
+            self.path.open("wb" if fresh else "ab").close()
 
     def read(self, passed_over: Callable[[str], object] = str) -> dict[str, Record]:
-        """Returns the last whole record of each key; `passed_over` is told of lines that are none.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
+        """Returns the last record of each key; `passed_over` is told of lines that are none."""
         if not self.path.is_file():
             return {}
-        with self._explained("read"):
+        with self._errors_named("read"):
             # bytes: a line that broke off inside of a letter is no text
             lines = self.path.read_bytes().split(b"\n")
         records = {}
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
             try:
-                record = parse(line)
+                if line.strip():
+                    record = parse(line)
+                    records[record["key"]] = record
             except ValueError as fault:
                 passed_over(f"{self.path}, line {number}, is passed over: {fault}")
-            else:
-                records[record["key"]] = record
         return records
 
     def append(self, record: Record) -> None:
-        """Adds a record, on a line of its own even where the last one broke off.
-
-        Raises:
-            ConfigError: it cannot be written, as on a full disk.
-        """
-        kept = "the cells before are kept: make room, and the same command goes on from there"
-        with self._explained("written to", kept), self.path.open("a+b") as file:
+        """Adds a record, on a line of its own even where the last one broke off."""
+        kept = "; the cells before are kept: make room, and the same command goes on from there"
+        with self._errors_named("written to", kept), self.path.open("a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 # a kill leaves a line that is not whole
@@ -178,21 +150,13 @@ class Results:
             file.flush()
             os.fsync(file.fileno())
 
-    def clear(self) -> None:
-        """Removes every record; raises ConfigError where the file cannot be removed."""
-        with self._explained("removed", "without --fresh its results are kept"):
-            self.path.unlink(missing_ok=True)
-
     @contextmanager
-    def _explained(self, what: str, way_out: str = "") -> Iterator[None]:
-        """Turns an OSError into a ConfigError that says what the file cannot be."""
+    def _errors_named(self, what: str, way_out: str = "") -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            end = f"; {way_out}" if way_out else ""
-            raise ConfigError(
-                f"{shortened(str(self.path))} cannot be {what}: {error.strerror}{end}"
-            ) from error
+            name = shortened(str(self.path))
+            raise ConfigError(f"{name} cannot be {what}: {error.strerror}{way_out}") from error
 
 
 def parse(line: bytes | str) -> Record:
@@ -203,56 +167,54 @@ def parse(line: bytes | str) -> Record:
             done, and one missing key would end the report of all other lines.
     """
     try:
-        RECORD.model_validate_json(line, strict=True)
+        _check(RECORD.model_validate_json(line, strict=True))
     except ValidationError as error:
-        raise ValueError(_fault(error)) from None
+        fault = error.errors(include_url=False)[0]
+        where = shortened_text(".".join(map(str, fault["loc"]))) or "it"
+        known = {"json_invalid": "it is no JSON", "missing": f"{where} is missing"}
+        other = f"{where} {reason([fault], fault['input'])}"
+        raise ValueError(known.get(fault["type"], other)) from None
     record: Record = json.loads(line)
-    for key in MEASURED[record["kind"]] if record["status"] == "done" else ("reason",):
-        if not record.get(key):
-            raise ValueError(f"{key} is missing")
-    has_activations = record["kind"] in ("baseline", "checkpointed") and "memory" in record
-    if has_activations and "activation_peak" not in record["memory"]:
-        raise ValueError("memory.activation_peak is missing")
-    chain = record.get("chain", {})
-    together = {
-        "step_seconds": list(record.get("step_seconds", {}).values()),
-        "chain": [chain[name] for name in ("names", "blocks", "saved") if name in chain],
-    }
-    # lists of numbers of what another list holds
-    numbers = {"chain.lines": (chain.get("lines", {}).values(), chain.get("names", ()))}
     if "timeline" in record:
         timeline = record["timeline"]
-        together["timeline"] = [timeline["points"], *timeline["bytes"].values()]
-        if "places" in timeline:
-            together["timeline"].append(timeline["places"]["at"])
-            numbers["timeline.places"] = [timeline["places"]["at"]], timeline["places"]["names"]
-    for name, lists in together.items():
-        if len(set(map(len, lists))) > 1:
-            raise ValueError(f"{name} holds lists of unequal lengths")
-    for name, (lists, numbered) in numbers.items():
-        if any(number >= len(numbered) for found in lists for number in found):
-            raise ValueError(f"{name} holds the number of nothing")
-    if "timeline" in record:
-        _rename(record["timeline"])
+        # names of before
+        for sizes in (timeline["bytes"], timeline["peak"]["categories"]):
+            sizes |= {new: sizes.pop(old) for old, new in RENAMED.items() if old in sizes}
+        for holder in timeline["holders"]:
+            holder["category"] = RENAMED.get(holder["category"], holder["category"])
     return record
 
 
-def _rename(timeline: Record) -> None:
-    """Gives categories of a timeline of before the names that they have now."""
-    for sizes in (timeline["bytes"], timeline["peak"]["categories"]):
-        sizes |= {new: sizes.pop(old) for old, new in RENAMED.items() if old in sizes}
-    for holder in timeline["holders"]:
-        holder["category"] = RENAMED.get(holder["category"], holder["category"])
-
-
-def _fault(error: ValidationError) -> str:
-    fault = error.errors(include_url=False)[0]
-    where = shortened_text(".".join(map(str, fault["loc"]))) or "it"
-    if fault["type"] == "json_invalid":
-        return "it is no JSON"
-    if fault["type"] == "missing":
-        return f"{where} is missing"
-    return f"{where} {reason([fault], fault['input'])}"
+def _check(record: Any) -> None:
+    """Raises ValueError where something is missing, or lists do not belong together."""
+    # without what a cell that is done has measured a report would find no fault
+    measured = ("step_seconds",) if record.kind == "timing" else ("memory", "digests")
+    needed = measured if record.status == "done" else ("reason",)
+    missing = [key for key in needed if not getattr(record, key)]
+    has_activations = record.kind in ("baseline", "checkpointed") and record.memory
+    if has_activations and "activation_peak" not in record.memory.model_fields_set:
+        missing.append("memory.activation_peak")
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
+    lists: dict[str, list[Any]] = {}
+    # lists of numbers of what another list holds
+    numbers: dict[str, tuple[Any, Any]] = {}
+    if record.step_seconds:
+        lists["step_seconds"] = [found for found in vars(record.step_seconds).values() if found]
+    if chain := record.chain:
+        lists["chain"] = [chain.names, chain.blocks, chain.saved]
+        numbers["chain.lines"] = (chain.lines or {}).values(), chain.names
+    if timeline := record.timeline:
+        lists["timeline"] = [timeline.points, *timeline.bytes.values()]
+        if places := timeline.places:
+            lists["timeline"].append(places.at)
+            numbers["timeline.places"] = [places.at], places.names
+    for name, found in lists.items():
+        if len(set(map(len, found))) > 1:
+            raise ValueError(f"{name} holds lists of unequal lengths")
+    for name, (found, numbered) in numbers.items():
+        if any(number >= len(numbered) for part in found for number in part):
+            raise ValueError(f"{name} holds the number of nothing")
 
 
 def comparisons(records: Iterable[Record]) -> list[Comparison]:
@@ -262,37 +224,31 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
     the timing of its plan, of several the last, and where there is one, that with the optimizer in
     the backward.
     """
-    baselines, checkpointed, in_backward, timings = {}, {}, {}, {}
+    found: dict[tuple[str, str, str | None], Record] = {}
     for record in records:
-        experiment, cell = _experiment(record), record["cell"]
-        checkpoint = str(cell["model"]["checkpoint"])
-        plan = str(cell.get("plan") or checkpoint)
-        if record["kind"] == "baseline":
-            baselines[experiment] = record
-        elif record["kind"] == "checkpointed":
-            checkpointed[experiment, checkpoint] = record
-        elif record["kind"] == "optimizer_in_backward":
-            in_backward[experiment, checkpoint] = record
-        else:
-            timings[experiment, plan] = record
-    found = []
-    for (experiment, checkpoint), record in checkpointed.items():
-        of_plan, as_given = (experiment, str(record.get("plan"))), (experiment, checkpoint)
-        third = in_backward.get(as_given)
-        found.append(
-            {
-                "model": record["cell"]["model"],
-                "baseline": baselines.get(experiment, NOTHING),
-                "checkpointed": record,
-                **({"optimizer_in_backward": third} if third else {}),
-                "timing": timings.get(of_plan) or timings.get(as_given, NOTHING),
-            }
-        )
-    return found
+        cell, kind = record["cell"], record["kind"]
+        chosen = str(cell["model"]["checkpoint"])
+        plan = str(cell.get("plan") or chosen) if kind == "timing" else chosen
+        found[kind, _experiment(cell), None if kind == "baseline" else plan] = record
+    together = []
+    for (kind, experiment, option), record in found.items():
+        if kind == "checkpointed":
+            measured = found.get(("timing", experiment, str(record.get("plan"))))
+            third = found.get(("optimizer_in_backward", experiment, option))
+            together.append(
+                {
+                    "model": record["cell"]["model"],
+                    "baseline": found.get(("baseline", experiment, None), NOTHING),
+                    "checkpointed": record,
+                    **({"optimizer_in_backward": third} if third else {}),
+                    "timing": measured or found.get(("timing", experiment, option), NOTHING),
+                }
+            )
+    return together
 
 
-def _experiment(record: Record) -> str:
+def _experiment(cell: Mapping[str, Any]) -> str:
     """Names what the cells of a comparison have in common."""
-    cell = {key: value for key, value in record["cell"].items() if key not in BY_KIND}
-    cell["model"] = {key: value for key, value in cell["model"].items() if key not in MODEL_BY_KIND}
-    return json.dumps(cell, sort_keys=True)
+    model = {key: value for key, value in cell["model"].items() if key not in MODEL_BY_KIND}
+    shared = {key: value for key, value in cell.items() if key not in BY_KIND}
+    return json.dumps(shared | {"model": model}, sort_keys=True)

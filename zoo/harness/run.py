@@ -11,10 +11,11 @@ Each cell that ended has a line; a terminal shows a bar below them.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -23,16 +24,14 @@ from rich.table import Column
 
 from zoo.engine.devices import is_available
 from zoo.errors import ConfigError
-from zoo.harness.cells import Cell, Kind, expand
+from zoo.harness.cells import Cell, expand
 from zoo.harness.config import Config
 from zoo.harness.processes import check_limit, outcome
 from zoo.harness.results import Comparison, Record, Results
-from zoo.harness.worker import RATIOS, first_fault, locate, work
+from zoo.harness.worker import check_cells, locate, work
 from zoo.profiling.progress import is_wanted
-from zoo.report.rows import FEWEST
+from zoo.report.rows import UNFIT, quartiles
 from zoo.units import format_bytes, format_seconds
-
-CHECK_TIMEOUT = 600  # seconds
 
 
 def results_of(config: Config) -> Results:
@@ -48,29 +47,52 @@ def run(config: Config, console: Console) -> list[Comparison]:
             is missing, or that a model cannot be built or run as the config says.
         KeyboardInterrupt: passed on; the cells that finished are on disk.
     """
-    results = _prepared_results(config)
+    if config.device != "cpu" and not is_available(config.device):
+        raise ConfigError(
+            f"device {config.device}: torch finds none here; --device cpu runs anywhere"
+        )
+    check_limit(config.memory_limit, config.device)
+    results = results_of(config)
+    results.prepare(fresh=config.fresh)
     records = results.read().items()
     known = {key: record for key, record in records if record["status"] != "failed"}
     cells = expand(config)
-    shown = Shown(console, [cell.model.name for entry in cells for cell in entry.values()])
+    models = [cell.model.name for entry in cells for cell in entry.values()]
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
+        console=console,
+        disable=not (console.is_terminal and is_wanted()),
+    )
+    task, total = bar.add_task("", total=len(models), left=""), len(models)
 
     def record_of(cell: Cell) -> Record:
-        shown.start(cell)
+        number = int(bar.tasks[0].completed) + 1
+        bar.update(task, description=str(cell), left=names_left(models[number:]))
         if cell.key() in known:
             record = known[cell.key()] | {"cached": True}
         else:
             record = run_cell(cell, config.timeout)
             results.append(record)
-        shown.finish(cell, record)
+        line = f"[{number:>{len(str(total))}}/{total}] {cell}: {_result_words(record)}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        bar.advance(task)
         return record
 
     comparisons = []
-    with shown.bar:
-        check_cells([entry["checkpointed"] for entry in cells if not _is_measured(entry, known)])
+    with bar:
+        # a timing follows with the plans that were measured
+        new = [
+            e for e in cells if not {e["baseline"].key(), e["checkpointed"].key()} <= known.keys()
+        ]
+        check_cells([entry["checkpointed"] for entry in new])
         for model, entry in zip(config.models, cells, strict=True):
             found: Comparison = {"model": asdict(model)}
             for kind, cell in entry.items():
-                plans = _measured_plans(found) if kind == "timing" else {}
+                plans = {} if kind != "timing" else _measured_plans(found)
                 found[kind] = record_of(replace(cell, **plans))
             comparisons.append(found)
     return comparisons
@@ -80,32 +102,6 @@ def _measured_plans(found: Comparison) -> dict[str, Any]:
     """Returns the plans that were measured, which are those to time."""
     names = {"plan": "checkpointed", "plan_in_backward": "optimizer_in_backward"}
     return {name: found.get(kind, {}).get("plan") for name, kind in names.items()}
-
-
-def _prepared_results(config: Config) -> Results:
-    """Returns the file of results; raises ConfigError where nothing could run or be written."""
-    if config.device != "cpu" and not is_available(config.device):
-        raise ConfigError(
-            f"device {config.device}: torch finds none here; --device cpu runs anywhere"
-        )
-    check_limit(config.memory_limit, config.device)
-    results = results_of(config)
-    results.check()
-    if config.fresh:
-        results.clear()
-    return results
-
-
-def _is_measured(entry: Mapping[Kind, Cell], known: Mapping[str, Record]) -> bool:
-    # the timing follows with the plans that were measured
-    return known.keys() >= {entry["baseline"].key(), entry["checkpointed"].key()}
-
-
-def check_cells(cells: Sequence[Cell]) -> None:
-    """Raises ConfigError for a cell that cannot run: its data, size, argument or plan."""
-    # what goes wrong with the process itself is left to the cells
-    if cells and (fault := outcome(first_fault, tuple(cells), CHECK_TIMEOUT).get("fault")):
-        raise ConfigError(fault)
 
 
 def run_cell(cell: Cell, timeout: float) -> Record:
@@ -126,41 +122,6 @@ def run_cell(cell: Cell, timeout: float) -> Record:
     }
 
 
-class Shown:
-    """Shows the progress of a run, of whose cells `models` are the names in order."""
-
-    def __init__(self, console: Console, models: Sequence[str]) -> None:
-        self.console, self.models, self.done = console, models, 0
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
-            console=console,
-            disable=not (console.is_terminal and is_wanted()),
-        )
-        self.task = self.bar.add_task("", total=len(models), left="")
-
-    def start(self, cell: Cell) -> None:
-        """Shows the cell that runs now and the models that are left after it."""
-        left = names_left(self.models[self.done + 1 :])
-        self.bar.update(self.task, description=_words(cell), left=left)
-
-    def finish(self, cell: Cell, record: Record) -> None:
-        """Prints the result of a cell in a line."""
-        self.done += 1
-        total = len(self.models)
-        text = f"[{self.done:>{len(str(total))}}/{total}] {_words(cell)}: "
-        line = text + _result_words(record)
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self.bar.advance(self.task)
-
-
-def _words(cell: Cell) -> str:
-    return f"{cell.model.name} {cell.kind.replace('_', ' ')}"
-
-
 def names_left(models: Sequence[str], most: int = 3) -> str:
     """Names the models whose cells are left, the first few: 'left: vnet, gpt2_small, lstm +2'."""
     names = list(dict.fromkeys(models))
@@ -172,16 +133,17 @@ def _result_words(record: Record) -> str:
     if record["status"] == "failed":
         return f"failed, {record['reason']}"
     took = f" ({record['seconds']:.0f} s{', measured before' if record.get('cached') else ''})"
-    if record["status"] == "does not fit":
+    if record["status"] == UNFIT:
         return f"does not fit, {record['reason']}{took}"
     if record["kind"] != "timing":
         return f"step peak {format_bytes(record['memory']['peak'])}{took}"
-    enough = len(record["step_seconds"]["baseline"]) >= FEWEST
-    times = f"a step takes {format_seconds(record['spread']['baseline']['median'])}"
-    for variant, name in RATIOS.items():
-        if name in record["spread"]:
-            ratio = record["spread"][name]
-            median = format_seconds(record["spread"][variant]["median"])
-            quartiles = f" [{ratio['lower']:.2f}, {ratio['upper']:.2f}]" if enough else ""
-            times += f", {variant.replace('_', ' ')} {median}, ×{ratio['median']:.2f}{quartiles}"
+    baseline = record["step_seconds"]["baseline"]
+    times = f"a step takes {format_seconds(median(baseline))}"
+    for variant, seconds in record["step_seconds"].items():
+        if variant != "baseline":
+            ratios = [one / other for one, other in zip(seconds, baseline, strict=True)]
+            ends = quartiles(ratios)
+            between = " [{:.2f}, {:.2f}]".format(*ends) if ends else ""
+            words = f"{variant.replace('_', ' ')} {format_seconds(median(seconds))}"
+            times += f", {words}, ×{median(ratios):.2f}{between}"
     return f"{times}{took}"

@@ -34,7 +34,6 @@ from zoo.planner.plan import Plan
 from zoo.policy.options import runner_for
 from zoo.verification.state_comparison import bits
 
-Named = tuple[str, Tensor | None]
 # see profiling.source_location: no line of a result is that of the process around it
 IS_TRAINING_LOOP = True
 
@@ -58,19 +57,18 @@ class Training:
         half = cell.dtype == "bfloat16"
         self.autocast = torch.autocast(cell.device, torch.bfloat16, enabled=half)
         self._data, self._state = cell.model.data, None
-        self._runner = self._runner_in_backward = self.model.runner
+        own = in_backward = self.model.runner
         if cell.plan_in_backward is not None:
-            plan = Plan.parse(cell.plan_in_backward)
-            self._runner_in_backward = runner_for(plan, None, None)
+            in_backward = runner_for(Plan.parse(cell.plan_in_backward), None, None)
+        self._runners = {"checkpointed": own, "optimizer_in_backward": in_backward}
         self._handle: OptimizerInBackward | None = None
 
     def switch(self, variant: Kind) -> None:
         """Goes on as a variant: with the plan or without, with the optimizer in the backward."""
         if self._handle is not None:
             self._handle.remove()
+        self.model.runner = self._runners.get(variant)
         in_backward = variant == "optimizer_in_backward"
-        runner = self._runner_in_backward if in_backward else self._runner
-        self.model.runner = None if variant == "baseline" else runner
         self._handle = optimizer_in_backward(self.model, self.optimizer) if in_backward else None
 
     def step(self, batch: Batch) -> Tensor:
@@ -88,11 +86,11 @@ class Training:
 
     def outer_loss(self, batch: Batch) -> Callable[[Tensor], Tensor] | None:
         """Returns the loss of the model's logits; None where the model returns its loss."""
-        if self._data in ("text", "stream"):
-            return None
-        return partial(F.cross_entropy, target=batch.targets)
+        is_text = self._data in ("text", "stream")
+        return None if is_text else partial(F.cross_entropy, target=batch.targets)
 
     def _loss(self, batch: Batch) -> Tensor:
+        # logits that it holds would not outlive the forward
         returned = self.model(*self.arguments(batch))
         if self._data == "stream":
             returned, state = returned
@@ -120,13 +118,13 @@ def step_digests(model: nn.Module, loss: Tensor) -> dict[str, str]:
     }
 
 
-def digest(tensors: Iterable[Named]) -> str:
+def digest(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
     """Returns the SHA-256 of names, types, shapes and raw bytes, so that -0.0 differs from 0.0."""
     total = hashlib.sha256()
     for name, tensor in tensors:
         if tensor is None:
             total.update(f"{name} None".encode())
-            continue
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(bits(tensor).cpu().reshape(-1).numpy().data)
+        else:
+            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            total.update(bits(tensor).cpu().reshape(-1).numpy().data)
     return total.hexdigest()

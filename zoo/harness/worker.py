@@ -7,61 +7,78 @@ One cell's allocator, caches and crash stay away from the next. An exception in 
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zoo.api.plan import planner_for
 from zoo.api.track import track
 from zoo.catalog import create
 from zoo.engine.devices import synchronize
-from zoo.errors import ZooError
+from zoo.errors import ConfigError, ZooError, in_a_line
 from zoo.harness.cells import Cell, Kind
-from zoo.harness.collect import details
 from zoo.harness.data import Batch, batches
 from zoo.harness.environment import environment
 from zoo.harness.processes import limited
 from zoo.harness.training import Training, step_digests
 from zoo.invocation import Invocation, capture_first_state
-from zoo.planner.plan import Plan
+from zoo.planner.plan import Plan, thinned
 from zoo.planner.schemes import segments
 from zoo.profiling.allocator_events import measure_step
 from zoo.profiling.timeline import Timeline
-from zoo.report.rows import spread
 
 Result = dict[str, Any]
 Also = Callable[[Training, Cell, Batch, Timeline], Result]
-# the spreads of seconds over the baseline's, by variant
-RATIOS = {"checkpointed": "ratio", "optimizer_in_backward": "optimizer_in_backward_ratio"}
+# plans of a frontier that a report draws
+PLANS = 64
+
+
+def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
+    """Returns what a report draws of a model that has trained; `timeline` is that of a step.
+
+    Of a baseline also the chain and, if asked for, its frontier. What fails costs the cell nothing:
+    it stands under "missing" with the reason.
+    """
+    readers: dict[str, Callable[[], Result]] = {
+        "timeline": lambda: {"timeline": timeline.summary()},
+        "chain": lambda: _chain(training, cell, batch, timeline) if cell.kind == "baseline" else {},
+    }
+    drawn: Result = {"missing": {}}
+    for name, read in readers.items():
+        try:
+            drawn |= read()
+        except Exception as error:
+            drawn["missing"][name] = in_a_line(error)
+    return drawn
 
 
 def work(cell: Cell, also: Also = details) -> Result:
     """Measures a cell in this process; returns its numbers and what `also` reads afterwards."""
-    torch.set_num_threads(cell.threads)
     if cell.device != "cpu" and cell.kind != "timing":
         # two processes give the same bits only with algorithms that add in a fixed order
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    choose_device(cell.device)
+    _set_device(cell)
     with limited(cell.memory_limit, cell.device):
         result = _time(cell) if cell.kind == "timing" else _measure(cell, also)
-    return result | locate(cell)
+    return result | {"environment": environment(cell.device)}
 
 
 def locate(cell: Cell) -> Result:
     """Returns under "environment" where a cell is measured, also one that returns nothing else."""
-    torch.set_num_threads(cell.threads)
-    choose_device(cell.device)
+    _set_device(cell)
     return {"environment": environment(cell.device)}
 
 
-def choose_device(kind: str) -> None:
-    """Makes one of several devices the current one, each of a launcher's processes its own."""
-    if kind != "cpu":
+def _set_device(cell: Cell) -> None:
+    """Sets threads and device: of several devices each of a launcher's processes its own."""
+    torch.set_num_threads(cell.threads)
+    if cell.device != "cpu":
         rank = int(os.environ.get("LOCAL_RANK", "0"))
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
 
@@ -75,7 +92,7 @@ def _measure(cell: Cell, also: Also) -> Result:
     training = Training(cell)
     training.switch(cell.kind)
     model, optimizer = training.model, training.optimizer
-    *first, last = _batches(cell, cell.steps)
+    *first, last = batches(cell.model, cell.steps, cell.seed, cell.device)
     digests = [step_digests(model, training.step(batch)) for batch in first]
     losses: list[Tensor] = []
     inputs = [last.inputs, last.targets]
@@ -94,8 +111,47 @@ def _measure(cell: Cell, also: Also) -> Result:
     if cell.kind == "optimizer_in_backward":
         # the allocator's events do not say which of its blocks were gradients
         del result["memory"]["activation_peak"]
-    # what a report draws is read when all is measured
     return result | also(training, cell, last, timeline)
+
+
+def _chain(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
+    """Returns the chain of a baseline, and its frontier if that is wanted."""
+    optimizer = training.optimizer
+    optimizer.zero_grad(set_to_none=True)
+    with training.autocast:
+        planner = planner_for(
+            training.model,
+            batch.arguments(cell.model.data),
+            optimizer=lambda parameters: type(optimizer)(parameters, **optimizer.defaults),
+            loss=training.outer_loss(batch),
+            # the rates of any device where no time is wanted: nothing is run
+            device=None if cell.frontier else "cpu",
+        )
+        steps = slice(planner.steps)
+        # the line of the first allocation of each step
+        first = {a.step: a.line for a in reversed(timeline.allocations) if a.phase == "forward"}
+        lines: dict[str, list[int]] = {}
+        for number, name in enumerate(planner.names):
+            if line := first.get(name):
+                lines.setdefault(line, []).append(number)
+        found: Result = {
+            "chain": {
+                "names": planner.names,
+                "blocks": planner.costs.blocks[steps],
+                "saved": planner.costs.newly_saved()[steps],
+                "lines": lines,
+            }
+        }
+        if cell.frontier:
+            curve = planner.frontier()
+            optimal = [[point.peak, point.time_ratio] for point in curve.optimal]
+            found["frontier"] = {
+                "optimal": thinned(optimal, PLANS),
+                "schemes": {point.name: [point.peak, point.time_ratio] for point in curve.schemes},
+                "baseline": curve.baseline.peak,
+                "lower_bound": curve.lower_bound,
+            }
+    return found
 
 
 def _time(cell: Cell) -> Result:
@@ -104,7 +160,7 @@ def _time(cell: Cell) -> Result:
     variants: list[Kind] = ["baseline", "checkpointed"]
     if cell.optimizer_in_backward:
         variants.append("optimizer_in_backward")
-    warm_up, *data = _batches(cell, 1 + cell.repeats)
+    warm_up, *data = batches(cell.model, 1 + cell.repeats, cell.seed, cell.device)
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for variant in variants:
         training.switch(variant)
@@ -120,17 +176,7 @@ def _time(cell: Cell) -> Result:
                 seconds[variant].append(_seconds(training, batch))
     finally:
         gc.enable()
-    return {"step_seconds": seconds, "spread": _spreads(seconds)}
-
-
-def _spreads(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Returns median and quartiles of each variant's seconds, and of their ratios to baseline's."""
-    found = dict(seconds)
-    for variant, name in RATIOS.items():
-        if variant in seconds:
-            pairs = zip(seconds[variant], seconds["baseline"], strict=True)
-            found[name] = [second / baseline for second, baseline in pairs]
-    return {name: asdict(spread(values)) for name, values in found.items()}
+    return {"step_seconds": seconds}
 
 
 def _seconds(training: Training, batch: Batch) -> float:
@@ -142,12 +188,8 @@ def _seconds(training: Training, batch: Batch) -> float:
     return time.perf_counter() - start
 
 
-def _batches(cell: Cell, count: int) -> list[Batch]:
-    return [batch.to(cell.device) for batch in batches(cell.model, count, cell.seed)]
-
-
-def first_fault(cells: Sequence[Cell]) -> dict[str, str | None]:
-    """Returns under "fault" what is wrong with the first cell that cannot run.
+def check_cells(cells: Sequence[Cell]) -> None:
+    """Raises ConfigError for the first cell that cannot run: its data, size, argument or plan.
 
     Of a config's ten models the last would otherwise fail after an hour because its text is too
     long. Models and batches are meta tensors, which take no memory.
@@ -156,32 +198,26 @@ def first_fault(cells: Sequence[Cell]) -> dict[str, str | None]:
         try:
             _build(cell)
         except Exception as error:
-            own = isinstance(error, ZooError)
-            text = " ".join((str(error) if own else f"{type(error).__name__}: {error}").split())
+            text = " ".join(str(error).split()) if isinstance(error, ZooError) else in_a_line(error)
             name = cell.model.name
-            return {"fault": text if text.startswith(name) else f"{name}: {text}"}
-    return {"fault": None}
+            raise ConfigError(text if text.startswith(name) else f"{name}: {text}") from error
 
 
 def _build(cell: Cell) -> None:
     """Builds a model, has it check inputs of the shape of a batch, and checks its plan."""
     with torch.device("meta"):
         chain = create(cell.model.name, **cell.model.arguments)
+    # of images and volumes only one sample is made
+    is_text = cell.model.data in ("text", "stream")
+    made = cell.model if is_text else replace(cell.model, batch_size=1)
+    (batch,) = batches(made, 1, seed=0, device="meta")
+    if not is_text:
+        tensors = (batch.inputs, batch.targets)
+        batch = Batch(*(tensor.repeat_interleave(cell.model.batch_size, 0) for tensor in tensors))
     # a chain refuses inputs before its first step: its forward, seconds for a thousand layers even
     # on meta tensors, would find no more
-    inputs = Invocation(_meta_batch(cell).arguments(cell.model.data))
-    outline, _ = capture_first_state(chain, inputs)
+    outline, _ = capture_first_state(chain, Invocation(batch.arguments(cell.model.data)))
     if isinstance(cell.checkpoint, Plan):
         cell.checkpoint.check(len(outline.steps))
     elif type(cell.checkpoint) is int:
         segments(outline.blocks, cell.checkpoint)
-
-
-def _meta_batch(cell: Cell) -> Batch:
-    """Returns a batch as shapes; of images and volumes only one sample is made."""
-    model = cell.model
-    if model.data in ("text", "stream"):
-        return batches(model, 1, seed=0)[0].to("meta")
-    sample = batches(replace(model, batch_size=1), 1, seed=0)[0].to("meta")
-    tensors = (sample.inputs, sample.targets)
-    return Batch(*(tensor.repeat_interleave(model.batch_size, 0) for tensor in tensors))

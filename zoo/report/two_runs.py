@@ -14,11 +14,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zoo.report.escaping import in_markdown, markdown_table, visible
-from zoo.report.rows import FEWEST, VARIANTS, Cell, Comparison, Number, Row, median, quartiles, rows
+from zoo.report.rows import (
+    FEWEST,
+    VARIANTS,
+    Cell,
+    Comparison,
+    Number,
+    Row,
+    differences,
+    median,
+    quartiles,
+    rows,
+)
 
 WHAT = ("name", "data", "batch_size", "size", "arguments", "optimizer", "checkpoint")
 WHERE = ("device", "dtype")
 ENVIRONMENT = ("torch", "zoo", "commit", "python", "device", "threads")
+# with these, trainings on the same device are the same bit for bit
+SAME_BITS = ("steps", "seed", "threads")
 # names of the numbers in a table, and in a file
 COLUMNS = {
     "step peak": "peak_bytes",
@@ -58,12 +71,18 @@ class Change(NamedTuple):
 
 
 class CellChanges(NamedTuple):
-    """What changed of a cell; `replanned` where `checkpoint=` chose another plan than before."""
+    """What changed of a cell; `replanned` where `checkpoint=` chose another plan than before.
+
+    `other_bits` names what differs between trainings of as many steps, the same seed and threads;
+    `reason` says why there are no numbers now.
+    """
 
     name: str
     batch: str
     changes: Mapping[str, Change]
     replanned: bool
+    other_bits: Sequence[str] = ()
+    reason: str = ""
 
     @property
     def note(self) -> str:
@@ -72,10 +91,35 @@ class CellChanges(NamedTuple):
 
 
 class TwoRuns(NamedTuple):
-    """A run and an earlier one: the cells of both, and sentences on what these leave out."""
+    """A run and an earlier one, whose file is `name`.
 
+    Attributes:
+        measured: when the earlier one ended, as far as it is known.
+        cells: those that both have.
+        only_now, only_before: names of cells that one of them lacks.
+        differs: of the environments, sentences such as 'torch 2.13.0 → 2.14.1'.
+        untimed: what could be timed before and now cannot, with the reason.
+    """
+
+    name: str
+    measured: str
     cells: Sequence[CellChanges]
-    notes: Sequence[str]
+    only_now: Sequence[str]
+    only_before: Sequence[str]
+    differs: Sequence[str]
+    untimed: Sequence[str] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what the table's numbers leave out."""
+        named = {
+            "Measured under other conditions": self.differs,
+            "In this run only": self.only_now,
+            "In the earlier run only": self.only_before,
+        }
+        notes = [f"The earlier run: {self.name}{f', ended {self.measured}' * bool(self.measured)}."]
+        notes += [f"{what}: {'; '.join(found)}." for what, found in named.items() if found]
+        return [*map(visible, notes)]
 
 
 def subject(record: Mapping[str, Any]) -> str:
@@ -97,16 +141,16 @@ def two_runs(now: Sequence[Comparison], before: Sequence[Comparison], name: str)
     """Compares the cells of a run with those of an earlier one from a file of that name."""
     new, old = _cells(now), _cells(before)
     shared = [key for key in new if key in old]
-    end = max((record.get("finished", "") for _, _, record in old.values()), default="")
     changed = dict.fromkeys(environment_change(old[key][2], new[key][2]) for key in shared)
-    named = {
-        "Measured under other conditions": [*filter(None, changed)],
-        "In this run only": _lacking(new, old),
-        "In the earlier run only": _lacking(old, new),
-    }
-    notes = [f"The earlier run: {name}{f', ended {end}' if end else ''}."]
-    notes += [f"{what}: {'; '.join(found)}." for what, found in named.items() if found]
-    return TwoRuns([_changes(old[key], new[key]) for key in shared], [*map(visible, notes)])
+    return TwoRuns(
+        name=name,
+        measured=max((record.get("finished", "") for *_, record in old.values()), default=""),
+        cells=[_changes(old[key], new[key]) for key in shared],
+        only_now=_lacking(new, old),
+        only_before=_lacking(old, new),
+        differs=[*filter(None, changed)],
+        untimed=_untimed(now, before),
+    )
 
 
 def as_markdown(runs: TwoRuns) -> str:
@@ -148,7 +192,11 @@ def _cells(comparisons: Sequence[Comparison]) -> dict[str, _Cell]:
 
 def _changes(before: _Cell, now: _Cell) -> CellChanges:
     (old, kind, _), (new, _, _) = before, now
-    plans = [record.get("plan") for _, _, record in (before, now)]
+    records = [record for *_, record in (before, now)]
+    plans = [record.get("plan") for record in records]
+    settings = [[record["cell"].get(key) for key in SAME_BITS] for record in records]
+    digests = [record["digests"] for record in records if "digests" in record]
+    is_same = len(digests) == 2 and settings[0] == settings[1]
     past, present = old.time_ratios(kind), new.time_ratios(kind)
     one, other = quartiles(past), quartiles(present)
     is_clear = bool(one and other and (one[1] < other[0] or other[1] < one[0]))
@@ -160,7 +208,22 @@ def _changes(before: _Cell, now: _Cell) -> CellChanges:
         "step time": Change(median(past), median(present), is_clear),
     }
     name, replanned = f"{new.label} {VARIANTS[kind]}", None not in plans and plans[0] != plans[1]
-    return CellChanges(name, new.batch, changes, replanned)
+    other_bits = differences(*digests) if is_same else ()
+    reason = records[1].get("reason", "")
+    return CellChanges(name, new.batch, changes, replanned, other_bits, reason)
+
+
+def _untimed(now: Sequence[Comparison], before: Sequence[Comparison]) -> list[str]:
+    timings = [comparison.get("timing", {}) for comparison in before]
+    done = (record for record in timings if record.get("status") == "done" and "cell" in record)
+    timed = set(map(subject, done))
+    labels = [row.label for row in rows(now)]
+    lost = [comparison.get("timing", {}) for comparison in now]
+    return [
+        f"{label} timing {record['status']}: {record['reason']}"
+        for label, record in zip(labels, lost, strict=True)
+        if "reason" in record and "cell" in record and subject(record) in timed
+    ]
 
 
 def _lacking(cells: Mapping[str, _Cell], others: Mapping[str, _Cell]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.harness.test_worker import CELLS
-from zoo.harness import collect
+from zoo.harness import worker
 from zoo.harness.worker import work
 from zoo.planner.plan import Plan, thinned
 from zoo.policy.budget import STREAM
@@ -134,7 +134,7 @@ def test_what_cannot_be_drawn_is_said_and_costs_no_number(
         raise RuntimeError("no such\nthing")
 
     monkeypatch.setattr(Timeline, "summary", broken)
-    monkeypatch.setattr(collect, "planner_for", broken)
+    monkeypatch.setattr(worker, "planner_for", broken)
     record = work(CELLS["baseline"])
     assert record["missing"] == dict.fromkeys(("timeline", "chain"), "RuntimeError: no such thing")
     for name in ("digests", "memory", "plan"):
