@@ -71,5 +71,13 @@ def test_import_needs_torch_and_einops_only() -> None:
 
 def test_a_star_import_brings_the_public_names_and_no_packages() -> None:
     found = set(zoo.__all__)
-    assert {"plan", "checkpoint", "verify", "resnet50", "Chain", "BudgetError"} <= found
+    assert {
+        "__version__",
+        "plan",
+        "checkpoint",
+        "verify",
+        "resnet50",
+        "Chain",
+        "BudgetError",
+    } <= found
     assert found.isdisjoint({"models", "planner", "engine", "errors", "chain", "units"})

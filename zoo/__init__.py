@@ -96,7 +96,7 @@ from zoo.version import __version__ as __version__
 __all__ = [
     name
     for name, value in vars().items()
-    if name[0] != "_" and type(value) is not type(_interrupts)
+    if name == "__version__" or (name[0] != "_" and type(value) is not type(_interrupts))
 ]
 
 # a program of somebody else's may have the command's name, too

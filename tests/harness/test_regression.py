@@ -100,6 +100,17 @@ def test_a_timing_that_alone_does_not_fit_any_more_is_worse():
     assert texts == [f"{NAME} timing does not fit: why"]
 
 
+def test_what_an_interrupted_run_measured_is_compared(tmp_path):
+    old = [record for record in records() if record["kind"] in ("baseline", "timing")]
+    path = write(tmp_path / "old.jsonl", old)
+    console = Console(file=io.StringIO(), width=300)
+    earlier = read_earlier(replace(CONFIG, compare=path))
+    assert has_grown(beside(comparisons(records(peak=1020)), earlier), 0.01, console)
+    text = console.file.getvalue()
+    assert f"{NAME} baseline: step peak 1000 B → 1020 B" in text
+    assert "baseline was not measured before" not in text
+
+
 def test_what_fits_now_is_said_and_no_fault():
     before = records(status="does not fit", reason="why")
     for record in before:

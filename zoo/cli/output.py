@@ -17,14 +17,20 @@ PLAIN = {
 
 
 def print_answer(text: str) -> None:
-    """Prints an answer; a reader such as `head` may close the pipe before its end."""
+    """Prints an answer; a reader such as `head` may close the pipe before its end.
+
+    Raises:
+        ArgumentError: stdout cannot be written.
+    """
     try:
         print(text, end="\n" if text else "", flush=True)
     except OSError as error:
         # or Python raises when it flushes stdout as it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            raise
+            raise ArgumentError(
+                f"stdout cannot be written: {error.strerror}; make room, then go on"
+            ) from error
 
 
 def write(path: str | None, save: Callable[[str], object]) -> None:

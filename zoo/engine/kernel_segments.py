@@ -150,7 +150,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         if not shared:
             for handle in pending:
                 handle.keep()
-        self._close(len(self.path) - shared)
+        for _ in self.path[shared:]:
+            self._close()
         for _ in path[shared:]:
             thread.segment = Segment(thread.segment)
         if shared and thread.segment is not None:
@@ -159,14 +160,13 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         self.path = path
         self.recording = thread.segment and thread.segment.recording
 
-    def _close(self, count: int) -> None:
-        """Closes so many segments."""
-        for _ in range(count):
-            part = thread.segment
-            assert part is not None, "a path has a segment for each number"
-            part.end, thread.segment = part.recording.count, part.parent
-            if part.parent is None:
-                prune(part)
+    def _close(self) -> None:
+        """Closes the innermost segment."""
+        part = thread.segment
+        assert part is not None, "a path has a segment for each number"
+        part.end, thread.segment = part.recording.count, part.parent
+        if part.parent is None:
+            prune(part)
 
     def _pending(self) -> list[Handle]:
         """Returns what the operation saved that is about to run its kernel in another segment.
@@ -188,7 +188,9 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         HOOKS.__exit__(*raised)
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         thread.conductor, self.recording = None, None
-        self._close(len(self.path))
+        # not by the path, which is not that of the segments where a turn was interrupted
+        while thread.segment is not None:
+            self._close()
 
 
 def conducts() -> bool:

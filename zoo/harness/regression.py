@@ -58,7 +58,7 @@ def read_old(path: str, passed_over: Callable[[str], object] = str) -> Earlier:
 
 def beside(now: Sequence[Comparison], earlier: Earlier) -> TwoRuns:
     """Returns a run beside an earlier one; raises ConfigError where they share no cell."""
-    runs = two_runs(now, comparisons(earlier.records.values()), earlier.path)
+    runs = two_runs(now, comparisons(earlier.records.values(), partial=True), earlier.path)
     if not runs.cells:
         raise _nothing_shared(earlier)
     return runs

@@ -217,12 +217,12 @@ def _check(record: Any) -> None:
             raise ValueError(f"{name} holds the number of nothing")
 
 
-def comparisons(records: Iterable[Record]) -> list[Comparison]:
+def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Comparison]:
     """Puts the records of cells together by model, without the config that asked for them.
 
     The checkpointed cells are the comparisons; to each belong the baseline of the same experiment,
     the timing of its plan, of several the last, and where there is one, that with the optimizer in
-    the backward.
+    the backward. A `partial` one may be of an experiment whose checkpointed cell was not measured.
     """
     found: dict[tuple[str, str, str | None], Record] = {}
     for record in records:
@@ -231,7 +231,12 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
         plan = str(cell.get("plan") or chosen) if kind == "timing" else chosen
         found[kind, _experiment(cell), None if kind == "baseline" else plan] = record
     together = []
+    whole = {experiment for kind, experiment, _ in found if kind == "checkpointed"}
     for (kind, experiment, option), record in found.items():
+        if partial and kind != "checkpointed" and experiment not in whole:
+            model = record["cell"]["model"]
+            nothing = dict.fromkeys(("baseline", "checkpointed", "timing"), NOTHING)
+            together.append({"model": model, **nothing, kind: record})
         if kind == "checkpointed":
             measured = found.get(("timing", experiment, str(record.get("plan"))))
             third = found.get(("optimizer_in_backward", experiment, option))

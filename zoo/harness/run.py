@@ -28,10 +28,12 @@ from zoo.harness.cells import Cell, expand
 from zoo.harness.config import Config
 from zoo.harness.processes import check_limit, outcome
 from zoo.harness.results import Comparison, Record, Results
-from zoo.harness.worker import check_cells, locate, work
+from zoo.harness.worker import first_fault, locate, work
 from zoo.profiling.progress import is_wanted
 from zoo.report.rows import UNFIT, quartiles
 from zoo.units import format_bytes, format_seconds
+
+CHECK_TIMEOUT = 600  # seconds
 
 
 def results_of(config: Config) -> Results:
@@ -102,6 +104,13 @@ def _measured_plans(found: Comparison) -> dict[str, Any]:
     """Returns the plans that were measured, which are those to time."""
     names = {"plan": "checkpointed", "plan_in_backward": "optimizer_in_backward"}
     return {name: found.get(kind, {}).get("plan") for name, kind in names.items()}
+
+
+def check_cells(cells: Sequence[Cell]) -> None:
+    """Raises ConfigError for a cell that cannot run, which a process of its own finds out."""
+    # what goes wrong with the process itself is left to the cells
+    if cells and (fault := outcome(first_fault, tuple(cells), CHECK_TIMEOUT).get("fault")):
+        raise ConfigError(fault)
 
 
 def run_cell(cell: Cell, timeout: float) -> Record:

@@ -203,6 +203,15 @@ def check_cells(cells: Sequence[Cell]) -> None:
             raise ConfigError(text if text.startswith(name) else f"{name}: {text}") from error
 
 
+def first_fault(cells: Sequence[Cell]) -> dict[str, str | None]:
+    """Returns under "fault" what `check_cells` says of them, for a process of its own."""
+    try:
+        check_cells(cells)
+    except ConfigError as error:
+        return {"fault": str(error)}
+    return {"fault": None}
+
+
 def _build(cell: Cell) -> None:
     """Builds a model, has it check inputs of the shape of a batch, and checks its plan."""
     with torch.device("meta"):

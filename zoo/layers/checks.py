@@ -15,13 +15,16 @@ LARGEST = 2**40
 IGNORED = -100
 
 
-def check_images(model: str, inputs: Sequence[Any], first: Any) -> Tensor:
-    """Returns the only input; raises InputError unless the first convolution takes it."""
+def check_images(model: str, inputs: Sequence[Any], first: Any, axes: str = "NCHW") -> Tensor:
+    """Returns the only input; raises InputError unless the first convolution takes it.
+
+    That may have been wrapped or replaced since the model was built.
+    """
     if len(inputs) != 1:
         raise InputError(f"{model} takes one tensor; got {len(inputs)} inputs")
     images: Tensor = inputs[0]
-    weight = first.weight
-    _check_axes(model, images, "NCHW" if weight.ndim == 4 else "NCDHW")
+    weight = next(first.parameters())
+    _check_axes(model, images, axes)
     if not images.is_floating_point():
         raise InputError(
             f"{model} takes floating numbers; got {images.dtype}. Convert with .float() and scale"
@@ -33,9 +36,10 @@ def check_images(model: str, inputs: Sequence[Any], first: Any) -> Tensor:
             f"{model}'s weights are {weight.dtype} on {weight.device}; got {images.dtype} on "
             f"{images.device}. Convert the input with .to({str(weight.device)!r}, {weight.dtype})"
         )
-    if images.shape[1] != first.in_channels:
+    channels = getattr(first, "in_channels", images.shape[1])
+    if images.shape[1] != channels:
         raise InputError(
-            f"{model} was built for {first.in_channels} channels; got {images.shape[1]} in "
+            f"{model} was built for {channels} channels; got {images.shape[1]} in "
             f"{tuple(images.shape)}. Build it with in_channels=..."
         )
     return images

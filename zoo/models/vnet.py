@@ -225,7 +225,7 @@ class VNet(Chain):
 
     def steps_for(self, *inputs: Tensor | None) -> Steps:
         """Lists the steps once the volume is known to fit."""
-        volume = check_images("vnet", inputs, self.stem.unit.conv)
+        volume = check_images("vnet", inputs, self.stem.unit.conv, "NCDHW")
         for axis, size in zip("DHW", volume.shape[2:], strict=True):
             if size % STRIDE:
                 below, above = size // STRIDE * STRIDE, -(-size // STRIDE) * STRIDE

@@ -110,9 +110,8 @@ class OptimizerInBackward:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._names: dict[Tensor, str] = {
-            parameter: name for name, parameter in model.named_parameters()
-        }
+        # by id: to hold them would keep a model's frozen weights as long as the optimizer
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         # parameters updated since the last step, with their versions after it
         self._updated: dict[Tensor, int] = {}
         # those whose step the optimizer's own is about to check
@@ -168,7 +167,7 @@ class OptimizerInBackward:
         _ATTACHED.discard(self.optimizer)
 
     def _name(self, parameter: Tensor) -> str:
-        return self._names.get(parameter, f"a parameter {tuple(parameter.shape)}")
+        return self._names.get(id(parameter), f"a parameter {tuple(parameter.shape)}")
 
     def _hook_parameters(self) -> None:
         """Hooks parameters that have none yet: of new groups, or frozen until now."""

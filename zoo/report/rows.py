@@ -5,7 +5,7 @@ itself: `str(cell)` for terminals and Markdown, `cell.__html__()` with exact val
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -217,18 +217,17 @@ class Row:
         }
 
 
-def first_measured(comparisons: Sequence[Comparison]) -> Any:
-    """Returns the first record that says where it was measured; {} if none does."""
-    known = {"device", "threads", "torch", "python", "zoo"}
+def first_measured(comparisons: Sequence[Comparison], known: Iterable[str] = ()) -> Any:
+    """Returns the first record that says where it was measured, these keys at least; or {}."""
     records = (record for comparison in comparisons for record in comparison.values())
-    found = (record for record in records if known <= (record.get("environment") or {}).keys())
-    return next(found, {})
+    measured = (record for record in records if record.get("environment"))
+    return next((record for record in measured if record["environment"].keys() >= {*known}), {})
 
 
 def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Heading:
     """Describes a comparison by the first of its records that says where it was measured."""
     setting = "nothing could be measured"
-    if record := first_measured(comparisons):
+    if record := first_measured(comparisons, ("device", "threads", "torch", "python", "zoo")):
         cell, where = record["cell"], record["environment"]
         count = f", {where['threads']} thread{'s' * (where['threads'] != 1)}"
         setting = (

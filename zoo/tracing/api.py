@@ -1,7 +1,8 @@
 """`zoo.checkpoint`, `zoo.uncheckpoint`, `zoo.chain_of` and `zoo.plan_of`, for any module."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -124,7 +125,8 @@ def plan_of(model: nn.Module) -> Plan | None:
     return None if patched is None or patched.latest is None else patched.latest.plan
 
 
-class ChainSummary(NamedTuple):
+@dataclass(frozen=True)
+class ChainSummary:
     """The steps of a model by name, and the block of each.
 
     Attributes:

@@ -371,7 +371,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         # `*` stands for one name, as in a path of files
         level = [name for name in names if name.count(".") == pattern.count(".")]
-        matches = fnmatch.filter(level, pattern)
+        matches = [name for name in level if fnmatch.fnmatchcase(name, pattern)]
         if not matches:
             raise ArgumentError(
                 f"steps={pattern!r} is no module of {type(model).__name__}."

@@ -50,6 +50,14 @@ UNTAGGED = frozenset({"torchvision.nms.default"})
 INDEX, MASKS = torch.ops.aten.index.Tensor, {torch.bool, torch.uint8}
 
 
+@functools.cache
+def _returns_first(operator: Any) -> bool:
+    """Says whether an operator returns its first argument, which it writes in place."""
+    returns = operator._schema.returns if hasattr(operator, "_schema") else ()
+    aliases = [result.alias_info for result in returns]
+    return len(aliases) == 1 and aliases[0] is not None and aliases[0].is_write
+
+
 def _require_gradient(tensor: Tensor) -> None:
     tensor.requires_grad_()
 
@@ -288,7 +296,7 @@ class Tracer(KernelMode):
         call = self._guarded(self._before, func, args, kwargs, frame)
         result = func(*args, **kwargs)
         if call is not None:
-            self._guarded(self._after, call, args, result, frame)
+            self._guarded(self._after, func, call, args, result, frame)
         return result
 
     def _guarded(self, note: Callable[..., Any], *arguments: Any) -> Any:
@@ -342,11 +350,11 @@ class Tracer(KernelMode):
         call.writes = frozenset(map(self._origin, written)).difference(self._graph.owned, [-1])
         return call
 
-    def _after(self, call: Call, args: Any, result: Any, frame: FrameType) -> None:
+    def _after(self, func: Any, call: Call, args: Any, result: Any, frame: FrameType) -> None:
         """Numbers what a kernel returned."""
         if call.writes and args and isinstance(args[0], FakeTensor):
             self._expect_views(args[0], frame)
-        if args and call.verb.endswith("_") and isinstance(result, FakeTensor):
+        if isinstance(result, FakeTensor) and _returns_first(func):
             # not the argument where that is a real tensor among fake ones
             result = args[0]
         tensors = tensors_in(result)
