@@ -672,7 +672,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "segments are closed at the end of a forward",
-            "        self._close(len(self.path))\n",
+            "        while thread.segment is not None:\n            self._close()\n",
             "",
             "test_kernel_segments",
         ),
@@ -697,7 +697,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a part of a pruned range is closed",
-            "            if part.parent is None:\n                prune(part)\n",
+            "        if part.parent is None:\n            prune(part)\n",
             "",
             "test_kernel_segments",
         ),

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import zoo
 from tests.engine.kernels import Made, replayed
 from tests.engine.pitfalls.program import compare, frozen, gradients, plain, state_of
+from zoo.engine import kernel_segments
 from zoo.engine.kernel_segments import Conductor, Script, conducts
 from zoo.engine.recording import thread
 from zoo.planner.plan import Plan
@@ -279,3 +280,28 @@ def test_gradients_of_a_cut_model_with_blocks_that_share_parameters() -> None:
             optimizer.step()
         runs.append([frozen(y), gradients(layer), state_of(layer)])
     compare(*runs)
+
+
+@pytest.mark.parametrize("part", ["prune", "Segment"])
+def test_an_interrupted_turn_leaves_no_segment_open(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+    model, x = nn.Sequential(*blocks), torch.rand(2, 4)
+    zoo.checkpoint(model, "blocks")
+    model(x).sum().backward()
+    original, calls = getattr(kernel_segments, part), []
+
+    def interrupted(*arguments: Any) -> Any:
+        found = original(*arguments)
+        calls.append(part)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(kernel_segments, part, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    assert thread.segment is None
+    assert thread.conductor is None
+    assert conducts()

@@ -1,6 +1,8 @@
 """The optimizer in the backward: every bit of `backward(); step(); zero_grad()`, or an error."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -478,3 +480,13 @@ def test_a_freed_gradient_takes_no_memory() -> None:
     assert made.peak == 0
     assert repr(parameter.grad) == "FreedGradient((1000, 1000), torch.float32)"
     assert parameter.grad.shape == parameter.shape
+
+
+def test_frozen_weights_do_not_live_as_long_as_the_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3))
+    optimizer = optim.SGD(model[1].parameters(), lr=0.1)
+    zoo.optimizer_in_backward(model, optimizer)
+    frozen = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert frozen() is None

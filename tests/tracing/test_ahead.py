@@ -272,3 +272,21 @@ def test_an_answer_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("zoo.profiling.isolation.in_fork", lambda _: raised)
     with pytest.raises(ArgumentError, match=r"Linear cannot be traced ahead \(PicklingError: no"):
         zoo.plan(nn.Linear(3, 3), torch.rand(2, 3), max_overhead=0.5)
+
+
+class Shifts(nn.Module):
+    """`<<` and `>>` end in an underscore as operators, and write nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = (x * 16).long() << 1
+        return x * (packed >> 2)
+
+
+def test_a_shift_makes_a_tensor_of_its_own() -> None:
+    x = torch.rand(3, 4, requires_grad=True)
+    graph = graph_of(Shifts(), Invocation.of(x))
+    assert len(graph.inputs) == 1
+    assert not any(call.writes for call in graph.calls)
+    shifts = [call for call in graph.calls if "shift" in str(call.operator)]
+    assert len(shifts) == 2
+    assert all(call.origins == call.results for call in shifts)
