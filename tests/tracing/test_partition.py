@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.runs import MODELS, Keeping, traced
 from zoo.chain import fold
+from zoo.engine.operators import resolved
 from zoo.engine.recompute import segment
 from zoo.invocation import Invocation, own_loss, with_loss
 from zoo.planner.costs import StepCosts, simulate
@@ -83,6 +84,8 @@ def test_a_look_ahead_sees_the_operators_that_a_segment_will(name: str) -> None:
         # zeros stand in for nothing here: the inputs are real
         assert "aten._local_scalar_dense.default" in graph.operators
     assert graph.operators == tracer.graph.operators
+    first = graph.operators[0]
+    assert resolved(first).name() == first.replace(".", "::", 1).removesuffix(".default")
 
 
 @every

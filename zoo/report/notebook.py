@@ -3,6 +3,7 @@
 Figures are SVG whose text stays text: matplotlib brings no font for Chinese, a browser has one.
 """
 
+import html
 import io
 import re
 import warnings
@@ -235,7 +236,11 @@ def figure(
         made.savefig(file, format="svg", dpi=dpi, metadata={"Date": None})
     # a hundredth of a point is less than is seen
     picture = re.sub(r"(\.\d\d)\d+", r"\1", file.getvalue())
-    display(SVG(re.sub(r"(?<=>)[^<>]+(?=</text>)", lambda text: translated(text[0]), picture)))
+
+    def words(text: re.Match[str]) -> str:
+        return html.escape(translated(html.unescape(text[0])), quote=False)
+
+    display(SVG(re.sub(r"(?<=>)[^<>]+(?=</text>)", words, picture)))
 
 
 def translated(text: str) -> str:
