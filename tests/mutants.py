@@ -116,8 +116,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "statistics are copied before a norm writes them",
-            "if tensor is not None:\n                self.recording.before_write(tensor)",
-            "pass",
+            "                self.recording.before_write(tensor)\n                is_alike",
+            "                is_alike",
             "pitfalls/test_statistics",
         ),
         (

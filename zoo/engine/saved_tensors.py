@@ -52,7 +52,7 @@ class Handle:
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
         self.segment = segment
         self.reference = reference
-        self.fingerprint = fingerprint(tensor) if tensor.requires_grad else None
+        self.fingerprint = fingerprint(tensor)
         self.original = weakref.ref(tensor)
         self.version = tensor._version
         # which operation of autograd's saved it
