@@ -418,13 +418,13 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a kernel runs under the settings that it had",
-            "                    write_settings(node.settings, present)\n",
+            "                    write_settings(node.settings, restore)\n",
             "                    pass\n",
             "test_replay",
         ),
         (
             "settings are put back after a replay",
-            "            write_settings(before, read_settings())",
+            "            write()",
             "            pass",
             "test_replay",
         ),

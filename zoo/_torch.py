@@ -43,7 +43,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"zoo uses a private name that torch {torch.__version__} does not have: {error}. "
-        "Install a torch that setup.cfg names, 2.11 or later, or a newer zoo"
+        "Install a torch that setup.cfg names, 2.13 or later, or a newer zoo"
     ) from error
 
 
@@ -53,7 +53,7 @@ def _private(path: str) -> Any:
     except AttributeError as error:
         raise ImportError(
             f"zoo uses torch.{path}, which torch {torch.__version__} does not have. Install a "
-            "torch that setup.cfg names, 2.11 or later, or a newer zoo"
+            "torch that setup.cfg names, 2.13 or later, or a newer zoo"
         ) from error
 
 
@@ -90,10 +90,18 @@ neg_view: Any = _private("_neg_view")
 SETTINGS_OF_KERNELS: Any = [
     (_private(f"_C._get_{name}"), _private(f"_C._set_{name}"))
     for name in (
-        "float32_matmul_precision", "mkldnn_enabled", "cudnn_enabled", "cudnn_benchmark",
-        "cudnn_deterministic",
+        "mkldnn_enabled", "mkldnn_deterministic", "cpu_allow_fp16_reduced_precision_reduction",
+        "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cublas_allow_fp16_accumulation",
     )
 ]  # fmt: skip
+# whether sums of halves may be halves, and whether so may those of parts of them
+for _name in ("cublas_allow_fp16_reduced_precision_reduction",
+              "cublas_allow_bf16_reduced_precision_reduction"):  # fmt: skip
+    _read, _write = _private(f"_C._get_{_name}"), _private(f"_C._set_{_name}")
+    SETTINGS_OF_KERNELS.append((_read, lambda value, write=_write: write(*value)))
+# of how a library computes an operation in float32 ("conv"), or all of them ("all")
+precision_of: Any = _private("_C._get_fp32_precision_getter")
+set_precision: Any = _private("_C._set_fp32_precision_setter")
 queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
 is_profiling: Any = _private("autograd._profiler_enabled")
 
@@ -117,14 +125,6 @@ def allocator_history(device: torch.device) -> Iterator[list[dict[str, Any]]]:
         entries += histories[device.index] if device.index < len(histories) else []
     finally:
         record(enabled=None)
-
-
-def is_exporting() -> bool:
-    """Says whether `torch.export` is at work.
-
-    Asked by `torch.compiler.is_exporting()`, the compiler of torch 2.11 answers yes in each graph.
-    """
-    return torch.compiler._is_exporting_flag
 
 
 class _CompilerStandIn(types.ModuleType):

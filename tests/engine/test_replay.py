@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from tests.engine.kernels import replayed
@@ -235,6 +236,14 @@ def by_precision() -> None:
     torch.set_float32_matmul_precision("medium")
 
 
+def by_precision_of_a_library() -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+def by_precision_of_all() -> None:
+    torch.backends.fp32_precision = "tf32"
+
+
 def by_determinism() -> None:
     torch.use_deterministic_algorithms(True)
 
@@ -243,7 +252,22 @@ def by_filling() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-CHANGES = [by_default_dtype, by_mkldnn, by_precision, by_determinism, by_filling]
+CHANGES = [
+    by_default_dtype,
+    by_mkldnn,
+    by_precision,
+    by_precision_of_a_library,
+    by_precision_of_all,
+    by_determinism,
+    by_filling,
+]
+
+
+def reset_precisions() -> None:
+    """Sets what torch begins with."""
+    torch.backends.fp32_precision = "none"
+    for library in ("cuda", "mkldnn"):
+        torch._C._set_fp32_precision_setter(library, "matmul", "none")
 
 
 class Settings(AbstractContextManager[None]):
@@ -251,13 +275,13 @@ class Settings(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self.before = torch.get_default_dtype(), torch._C._get_mkldnn_enabled()
-        self.precision = torch.get_float32_matmul_precision()
         self.filling = torch.utils.deterministic.fill_uninitialized_memory
 
     def __exit__(self, *raised: object) -> None:
         torch.set_default_dtype(self.before[0])
         torch._C._set_mkldnn_enabled(self.before[1])
-        torch.set_float32_matmul_precision(self.precision)
+        torch.set_float32_matmul_precision("highest")
+        reset_precisions()
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = self.filling
 
@@ -294,6 +318,44 @@ def test_settings_are_those_of_each_kernel(change: Callable[[], None], where: st
         return y, x.grad, state_of(model)
 
     assert_exact(program)
+
+
+class PrecisionsOfMultiplications(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes by which precision each matrix multiplication runs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.addmm.default:
+            self.found.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_a_precision_is_that_of_each_kernel(general: bool) -> None:
+    """Processors without bfloat16 compute the same by either, so it is read where kernels run."""
+
+    def set_precision(precision: str) -> None:
+        if general:
+            torch.backends.fp32_precision = precision
+        else:
+            torch.backends.mkldnn.matmul.fp32_precision = precision
+
+    try:
+        set_precision("bf16")
+        y = zoo.recompute(net(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), *rows())
+        set_precision("tf32")
+        with PrecisionsOfMultiplications() as precisions:
+            y.sum().backward()
+        assert set(precisions.found) == {"bf16"}
+        # one that went by the general one still does
+        torch.backends.fp32_precision = "ieee"
+        expected = "ieee" if general else "tf32"
+        assert torch.backends.mkldnn.matmul.fp32_precision == expected
+    finally:
+        reset_precisions()
 
 
 def test_the_number_of_threads_is_that_of_the_forward() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zoo._torch import SETTINGS_OF_KERNELS
+from zoo._torch import SETTINGS_OF_KERNELS, precision_of, set_precision
 
 # what operators take beside tensors, generators and lists of these
 CONSTANTS = (
@@ -118,15 +118,57 @@ def _read(operator: Any) -> Effects:
 
 
 Settings = tuple[Any, ...]
-# how to read and to write the globals of torch that change what kernels compute
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+
+
+class Setting(NamedTuple):
+    """A global of torch that changes what kernels compute: how to read and to write it.
+
+    Attributes:
+        own: reads what is to be written again later, where that is not what is read.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    own: Callable[[], Any] | None = None
+
+
+def _own_precision(*place: str) -> str:
+    """Reads the precision that was set for some kernels; "none" where they go by another one."""
+    library_all, every = (place[0], "all"), ("generic", "all")
+    is_set = place == every or not _goes_by(place, every)
+    if is_set and place[1] != "all" and not _goes_by(library_all, every):
+        is_set = not _goes_by(place, library_all)
+    return str(precision_of(*place)) if is_set else "none"
+
+
+def _goes_by(place: tuple[str, ...], general: tuple[str, ...]) -> bool:
+    """Tries whether a precision changes with a more general one; torch does not tell."""
+    before, own = precision_of(*place), precision_of(*general)
+    try:
+        set_precision(*general, "tf32" if before != "tf32" else "ieee")
+        return bool(precision_of(*place) != before)
+    finally:
+        set_precision(*general, own)
+
+
+_LIBRARIES = "cuda", "mkldnn"
+# the more general ones first
+_PRECISIONS = [("generic", "all"), *((library, "all") for library in _LIBRARIES)] + [
+    (library, kind) for library in _LIBRARIES for kind in ("conv", "rnn", "matmul")
+]
+_OF_PRECISIONS = precision_of, set_precision, _own_precision
+_SETTINGS = (
     # these two concern all kernels
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    *SETTINGS_OF_KERNELS,
+    Setting(torch.get_default_dtype, torch.set_default_dtype),
+    Setting(torch.get_num_threads, torch.set_num_threads),
+    Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *(Setting(*functions) for functions in SETTINGS_OF_KERNELS),
+    *(
+        Setting(*(functools.partial(function, *place) for function in _OF_PRECISIONS))
+        for place in _PRECISIONS
+    ),
 )
-_READERS, WRITERS = zip(*_SETTINGS, strict=True)
+_READERS = [setting.read for setting in _SETTINGS]
 
 
 def read_settings() -> Settings:
@@ -134,10 +176,14 @@ def read_settings() -> Settings:
     return tuple(map(call, _READERS))
 
 
-def write_settings(wanted: Settings, present: Settings) -> None:
-    """Puts settings in force, writing only those that differ from the present ones."""
-    for write, value, now in zip(WRITERS, wanted, present, strict=True):
-        if value != now:
+def write_settings(wanted: Settings, restore: list[Callable[[], object]]) -> None:
+    """Puts settings in force, writing only those that differ from the present ones.
+
+    What writes again what was set before is added to `restore`, to be called last first.
+    """
+    for (read, write, own), value in zip(_SETTINGS, wanted, strict=True):
+        if read() != value:
+            restore.append(functools.partial(write, (own or read)()))
             write(value)
 
 

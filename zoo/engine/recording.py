@@ -188,7 +188,7 @@ class Recording:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.count = 0
-        self.settings = read_settings()
+        self.settings: Settings | None = None
         # what each storage is now: a value, or one from outside and the latest tensor of it
         self.storages: dict[int, Value | Outside | Written] = {}
         # tensors from outside, and by their ids those that are as they were read
@@ -206,14 +206,16 @@ class Recording:
         """Returns what is set now, the same object while nothing changes that a kernel heeds."""
         known = self.settings
         if (
-            effects.chosen
-            or torch.get_default_dtype() is not known[0]
-            or torch.get_num_threads() != known[1]
+            known is not None
+            and not effects.chosen
+            and torch.get_default_dtype() is known[0]
+            and torch.get_num_threads() == known[1]
         ):
-            now = read_settings()
-            if now != known:
-                self.settings = now
-        return self.settings
+            return known
+        now = read_settings()
+        if known is None or now != known:
+            self.settings = known = now
+        return known
 
     def find(self, storage: Any) -> Value | Outside | Written | None:
         """Returns what a storage is now; None for one that no kernel met."""
@@ -523,7 +525,8 @@ class Recorder(KernelMode):
         # a norm on the CPU reserves no bytes, which to record would cost more than to keep
         if out.layout is torch.strided and (out.dtype is not torch.uint8 or out.numel()):
             layout = out.size(), out.stride()
-            node = Node(EMPTY_STRIDED, self.recording.count, self.recording.settings, layout)
+            settings = self.recording.settings_for(effects)
+            node = Node(EMPTY_STRIDED, self.recording.count, settings, layout)
             node.kwargs = {"dtype": out.dtype, "device": out.device}
             self._append(node, effects, out)
         return out

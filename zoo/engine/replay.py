@@ -5,7 +5,7 @@ after its last reader, so that a replay holds what the backward is about to take
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -93,14 +93,14 @@ def replay(found: Iterable[Scheduled]) -> None:
 
 
 def _run(found: Iterable[Scheduled]) -> None:
-    before = present = read_settings()
+    present, restore = read_settings(), list[Callable[[], object]]()
     streams, trains = Streams(), torch.is_grad_enabled()
     set_grad_enabled(True)
     try:
         for node, drops in found:
             if node.settings is not present:
                 if node.settings != present:
-                    write_settings(node.settings, present)
+                    write_settings(node.settings, restore)
                 present = node.settings
             if node.draws:
                 streams.draw_as(node.draws)
@@ -111,8 +111,8 @@ def _run(found: Iterable[Scheduled]) -> None:
         thread.origin = None
         set_grad_enabled(trains)
         streams.restore()
-        if present != before:
-            write_settings(before, read_settings())
+        for write in reversed(restore):
+            write()
 
 
 def _no_function_modes() -> Any:
