@@ -69,6 +69,7 @@ def test_a_pipe_has_a_line_for_each_part(
 
 
 def test_a_terminal_has_a_bar_which_is_gone_at_the_end(stderr: Callable[..., Stream]) -> None:
+    pytest.importorskip("tqdm", reason="the bar is that of tqdm")
     stream = stderr(is_terminal=True)
     with shown("zoo.plan"):
         for number in each("kernels", range(3)):

@@ -113,7 +113,7 @@ def test_a_model_that_was_compiled_before_is_refused() -> None:
         zoo.checkpoint(torch.compile(Net(), backend="eager"))
 
 
-# the compiler's own: in torch 2.11 it also looks into the hooks for saved tensors
+# the compiler's own
 compilers_warnings = pytest.mark.filterwarnings(
     "ignore:The .grad attribute", "ignore:Dynamo does not know how to trace"
 )

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed, nn
 
-from zoo._torch import active_fake_mode, are_functorch_transforms_active, is_exporting, is_profiling
+from zoo._torch import active_fake_mode, are_functorch_transforms_active, is_profiling
 from zoo.chain import Chain, Outline, State, Step, fold, step_names
 from zoo.engine.recompute import run_compiled, run_plan
 from zoo.engine.sharded import is_spread
@@ -121,7 +121,7 @@ class PlannedRunner:
         Under `torch.compile` it runs by the latest plan for as many steps; choosing one breaks the
         graph, and so does a chain that cannot be compiled whole.
         """
-        if are_functorch_transforms_active() or is_exporting():
+        if are_functorch_transforms_active() or torch.compiler.is_exporting():
             return fold(outline.steps, inputs)
         if torch.compiler.is_compiling():
             if not self.compiled or self.compiled[-1][-1] != len(outline.steps) - 1:

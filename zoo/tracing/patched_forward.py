@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo._torch import active_fake_mode, is_exporting
+from zoo._torch import active_fake_mode
 from zoo.chain import Chain, Runner
 from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
 from zoo.engine.operators import resolved
@@ -177,7 +177,7 @@ class PatchedForward(Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward: by the plan in training, else as it is written."""
-        if is_exporting():
+        if torch.compiler.is_exporting():
             return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return torch.compiler.disable(self._run)(args, kwargs)  # type: ignore[no-untyped-call]
