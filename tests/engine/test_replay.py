@@ -237,11 +237,16 @@ def by_precision() -> None:
 
 
 def by_precision_of_a_library() -> None:
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    set_precision("mkldnn", "matmul", "bf16")
+
+
+def set_precision(library: str, kind: str, precision: str) -> None:
+    # not by `torch.backends`, which other tests freeze
+    torch._C._set_fp32_precision_setter(library, kind, precision)
 
 
 def by_precision_of_all() -> None:
-    torch.backends.fp32_precision = "tf32"
+    set_precision("generic", "all", "tf32")
 
 
 def by_determinism() -> None:
@@ -265,9 +270,8 @@ CHANGES = [
 
 def reset_precisions() -> None:
     """Sets what torch begins with."""
-    torch.backends.fp32_precision = "none"
-    for library in ("cuda", "mkldnn"):
-        torch._C._set_fp32_precision_setter(library, "matmul", "none")
+    for place in (("generic", "all"), ("cuda", "matmul"), ("mkldnn", "matmul")):
+        set_precision(*place, "none")
 
 
 class Settings(AbstractContextManager[None]):
@@ -337,21 +341,16 @@ class PrecisionsOfMultiplications(TorchDispatchMode):  # type: ignore[no-untyped
 def test_a_precision_is_that_of_each_kernel(general: bool) -> None:
     """Processors without bfloat16 compute the same by either, so it is read where kernels run."""
 
-    def set_precision(precision: str) -> None:
-        if general:
-            torch.backends.fp32_precision = precision
-        else:
-            torch.backends.mkldnn.matmul.fp32_precision = precision
-
+    place = ("generic", "all") if general else ("mkldnn", "matmul")
     try:
-        set_precision("bf16")
+        set_precision(*place, "bf16")
         y = zoo.recompute(net(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), *rows())
-        set_precision("tf32")
+        set_precision(*place, "tf32")
         with PrecisionsOfMultiplications() as precisions:
             y.sum().backward()
         assert set(precisions.found) == {"bf16"}
         # one that went by the general one still does
-        torch.backends.fp32_precision = "ieee"
+        set_precision("generic", "all", "ieee")
         expected = "ieee" if general else "tf32"
         assert torch.backends.mkldnn.matmul.fp32_precision == expected
     finally:

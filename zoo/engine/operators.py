@@ -5,6 +5,7 @@ A schema tells nearly all of it. What no schema tells is listed here by name and
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from operator import call
 from typing import Any, NamedTuple
@@ -27,8 +28,10 @@ EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_
 # likewise their results are made to be written
 CONSTANT = {"aten::zeros", "aten::zeros_like", "aten::new_zeros", "aten::ones", "aten::ones_like",
             "aten::new_ones", "aten::full", "aten::full_like", "aten::new_full"}  # fmt: skip
+# they write their first argument without reading it, as do those that draw, and `out=`
+OVERWRITING = {"aten::copy_", "aten::fill_", "aten::zero_"}
 # kernels of which libraries have several, chosen by settings
-CHOOSING = ("conv", "mm", "addm", "linear", "rnn", "lstm", "gru", "dot", "mv", "attention",
+CHOOSING = ("conv", "mm", "gelu", "addm", "linear", "rnn", "lstm", "gru", "dot", "mv", "attention",
             "cumsum", "scatter", "index", "put")  # fmt: skip
 # position and name of an argument
 Argument = tuple[int, str]
@@ -61,6 +64,7 @@ class Effects(NamedTuple):
     blank: bool = False  # its result is made to be written, and may be by code that nobody sees
     chosen: bool = False  # settings decide which kernel it runs
     norm: bool = False  # it updates statistics in training, without reading them
+    overwrites: bool = False  # it does not read what it writes
     simple: bool = False  # it makes its results and does nothing else
 
 
@@ -87,11 +91,8 @@ def _read(operator: Any) -> Effects:
         return Effects(reshapes=True)
     arguments = [(place, argument.name) for place, argument in enumerate(schema.arguments)]
     infos = [argument.alias_info for argument in schema.arguments]
-    writes = [
-        argument
-        for argument, info in zip(arguments, infos, strict=True)
-        if info is not None and info.is_write
-    ]
+    is_written = [info is not None and info.is_write for info in infos]
+    writes = [*itertools.compress(arguments, is_written)]
     if name.partition("::")[0] not in KERNELS:
         # collectives write without saying so
         is_collective = name.startswith("c10d")
@@ -113,8 +114,19 @@ def _read(operator: Any) -> Effects:
         blank=name in EMPTY or name in CONSTANT,
         chosen=any(part in name for part in CHOOSING),
         norm=name in NORMS,
+        overwrites=name in OVERWRITING
+        or (seeded and name not in UNDECLARED)
+        or all(argument.is_out for argument in itertools.compress(schema.arguments, is_written)),
         simple=not (written or seeded or name in NORMS or name in EMPTY),
     )
+
+
+_DENORMAL, _ONE = 5e-324, 1.0
+
+
+def flushes_denormal() -> bool:
+    """Says whether this thread takes denormal numbers for 0 (`torch.set_flush_denormal`)."""
+    return _DENORMAL * _ONE == 0
 
 
 Settings = tuple[Any, ...]
@@ -158,9 +170,10 @@ _PRECISIONS = [("generic", "all"), *((library, "all") for library in _LIBRARIES)
 ]
 _OF_PRECISIONS = precision_of, set_precision, _own_precision
 _SETTINGS = (
-    # these two concern all kernels
+    # these concern all kernels
     Setting(torch.get_default_dtype, torch.set_default_dtype),
     Setting(torch.get_num_threads, torch.set_num_threads),
+    Setting(flushes_denormal, torch.set_flush_denormal),
     Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     *(Setting(*functions) for functions in SETTINGS_OF_KERNELS),
     *(
@@ -172,7 +185,7 @@ _READERS = [setting.read for setting in _SETTINGS]
 
 
 def read_settings() -> Settings:
-    """Reads the globals of torch that change what kernels compute; the first two concern all."""
+    """Reads the globals of torch that change what kernels compute; the first three concern all."""
     return tuple(map(call, _READERS))
 
 

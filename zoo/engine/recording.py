@@ -50,11 +50,13 @@ from zoo.engine.operators import (
     Effects,
     Settings,
     effects_of,
+    flushes_denormal,
     read_settings,
 )
 from zoo.engine.references import (
     REFERENCES,
     Blank,
+    Geometry,
     Listed,
     Outside,
     Reference,
@@ -109,6 +111,7 @@ class Node:
     writes: Sequence[Write] = ()
     results: Sequence[Value] = ()  # all that it made or wrote
     origin: Any = None  # where it was called, where somebody wants to know
+    is_kept = False  # it cannot be replayed, so that its results come from outside
 
     def __init__(self, kernel: Any, index: int, settings: Settings, args: Sequence[Any]) -> None:
         self.kernel, self.index, self.settings = kernel, index, settings
@@ -133,8 +136,8 @@ class Segment:
         self._inner: list[weakref.ref[Segment]] = []
         # what a replay for all that was saved would run, and for how many handles that is
         self.scheduled: tuple[int, list[Any]] | None = None
-        # what the replay of the enclosing segment has made for this one
-        self.given: dict[Value, Tensor | None] | None = None
+        # what the replay of the enclosing segment has made for this one, and the versions of that
+        self.given: dict[Value, tuple[Tensor, int]] | None = None
         if parent is not None:
             parent._inner.append(weakref.ref(self))
 
@@ -196,6 +199,8 @@ class Recording:
         self.known: dict[int, Outside] = {}
         # values of tensors that autograd saved, by the ids of these
         self.saved: dict[int, Value] = {}
+        # by its id a tensor that shares a storage but no version, and its version as it was left
+        self.apart: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
         # by the ids of random streams
         self.last_draws: dict[int, LastDraw] = {}
         self.replaying = False  # whether the backward runs inside of the forward, and replays
@@ -210,6 +215,7 @@ class Recording:
             and not effects.chosen
             and torch.get_default_dtype() is known[0]
             and torch.get_num_threads() == known[1]
+            and flushes_denormal() is known[2]
         ):
             return known
         now = read_settings()
@@ -253,10 +259,7 @@ class Recording:
         return self._refer_outside(tensor, storage, found)
 
     def _refer_value(self, tensor: Tensor, storage: Any, value: Value) -> Reference | Outside:
-        counter = tensor._version
-        if value.counter is None:
-            value.counter = counter
-        if value.counter == counter and (value.blank is None or is_still(tensor, value.blank)):
+        if self._is_as_left(value, tensor):
             if value.trains is tensor.requires_grad and value.base() is tensor:
                 return value
             if id(tensor) in self.saved:
@@ -265,6 +268,49 @@ class Recording:
             return self._refer_outside(tensor, None, None) if found is None else found
         # written by code that no mode sees, so known only as it is now
         return self._refer_outside(tensor, storage, None)
+
+    def target(self, tensor: Tensor, effects: Effects) -> Value | None:
+        """Returns the value that a kernel is about to write; None for what is known only as it is.
+
+        Of memory without content, which code that no mode sees may have written, nothing is known
+        but what the kernel itself writes, if it does not read it.
+        """
+        value = self.made(tensor)
+        if value is None:
+            return None
+        for saved in value.saved or ():
+            if (handle := saved()) is not None:
+                handle.before_write()
+        if self._is_as_left(value, tensor, effects.overwrites):
+            return value
+        self.forget(tensor)
+        return None
+
+    def _is_as_left(self, value: Value, tensor: Tensor, overwritten: bool = False) -> bool:
+        """Says whether a tensor has what recorded kernels left in its storage, if that shows."""
+        counter, apart = version_of(tensor), self.apart.get(id(tensor)) if self.apart else None
+        if apart is not None and apart[0]() is tensor:
+            is_same = apart[1] in (None, counter)
+            self.apart[id(tensor)] = apart[0], counter
+        else:
+            if value.counter is None:
+                value.counter = counter
+            is_same = value.counter == counter
+        return is_same and (value.blank is None or overwritten or is_still(tensor, value.blank))
+
+    def written(self, before: Value, tensor: Tensor, node: int) -> Value:
+        """Returns the next version of a storage, of which a kernel wrote a tensor."""
+        storage = storage_of(tensor)
+        apart = self.apart.get(id(tensor))
+        is_apart = apart is not None and apart[0]() is tensor
+        if apart is not None and is_apart:
+            self.apart[id(tensor)] = apart[0], None
+        value = Value(node, storage, tensor, before.counter if is_apart else None)
+        if before.blank == b"" and tensor.nbytes < storage.nbytes():
+            # of the rest nothing is known
+            value.blank = b""
+        before.after = self.storages[id(storage)] = value
+        return value
 
     def _refer_outside(self, tensor: Tensor, storage: Any, latest: Any) -> Outside:
         home = None if storage is None else weakref.ref(storage)
@@ -301,11 +347,12 @@ class Recording:
         found.is_read = True
         tensor = found.tensor
         if not tensor.requires_grad and tensor.is_leaf and is_small(tensor):
-            # one copy for all tensors of a storage
+            # one copy for all tensors of a storage, as long as nobody writes it
             another = found.earlier
             while another is not None and another.copy is None:
                 another = another.earlier
-            copy = None if another is None else another.copy
+            is_same = another is not None and another.version == found.version
+            copy = another.copy if another is not None and is_same else None
             found.hold(_copied(tensor.untyped_storage(), tensor) if copy is None else copy)
 
     def before_write(self, tensor: Tensor) -> None:
@@ -317,7 +364,14 @@ class Recording:
         copy = None
         reader: Outside | None = latest
         while reader is not None:
-            if reader.is_read and reader.copy is None and is_plain(reader.tensor):
+            # one that code which no mode sees wrote since is not as it was read
+            is_still_there = reader.version == version_of(reader.tensor)
+            if (
+                reader.is_read
+                and reader.copy is None
+                and is_still_there
+                and is_plain(reader.tensor)
+            ):
                 copy = _copied(storage, tensor) if copy is None else copy
                 reader.hold(copy)
             self.known.pop(id(reader.tensor), None)
@@ -334,7 +388,14 @@ class Recording:
         for found in self.outside:
             found.earlier = None
             found.cut()
-        for table in (self.outside, self.storages, self.known, self.saved, self.last_draws):
+        for table in (
+            self.outside,
+            self.storages,
+            self.known,
+            self.saved,
+            self.apart,
+            self.last_draws,
+        ):
             table.clear()
 
 
@@ -345,7 +406,7 @@ def _reference(value: Value, tensor: Tensor) -> Reference | None:
             value.trains = trains
         if value.trains is trains:
             return value
-    return View(value, tensor) if is_plain(tensor) else None
+    return View(value, Geometry(tensor), tensor.requires_grad) if is_plain(tensor) else None
 
 
 def is_small(tensor: Tensor) -> bool:
@@ -391,8 +452,7 @@ def is_plain(tensor: Tensor) -> bool:
     return (
         has_own_storage(type(tensor))
         and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_inference())
-        and not tensor._is_zerotensor()
+        and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
     )
 
 
@@ -443,7 +503,8 @@ class Recorder(KernelMode):
         node = Node(func._op, recording.count, recording.settings_for(effects), args)
         self._encode(node, kwargs)
         out = node.kernel(*args, **kwargs)
-        self._append(node, effects, out)
+        if not node.is_kept:
+            self._append(node, effects, out)
         return out
 
     def _run(self, func: Any, effects: Effects, args: Any, kwargs: Any) -> Any:
@@ -464,12 +525,8 @@ class Recorder(KernelMode):
             keeps = segment.count_draw(written)
         draws = draws_of(args, kwargs) if effects.seeded and not keeps else None
         if keeps or (effects.seeded and draws is None):
-            # what it writes comes from outside from now on
-            out = self._run_outside(func, effects, written, args, kwargs)
-            for tensor in written:
-                recording.forget(tensor)
-            return out
-        targets = [(tensor, recording.made(tensor)) for tensor in written]
+            return self._run_kept(func, effects, written, args, kwargs)
+        targets = [(tensor, recording.target(tensor, effects)) for tensor in written]
         if written and not effects.makes and not any(value for _, value in targets):
             # all that it writes comes from outside and is there
             return self._run_outside(func, effects, written, args, kwargs)
@@ -480,6 +537,8 @@ class Recorder(KernelMode):
         elif effects.norm and args[TRAINING]:
             self._leave_out_statistics(node, args)
         self._encode(node, given)
+        if node.is_kept:
+            return self._run_kept(func, effects, written, args, kwargs)
         outside = [tensor for tensor, value in targets if value is None]
         out = self._run_outside(func, effects, outside, args, kwargs)
         if draws:
@@ -506,6 +565,15 @@ class Recorder(KernelMode):
             else:
                 found.append((stream, PackedState(state, stream.device)))
             last_draws[id(stream)] = LastDraw(stream, node, after)
+
+    def _run_kept(
+        self, func: Any, effects: Effects, written: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        """Runs a kernel whose results, and what it writes, come from outside from now on."""
+        out = self._run_outside(func, effects, written, args, kwargs)
+        for tensor in written:
+            self.recording.forget(tensor)
+        return out
 
     def _run_outside(
         self, func: Any, effects: Effects, outside: list[Tensor], args: Any, kwargs: Any
@@ -560,7 +628,11 @@ class Recorder(KernelMode):
             elif type(found) is View:
                 node.reads.append(found.value)
             elif not found.is_read:
-                self.recording.before_read(found)
+                if value.is_inference():
+                    # it may be written later, and nothing would tell
+                    node.is_kept = True
+                else:
+                    self.recording.before_read(found)
             return found
         if type(value) is torch.device:
             # another device may be the current one in a replay
@@ -600,9 +672,6 @@ class Recorder(KernelMode):
         if value is None or reference is None:
             return Write(self._encoded(tensor, node), tensor)
         node.reads.append(value)
-        for saved in value.saved or ():
-            if (handle := saved()) is not None:
-                handle.before_write()
         return Write(reference, tensor)
 
     def _append(self, node: Node, effects: Effects, out: Any) -> None:
@@ -615,11 +684,8 @@ class Recorder(KernelMode):
         for write in node.writes:
             tensor, write.scratch = write.scratch, None
             if not isinstance(write.target, Outside) and tensor is not None:
-                # the next version of a storage that a recorded kernel made
-                storage = storage_of(tensor)
-                value = write.after = Value(node.index, storage, tensor, None)
-                write.target.value.after = recording.storages[id(storage)] = value
-                node.results = [*node.results, value]
+                write.after = recording.written(write.target.value, tensor, node.index)
+                node.results = [*node.results, write.after]
         if node.results or node.writes:
             if recording.observer is not None:
                 node.origin = recording.observer()
@@ -627,16 +693,17 @@ class Recorder(KernelMode):
             recording.count += 1
 
     def _note_result(self, tensor: Any, node: Node, effects: Effects) -> Value | None:
-        """Returns the value of a result; None for one that is no tensor or no new storage."""
+        """Returns the value of a result; None for one that no replay makes, or no new storage."""
         try:
-            storage = tensor.untyped_storage()
+            storage, version = tensor.untyped_storage(), tensor._version
         except (AttributeError, NotImplementedError, RuntimeError):
             return None
         storages = self.recording.storages
         found = storages.get(id(storage))
         if found is not None and found.home() is storage:
+            self.recording.apart[id(tensor)] = weakref.ref(tensor), version
             return None
-        value = Value(node.index, storage, tensor, tensor._version)
+        value = Value(node.index, storage, tensor, version)
         storages[id(storage)] = value
         if effects.blank and storage.nbytes() > 0:
             value.blank = b"" if effects.empty else constant_of(tensor)

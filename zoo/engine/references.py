@@ -108,10 +108,8 @@ class View:
 
     __slots__ = ("geometry", "trains", "value")
 
-    def __init__(self, value: Value, tensor: Tensor) -> None:
-        self.value = value
-        self.geometry = Geometry(tensor)
-        self.trains = tensor.requires_grad
+    def __init__(self, value: Value, geometry: Geometry, trains: bool = False) -> None:
+        self.value, self.geometry, self.trains = value, geometry, trains
 
     def make_room(self) -> None:
         """Gives the storage in a replay the size that a kernel gave it in the forward."""
@@ -163,7 +161,16 @@ class Outside:
 
     def now(self) -> Tensor:
         """Returns the tensor as the forward read it; raises as `unpack`."""
-        if self.geometry is None or isinstance(self.tensor, FakeTensor):
+        tensor = self.tensor
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if self.geometry is None:
+            if self.home is not None and self.home() is not tensor.untyped_storage():
+                raise RecomputeError(
+                    f"a tensor {tuple(tensor.shape)} that this gradient needs was given other "
+                    "memory after it was used, by `Tensor.data` or a conversion of its module. Do "
+                    "so after the backward."
+                )
             return self.unpack()
         with DisableTorchDispatch():
             return self.geometry.of_storage(self.copy, self.tensor.device)

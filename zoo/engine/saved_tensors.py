@@ -28,6 +28,7 @@ from zoo.engine.references import (
     detached,
     fingerprint,
     read,
+    version_of,
 )
 from zoo.engine.replay import outside_of, replay, schedule
 from zoo.engine.sharded import freed_modules
@@ -42,11 +43,12 @@ class Handle:
     some kernels declare no write) it has the numbers that were written last.
     """
 
-    # shares the version of the tensor, once that is written or somebody has it
+    # shares the version of the tensor, once that is written or somebody has it; and where that lies
     counter: Tensor | None = None
+    geometry: Geometry | None = None
     is_written = False
-    latest: Value | None = None
     tensor: Tensor | None = None
+    filled = 0  # the version of that
     kept: Outside | None = None
 
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
@@ -83,7 +85,7 @@ class Handle:
             # nobody has it any more, but a base or another view may have its version
             self.is_written = self.counter is None
         elif self.counter is None and type(original) is not FakeTensor:
-            self.counter = counter_of(original)
+            self.counter, self.geometry = counter_of(original), Geometry(original)
 
     def settle(self) -> None:
         """Looks at the end of the forward whether the tensor was written after it was saved."""
@@ -97,12 +99,15 @@ class Handle:
             if self.fingerprint is not None:
                 # code that torch does not see may have written it since
                 self.fingerprint = fingerprint(original)
-        value = self.reference.value
+        reference = self.reference
+        value = reference.value
         if value.after is None or self.counter is None or self.counter._version != self.version:
             return
         while value.after is not None:
             value = value.after
-        self.latest, self.fingerprint = value, None
+        geometry = reference.geometry if type(reference) is View else self.geometry
+        assert geometry is not None, "it is noted with the version"
+        self.reference, self.fingerprint = View(value, geometry), None
 
     def unpack(self) -> Tensor:
         """Returns the tensor, replayed if it is not there.
@@ -124,16 +129,12 @@ class Handle:
                 fill(self.segment)
             tensor = self.tensor
             assert tensor is not None, "a replay fills every living handle"
+            check_version(tensor, self.filled)
             if current_backward() == -1:
                 clear(self.segment)
             elif is_graph_kept():
                 self.tensor = None
             return tensor
-
-    def wants(self) -> list[Value]:
-        """Returns what a replay has to make for it."""
-        value = self.reference.value
-        return [value] if self.latest is None else [value, self.latest]
 
     def fill(self) -> None:
         """Takes the tensor out of a replay."""
@@ -142,9 +143,6 @@ class Handle:
         assert tensor is not None, "a replay makes what its handles want"
         if type(reference) is View:
             tensor = reference.geometry.on(tensor)
-        if self.latest is not None:
-            assert self.latest.made is not None
-            tensor = Geometry(tensor).on(self.latest.made)
         # autograd gives it its history again
         if tensor.requires_grad:
             tensor.requires_grad_(False)
@@ -154,7 +152,7 @@ class Handle:
                 "the forward: code that torch does not see wrote it in place, or a kernel is not "
                 "deterministic. Leave that code outside of the segment, or let it write a copy."
             )
-        self.tensor = tensor
+        self.tensor, self.filled = tensor, version_of(tensor)
 
 
 @functools.cache
@@ -257,13 +255,14 @@ def _waiting(segment: Segment) -> list[Handle]:
 
 
 def _goals(handles: list[Handle]) -> set[Value]:
-    return {value for handle in handles for value in handle.wants()}
+    return {handle.reference.value for handle in handles}
 
 
 def fill(segment: Segment) -> None:
     """Replays a segment, and before it those around it whose results it needs."""
     waiting = [segment]
-    while (around := waiting[-1].parent) is not None and waiting[-1].given is None:
+    while (around := waiting[-1].parent) is not None and not _is_given(waiting[-1]):
+        waiting[-1].given = None
         waiting.append(around)
     for part in reversed(waiting):
         _fill(part)
@@ -275,6 +274,15 @@ def fill(segment: Segment) -> None:
         thread.opened.append(weakref.ref(waiting[-1]))
 
 
+def _is_given(segment: Segment) -> bool:
+    """Says whether a segment has what it starts from, as a replay around it left that.
+
+    A backward may write what it saved, which is the same memory.
+    """
+    given = segment.given
+    return given is not None and all(tensor._version == made for tensor, made in given.values())
+
+
 def _fill(segment: Segment) -> None:
     given = segment.given or {}
     waiting = _waiting(segment)
@@ -284,7 +292,7 @@ def _fill(segment: Segment) -> None:
     else:
         goals = _goals(waiting).union(*needs.values())
         found = schedule(segment.backwards(), goals, given)
-    for value, tensor in given.items():
+    for value, (tensor, _) in given.items():
         value.made = tensor
     sharded = freed_modules(outside_of(found))
     try:
@@ -294,7 +302,8 @@ def _fill(segment: Segment) -> None:
         for handle in waiting:
             handle.fill()
         for part, values in needs.items():
-            part.given = {value: value.made for value in values}
+            there = [(value, value.made) for value in values]
+            part.given = {value: (made, made._version) for value, made in there if made is not None}
         if not _is_graph_kept():
             segment.given = None
     finally:
