@@ -38,7 +38,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zoo._torch import FakeTensor
 from zoo.engine.kernel_segments import Visit
 from zoo.engine.operators import CONSTANTS, effects_of, name_of, resolved
-from zoo.engine.recording import KernelMode, has_own_storage, is_plain, storage_of, written_by
+from zoo.engine.recording import (
+    KernelMode,
+    has_own_storage,
+    is_plain,
+    storage_of,
+    thread,
+    written_by,
+)
 from zoo.errors import ArgumentError
 from zoo.profiling.source_location import modules_around
 from zoo.profiling.tensor_spec import TensorSpec, tensors_in
@@ -290,7 +297,9 @@ class Tracer(KernelMode):
             # its own dispatch takes it apart, and the parts come here again
             return NotImplemented
         kwargs, frame = kwargs or {}, sys._getframe(1)
-        if threading.get_ident() != self.thread or self._is_of_fakes(func, frame):
+        is_elsewhere = threading.get_ident() != self.thread
+        # a backward inside of the forward replays segments, whose kernels the conductor skips, too
+        if is_elsewhere or thread.replaying or self._is_of_fakes(func, frame):
             return func(*args, **kwargs)
         self._graph.operators.append(name_of(func))
         call = self._guarded(self._before, func, args, kwargs, frame)
