@@ -247,6 +247,22 @@ def test_a_segment_of_the_model_is_none_where_a_plan_is_in_force() -> None:
     compare(frozen([found]), frozen([x.grad]))
 
 
+@pytest.mark.parametrize("plan", [[0, 1], [(0,), 1]])
+def test_kernels_of_lists_count_versions_where_the_plan_keeps(plan: Any) -> None:
+    x, scale = torch.randn(4, requires_grad=True), torch.ones(4)
+
+    def forward() -> Tensor:
+        y = x * scale.exp_()
+        torch._foreach_mul_([scale], 2.0)
+        return y
+
+    script = script_of(forward, [place_of(forward, "_foreach_mul_")], plan)
+    with Conductor([script]):
+        y = forward()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+        y.sum().backward()
+
+
 def test_where_a_forward_is_not_cut() -> None:
     assert conducts()
     with torch.no_grad():

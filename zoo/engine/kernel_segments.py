@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
+from zoo.engine.operators import effects_of
 from zoo.engine.recompute import HOOKS, records
-from zoo.engine.recording import Recorder, Segment, has_own_storage, thread
+from zoo.engine.recording import Recorder, Segment, count_versions, has_own_storage, thread
 from zoo.engine.saved_tensors import Handle, prune
 from zoo.planner.plan import Item, Plan
 
@@ -94,6 +95,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         self._advance(func)
         if self.recording is None:
             out = func(*args, **(kwargs or {}))
+            count_versions(effects_of(func), args, kwargs or {})
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         self._sequence = sequence_number()

@@ -582,9 +582,7 @@ class Recorder(KernelMode):
         for tensor in outside:
             self.recording.before_write(tensor)
         out = getattr(func, "_op", func)(*args, **kwargs)
-        if effects.lists:
-            # kernels of lists count no version below a mode
-            torch.autograd.graph.increment_version(written_by(effects, args, kwargs))
+        count_versions(effects, args, kwargs)
         return out
 
     def _run_empty(self, func: Any, effects: Effects, args: Any, kwargs: Any) -> Any:
@@ -727,3 +725,9 @@ def written_by(effects: Effects, args: Any, kwargs: Any) -> list[Tensor]:
         elif value is not None:
             found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return found
+
+
+def count_versions(effects: Effects, args: Any, kwargs: Any) -> None:
+    """Counts the versions that a kernel of lists made, which it does not do below a mode."""
+    if effects.lists:
+        torch.autograd.graph.increment_version(written_by(effects, args, kwargs))
