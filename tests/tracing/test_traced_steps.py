@@ -344,3 +344,24 @@ def test_what_a_backward_in_the_forward_replays_moves_no_cut() -> None:
     # those behind the backward, in which a replayed tensor is one from outside
     found = [(len(script.operators), script.boundaries[-9:]) for script in scripts if script]
     assert found[0] == found[1]
+
+
+class Packed(nn.Module):
+    """Runs an LSTM over sentences of unequal lengths, without their padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+        outputs, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], True)
+        return self.head(outputs)
+
+
+def test_packed_sequences_are_planned_for() -> None:
+    inputs = torch.randn(4, 6, 16), torch.tensor([6, 2, 4, 2])
+    ahead, real = zoo.checkpoint(Packed(), "sqrt", inputs=inputs), zoo.checkpoint(Packed(), "sqrt")
+    real(*inputs)
+    assert zoo.plan_of(real) == zoo.plan_of(ahead) is not None
+    assert zoo.verify(Packed(), inputs, "sqrt", steps=2).exact

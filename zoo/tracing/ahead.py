@@ -49,8 +49,9 @@ LARGEST = 1 << 28
 MOST_MADE = 1 << 30
 # namespaces of operators that wait for other processes
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
-# what operators raise on fake tensors alone
+# what operators raise on fake tensors alone, and what it says where the kind is a common one
 OF_FAKES = (NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
+SAID_OF_FAKES = ("data pointer", ".numpy()", "data is not allocated yet")
 
 
 class TraceError(ArgumentError):
@@ -253,8 +254,7 @@ def _replace(model: nn.Module, fakes: Mapping[int, Tensor]) -> None:
 
 def _is_of_fakes(error: BaseException) -> bool:
     """Says whether an error is one that real tensors would not have raised."""
-    text = str(error)
-    return isinstance(error, OF_FAKES) or "data pointer" in text or ".numpy()" in text
+    return isinstance(error, OF_FAKES) or any(words in str(error) for words in SAID_OF_FAKES)
 
 
 class _Limits(KernelMode):

@@ -52,7 +52,7 @@ from zoo.profiling.tensor_spec import TensorSpec, tensors_in
 
 # the sizes of their results depend on data
 TAGS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
-UNTAGGED = frozenset({"torchvision.nms.default"})
+UNTAGGED = frozenset({"torchvision.nms.default", "aten._pack_padded_sequence.default"})
 # only with a mask
 INDEX, MASKS = torch.ops.aten.index.Tensor, {torch.bool, torch.uint8}
 
