@@ -103,3 +103,40 @@ class Skipper(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.rows(self.stem(x)).mean((2, 3)))
+
+
+class Teacher(nn.Module):
+    """Writes, where its forward ends, what segments before read: a queue, a moving average.
+
+    As contrastive learning with a momentum teacher does.
+    """
+
+    def __init__(self, averages: str) -> None:
+        super().__init__()
+        self.averages = averages
+        self.student, self.teacher = _encoder(), _encoder().requires_grad_(False)
+        self.register_buffer("queue", torch.randn(16, 4000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.student(x)
+        with torch.no_grad():
+            wanted = self.teacher(x + 0.1)
+            weights = (self.queue.T[:8] @ self.queue).softmax(1)
+        loss = ((made @ self.queue.clone()) @ weights.T).logsumexp(1).mean()
+        loss = loss + (made * wanted.tanh()).mean()
+        with torch.no_grad():
+            self.queue[:, : len(x)] = wanted.T
+            self.update([*self.teacher.parameters()], [*self.student.parameters()])
+        return loss
+
+    def update(self, averages: list[nn.Parameter], parameters: list[nn.Parameter]) -> None:
+        if self.averages == "list":
+            torch._foreach_lerp_(averages, parameters, 0.1)
+        else:
+            for average, parameter in zip(averages, parameters, strict=True):
+                average.lerp_(parameter, 0.1)
+
+
+def _encoder() -> nn.Module:
+    blocks = (nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3))
+    return nn.Sequential(*blocks)

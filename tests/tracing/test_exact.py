@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.tracing.models import Net, Reader, Skipper, Tagger, UNet
+from tests.tracing.models import Net, Reader, Skipper, Tagger, Teacher, UNet
 from tests.training import assert_same, images, train
 from zoo.profiling.allocator_events import measure_step, trace
 
@@ -63,6 +63,12 @@ def test_every_option_is_exact(name: str, option: Any) -> None:
     build, inputs = MODELS[name]
     torch.manual_seed(0)
     check(build(), inputs, option)
+
+
+@pytest.mark.parametrize("option", [True, 2, 4, "sqrt", "blocks", "cheap"])
+@pytest.mark.parametrize("averages", ["list", "each"])
+def test_what_a_forward_writes_where_it_ends(averages: str, option: Any) -> None:
+    check(Teacher(averages), lambda: [torch.rand(8, 16)], option)
 
 
 class Rows(nn.Module):

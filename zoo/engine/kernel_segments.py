@@ -15,15 +15,28 @@ of its own. What is kept then differs, and never what is computed.
 import bisect
 import itertools
 import operator
-from collections import Counter
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from zoo._torch import sequence_number, top_saved_tensors_hooks
 from zoo.engine.operators import effects_of
 from zoo.engine.recompute import HOOKS, records
-from zoo.engine.recording import Recorder, Segment, count_versions, has_own_storage, thread
+from zoo.engine.recording import (
+    Recorder,
+    Segment,
+    count_versions,
+    has_own_storage,
+    hold_readers,
+    storage_of,
+    thread,
+    written_by,
+)
+from zoo.engine.references import Outside
 from zoo.engine.saved_tensors import Handle, prune
 from zoo.planner.plan import Item, Plan
 
@@ -83,6 +96,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         # the next operator, the segments around the one before, and the blocks that run
         self.place, self.path, self.depth = 0, Path(), 0
         self._counts: Counter[str] = Counter()
+        # by the ids of storages what closed segments read of them
+        self._readers: defaultdict[int, list[weakref.ref[Outside]]] = defaultdict(list)
         self._sequence = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,12 +109,31 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         self._advance(func)
         if self.recording is None:
-            out = func(*args, **(kwargs or {}))
-            count_versions(effects_of(func), args, kwargs or {})
+            out = self._run_without_segment(func, args, kwargs or {})
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         self._sequence = sequence_number()
         return out
+
+    def _run_without_segment(self, func: Any, args: Any, kwargs: Any) -> Any:
+        effects = effects_of(func)
+        for tensor in written_by(effects, args, kwargs) if effects.writes else ():
+            self.before_write(tensor)
+        out = func(*args, **kwargs)
+        count_versions(effects, args, kwargs)
+        return out
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Is told that a kernel is about to write a tensor, which earlier segments may have read.
+
+        They get a copy: the forward may write until it ends, as for a moving average.
+        """
+        storage = storage_of(tensor)
+        alive = [reader() for reader in self._readers.pop(id(storage), ())]
+        readers = [r for r in alive if r is not None and r.home is not None and r.home() is storage]
+        hold_readers(readers, storage, tensor)
+        if self.recording is not None:
+            super().before_write(tensor)
 
     def _advance(self, func: Any) -> None:
         """Counts an operator, and turns to the segments that it belongs to."""
@@ -168,7 +202,10 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         assert part is not None, "a path has a segment for each number"
         part.end, thread.segment = part.recording.count, part.parent
         if part.parent is None:
+            read = [found for found in part.recording.outside if found.is_read]
             prune(part)
+            for found in read:
+                self._readers[id(storage_of(found.tensor))].append(weakref.ref(found))
 
     def _pending(self) -> list[Handle]:
         """Returns what the operation saved that is about to run its kernel in another segment.

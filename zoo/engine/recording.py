@@ -19,7 +19,7 @@ import bisect
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -348,11 +348,8 @@ class Recording:
         tensor = found.tensor
         if not tensor.requires_grad and tensor.is_leaf and is_small(tensor):
             # one copy for all tensors of a storage, as long as nobody writes it
-            another = found.earlier
-            while another is not None and another.copy is None:
-                another = another.earlier
-            is_same = another is not None and another.version == found.version
-            copy = another.copy if another is not None and is_same else None
+            alike = (other for other in earlier_of(found) if other.version == found.version)
+            copy = next((other.copy for other in alike if other.copy is not None), None)
             found.hold(_copied(tensor.untyped_storage(), tensor) if copy is None else copy)
 
     def before_write(self, tensor: Tensor) -> None:
@@ -361,21 +358,10 @@ class Recording:
         latest = self.find(storage)
         if type(latest) is not Outside:
             return
-        copy = None
-        reader: Outside | None = latest
-        while reader is not None:
-            # one that code which no mode sees wrote since is not as it was read
-            is_still_there = reader.version == version_of(reader.tensor)
-            if (
-                reader.is_read
-                and reader.copy is None
-                and is_still_there
-                and is_plain(reader.tensor)
-            ):
-                copy = _copied(storage, tensor) if copy is None else copy
-                reader.hold(copy)
+        readers = [*earlier_of(latest)]
+        hold_readers(readers, storage, tensor)
+        for reader in readers:
             self.known.pop(id(reader.tensor), None)
-            reader = reader.earlier
         self.storages[id(storage)] = Written(weakref.ref(storage))
 
     def forget(self, tensor: Tensor) -> None:
@@ -407,6 +393,24 @@ def _reference(value: Value, tensor: Tensor) -> Reference | None:
         if value.trains is trains:
             return value
     return View(value, Geometry(tensor), tensor.requires_grad) if is_plain(tensor) else None
+
+
+def earlier_of(found: Outside | None) -> Iterator[Outside]:
+    """Yields what stands for tensors of one storage from outside, the latest first."""
+    while found is not None:
+        yield found
+        found = found.earlier
+
+
+def hold_readers(readers: Iterable[Outside], storage: Any, tensor: Tensor) -> None:
+    """Has those that a kernel read have a copy of their storage, which is about to be written."""
+    copy = None
+    for reader in readers:
+        # one that code which no mode sees wrote since is not as it was read
+        is_still_there = reader.version == version_of(reader.tensor)
+        if reader.is_read and reader.copy is None and is_still_there and is_plain(reader.tensor):
+            copy = _copied(storage, tensor) if copy is None else copy
+            reader.hold(copy)
 
 
 def is_small(tensor: Tensor) -> bool:
@@ -507,6 +511,10 @@ class Recorder(KernelMode):
             self._append(node, effects, out)
         return out
 
+    def before_write(self, tensor: Tensor) -> None:
+        """Is told that a kernel is about to write a tensor from outside."""
+        self.recording.before_write(tensor)
+
     def _run(self, func: Any, effects: Effects, args: Any, kwargs: Any) -> Any:
         """Runs what does more than to make its results."""
         if effects.reshapes:
@@ -580,7 +588,7 @@ class Recorder(KernelMode):
     ) -> Any:
         """Runs a kernel that writes tensors from outside."""
         for tensor in outside:
-            self.recording.before_write(tensor)
+            self.before_write(tensor)
         out = getattr(func, "_op", func)(*args, **kwargs)
         count_versions(effects, args, kwargs)
         return out
@@ -605,7 +613,7 @@ class Recorder(KernelMode):
         for place in STATISTICS:
             tensor = args[place]
             if tensor is not None:
-                self.recording.before_write(tensor)
+                self.before_write(tensor)
                 is_alike = tensor.dtype is args[0].dtype
                 node.args[place] = None if is_alike else Blank(tensor)
 
