@@ -10,25 +10,25 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from torch import distributed
 
 from zoo.cli.output import plain_signs
 from zoo.cli.parser import Answer, command
-from zoo.errors import ArgumentError, shortened
+from zoo.errors import ArgumentError, ConfigError, shortened, shortened_text
+from zoo.harness.cells import expand
 from zoo.harness.config import KEYS, Config, find_config, option, read
-from zoo.harness.regression import beside, has_grown, read_earlier, read_old
-from zoo.harness.results import Comparison, Results, comparisons
+from zoo.harness.results import Comparison, Record, Results, comparisons
 from zoo.harness.run import results_of, run
 from zoo.report.html_page import page
 from zoo.report.rows import Row, heading, rows, spread
-from zoo.report.text_report import show, write_report
-from zoo.report.two_runs import TwoRuns, as_entries
+from zoo.report.text_report import has_grown, say, show, write_report
+from zoo.report.two_runs import TwoRuns, as_entries, subject, two_runs
 
 
 def _options() -> dict[str, str]:
@@ -89,9 +89,9 @@ def run_compare(options: argparse.Namespace) -> Answer:
         raise KeyboardInterrupt(
             "interrupted; finished measurements are kept, and the same command goes on from there"
         ) from None
+    runs = beside(results, earlier)
     folder = Path(config.output) / config.name
-    runs = beside(results, earlier) if earlier else None
-    answer = _report(results, runs, folder, options.line, console=console)
+    answer = _report(results, runs, folder, options.line, console)
     if runs and has_grown(runs, config.tolerance, console):
         answer = replace(answer, code=1)
     if not options.json:
@@ -118,7 +118,6 @@ def run_report(options: argparse.Namespace) -> Answer:
       zoo report results/default.jsonl --compare earlier.jsonl
     """
     console = _console(options.json)
-    told: dict[str, Any] = {"style": "yellow", "markup": False, "highlight": False}
     passed_over: list[str] = []
     earlier = read_old(options.compare, passed_over.append) if options.compare else None
     path, answers = Path(options.path), []
@@ -134,10 +133,10 @@ def run_report(options: argparse.Namespace) -> Answer:
         if not results:
             raise ArgumentError(f"{shortened(str(file))} holds no results of a comparison")
         while passed_over:
-            console.print(passed_over.pop(0), soft_wrap=True, **told)
+            say(console, passed_over.pop(0), "yellow")
+        runs = beside(results, earlier)
         folder = Path(options.output or file.parent) / file.stem
-        runs = beside(results, earlier) if earlier else None
-        answers.append(_report(results, runs, folder, options.line, console=console))
+        answers.append(_report(results, runs, folder, options.line, console))
         if runs:
             has_grown(runs, Config.tolerance, console)
     return Answer(
@@ -147,12 +146,63 @@ def run_report(options: argparse.Namespace) -> Answer:
     )
 
 
+class Earlier(NamedTuple):
+    """The results of an earlier run in a file, by their subjects; without those that failed."""
+
+    path: str
+    records: Mapping[str, Record]
+
+    def nothing_shared(self) -> ConfigError:
+        """Returns the error of a run that has none of these cells."""
+        first = shortened_text(next(iter(self.records.values()))["cell"]["model"]["name"])
+        return ConfigError(
+            f"--compare {shortened(self.path)} holds none of these cells (it begins with {first}): "
+            "models, sizes, arguments, device and dtype must be those of the earlier run"
+        )
+
+
+def read_earlier(config: Config) -> Earlier | None:
+    """Reads the results that a config's `compare` names, if it names any.
+
+    Raises:
+        ConfigError: there is no such file, no result in it, or none of the config's cells.
+    """
+    if config.compare is None:
+        return None
+    earlier = read_old(config.compare)
+    cells = [asdict(cell) for entry in expand(config) for cell in entry.values()]
+    if not any(subject({"kind": cell["kind"], "cell": cell}) in earlier.records for cell in cells):
+        raise earlier.nothing_shared()
+    return earlier
+
+
+def read_old(path: str, passed_over: Callable[[str], object] = str) -> Earlier:
+    """Reads the results of an earlier run; raises ConfigError where there are none."""
+    what = f"--compare {shortened(path)}"
+    if not os.path.isfile(path):
+        raise ConfigError(f"{what}: there is no such file")
+    records = Results(Path(path)).read(passed_over).values()
+    old = {subject(record): record for record in records if record["status"] != "failed"}
+    if not old:
+        raise ConfigError(f"{what} holds no result; give the .jsonl of a run")
+    return Earlier(path, old)
+
+
+def beside(now: Sequence[Comparison], earlier: Earlier | None) -> TwoRuns | None:
+    """Returns a run beside an earlier one, if any; ConfigError where they share no cell."""
+    if earlier is None:
+        return None
+    runs = two_runs(now, comparisons(earlier.records.values(), partial=True), earlier.path)
+    if not runs.cells:
+        raise earlier.nothing_shared()
+    return runs
+
+
 def _report(
     comparisons: Sequence[Comparison],
     runs: TwoRuns | None,
     folder: Path,
     line: str,
-    *,
     console: Console,
 ) -> Answer:
     """Prints a comparison, writes its report, and returns its rows; code 1 if one has a fault."""
@@ -177,7 +227,7 @@ def _row_data(row: Row) -> dict[str, Any]:
     """Returns the measurements of a model, and the properties that follow from them."""
     _, *others = row.variants
     times = {kind: row.time_ratios(kind) for kind in others}
-    spreads = {kind: asdict(spread(ratios)) if ratios else None for kind, ratios in times.items()}
+    spreads = {kind: spread(pairs)._asdict() if pairs else None for kind, pairs in times.items()}
     values = asdict(row)
     del values["number"]
     return {

@@ -18,7 +18,7 @@ from zoo.api.plan import planner_for
 from zoo.api.track import track
 from zoo.catalog import create
 from zoo.engine.devices import synchronize
-from zoo.errors import ConfigError, ZooError, in_a_line
+from zoo.errors import ZooError, in_a_line
 from zoo.harness.cells import Cell, Kind
 from zoo.harness.data import Batch, batches
 from zoo.harness.environment import environment
@@ -143,14 +143,8 @@ def _chain(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> 
             }
         }
         if cell.frontier:
-            curve = planner.frontier()
-            optimal = [[point.peak, point.time_ratio] for point in curve.optimal]
-            found["frontier"] = {
-                "optimal": thinned(optimal, PLANS),
-                "schemes": {point.name: [point.peak, point.time_ratio] for point in curve.schemes},
-                "baseline": curve.baseline.peak,
-                "lower_bound": curve.lower_bound,
-            }
+            curve = planner.frontier().summary()
+            found["frontier"] = curve | {"optimal": thinned(curve["optimal"], PLANS)}
     return found
 
 
@@ -188,8 +182,8 @@ def _seconds(training: Training, batch: Batch) -> float:
     return time.perf_counter() - start
 
 
-def check_cells(cells: Sequence[Cell]) -> None:
-    """Raises ConfigError for the first cell that cannot run: its data, size, argument or plan.
+def first_fault(cells: Sequence[Cell]) -> Result:
+    """Returns under "fault" why the first cell that cannot run cannot: its data, size, plan, ...
 
     Of a config's ten models the last would otherwise fail after an hour because its text is too
     long. Models and batches are meta tensors, which take no memory.
@@ -200,16 +194,8 @@ def check_cells(cells: Sequence[Cell]) -> None:
         except Exception as error:
             text = " ".join(str(error).split()) if isinstance(error, ZooError) else in_a_line(error)
             name = cell.model.name
-            raise ConfigError(text if text.startswith(name) else f"{name}: {text}") from error
-
-
-def first_fault(cells: Sequence[Cell]) -> dict[str, str | None]:
-    """Returns under "fault" what `check_cells` says of them, for a process of its own."""
-    try:
-        check_cells(cells)
-    except ConfigError as error:
-        return {"fault": str(error)}
-    return {"fault": None}
+            return {"fault": text if text.startswith(name) else f"{name}: {text}"}
+    return {}
 
 
 def _build(cell: Cell) -> None:

@@ -385,10 +385,13 @@ class Frontier(Sequence[Point]):
         Raises:
             ArgumentError: matplotlib is not installed, or a file of no known kind.
         """
-        frontier = {
+        plots().draw_frontier(target, self.summary(), f"Memory and time of {self.title}")
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what a picture shows, in bytes: pairs of peak and time ratio, and two peaks."""
+        return {
             "optimal": [(point.peak, point.time_ratio) for point in self.optimal],
             "schemes": {point.name: (point.peak, point.time_ratio) for point in self.schemes},
             "baseline": self.baseline.peak,
             "lower_bound": self.lower_bound,
         }
-        plots().draw_frontier(target, frontier, f"Memory and time of {self.title}")

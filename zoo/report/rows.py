@@ -6,7 +6,7 @@ itself: `str(cell)` for terminals and Markdown, `cell.__html__()` with exact val
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -120,8 +120,7 @@ class Heading(NamedTuple):
         return f"Training with and without checkpointing: {self.name}"
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """Median and quartiles."""
 
     median: float
@@ -264,7 +263,7 @@ def median(ratios: Sequence[float]) -> Number:
 
 def quartiles(ratios: Sequence[float]) -> list[float]:
     """Returns the quartiles of time ratios where there are enough for them, else nothing."""
-    return [*astuple(spread(ratios))[1:]] if len(ratios) >= FEWEST else []
+    return [*spread(ratios)[1:]] if len(ratios) >= FEWEST else []
 
 
 def differences(

@@ -15,7 +15,7 @@ from rich.table import Table
 from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table
 from zoo.report.plot import draw_comparison
 from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, median, quartiles, variants
-from zoo.report.two_runs import TwoRuns, as_entries, as_markdown
+from zoo.report.two_runs import CellChanges, TwoRuns, as_entries, as_markdown
 
 CAPTION = (
     "step peak: of the whole step, what largest_ratio judges; activation peak: less what is "
@@ -80,16 +80,15 @@ def _models(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         entry |= _peaks(row, "activation_peak", KINDS)
         entry |= _peaks(row, "tensor_peak", shown)
         entry |= _peaks(row, "tensor_activation_peak", shown)
-        for peak in ("activation_peak", "tensor_activation_peak"):
-            entry[f"{peak}_ratio"] = row.ratio(peak=peak)
+        names = ("activation_peak", "tensor_activation_peak")
+        entry |= {f"{name}_ratio": row.ratio(peak=name) for name in names}
         entry["largest_ratio"] = row.largest_ratio
         for kind in others:
             ratios = row.time_ratios(kind)
-            found = (median(ratios).value, *(quartiles(ratios) or (None, None)))
-            for name, value in zip(
-                ("median", "lower_quartile", "upper_quartile"), found, strict=True
-            ):
-                entry[_of(f"time_ratio_{name}", kind)] = value
+            lower, upper = quartiles(ratios) or (None, None)
+            entry[_of("time_ratio_median", kind)] = median(ratios).value
+            entry[_of("time_ratio_lower_quartile", kind)] = lower
+            entry[_of("time_ratio_upper_quartile", kind)] = upper
         entry["time_pairs"] = len(row.time_ratios("checkpointed"))
         yield {**entry, "exact": row.exact, "faults": "; ".join(row.faults)}
 
@@ -137,13 +136,58 @@ def show(rows: Sequence[Row], title: str, console: Console) -> None:
         unlimited = console.options.update(max_width=1000)
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
-    as_text: Any = {"markup": False, "highlight": False}
-    console.print(table, **as_text)
-    console.print(CAPTION, style="dim", **as_text)
-    if "optimizer_in_backward" in variants(rows):
-        console.print(IN_BACKWARD, style="dim", **as_text)
+    about = [CAPTION, *[IN_BACKWARD] * ("optimizer_in_backward" in variants(rows))]
+    for part, style in (table, None), *((words, "dim") for words in about):
+        console.print(part, style=style, markup=False, highlight=False)
     for fault in (fault for row in rows for fault in row.faults):
-        console.print(fault, style="red", soft_wrap=True, **as_text)
+        say(console, fault, "red")
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a line as it is: a name in brackets is no markup, a number has no color."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def has_grown(runs: TwoRuns, tolerance: float, console: Console) -> bool:
+    """Prints what changed; returns whether a peak has grown by more than the tolerance, or is gone.
+
+    Bytes come from the allocator and are the same from run to run. Any other change (seconds, bits,
+    versions) fails nothing: another torch may round differently, and times differ where the
+    quartiles do not meet.
+    """
+    lines = [(f"measured elsewhere: {words}", False) for words in runs.differs]
+    lines += [(f"{name} was not measured before", False) for name in runs.only_now]
+    lines += [(words, True) for words in runs.untimed]
+    lines += [line for cell in runs.cells for line in _grown(cell, tolerance)]
+    sizes = [change for cell in runs.cells for change in [*cell.changes.values()][:-1]]
+    peaks = sum(None not in (change.before.value, change.now.value) for change in sizes)
+    worse = sum(is_worse for _, is_worse in lines)
+    verdict = f"{worse} worse" if worse else "nothing worse"
+    end = f"compared with {runs.name}: {peaks} peaks, tolerance {tolerance:.2%}: {verdict}"
+    for text, is_worse in [*lines, (end, worse > 0)]:
+        say(console, text, "red" if is_worse else None)
+    return worse > 0
+
+
+def _grown(cell: CellChanges, tolerance: float) -> Iterator[tuple[str, bool]]:
+    """Yields what changed of a cell, and whether it is worse."""
+    *sizes, (_, time) = cell.changes.items()
+    for name, change in sizes:
+        before, now = change.before.value, change.now.value
+        line, is_worse = f"{cell.name}: {name} {change.cell}", False
+        if before is not None and now is not None:
+            is_worse = now > before * (1 + tolerance)
+            line += f", {now - before:+,} bytes"
+            line += f", more than the tolerance of {tolerance:.2%}" * is_worse
+        elif name == "step peak":
+            is_worse = now is None
+            line += f": {cell.reason}" * is_worse
+        if before != now:
+            yield line, is_worse
+    if time.is_clear and time.before != time.now:
+        yield f"{cell.name}: step time {time.cell}", False
+    if cell.other_bits:
+        yield f"{cell.name}: other bits in {', '.join(cell.other_bits)}", False
 
 
 def _table(rows: Sequence[Row], title: str, left_out: Sequence[str], broken: bool) -> Table:

@@ -92,7 +92,6 @@ class SizeEstimates:
     optimizer_in_backward: bool = False
     # by size, with kernels where these were measured or extrapolated
     planners: dict[int, BudgetPlanner | None] = field(default_factory=dict)
-    kernels: dict[int, Kernels] = field(default_factory=dict)
     needs: dict[int, int] = field(default_factory=dict)
     refusal: Exception | None = None
     # the optimizer's, the same for any size
@@ -137,11 +136,9 @@ class SizeEstimates:
 
     def trace(self, count: int) -> BudgetPlanner | None:
         """Traces a size on fake tensors, once."""
-        if count not in self.planners:
-            self.planners[count] = self._trace(count * self.unit)
-        return self.planners[count]
-
-    def _trace(self, size: int) -> BudgetPlanner | None:
+        if count in self.planners:
+            return self.planners[count]
+        size, planner = count * self.unit, None
         try:
             planner = planner_for(
                 self.model,
@@ -151,13 +148,14 @@ class SizeEstimates:
                 device=self.device or "cpu",
                 optimizer_in_backward=self.optimizer_in_backward,
             )
+            self.optimizer_bytes = planner.optimizer
         except Exception as error:
             error.add_note(f"this happened at size {size}")
-            if isinstance(error, InputError) or (isinstance(error, TraceError) and error.raised):
-                self.refusal = self.refusal or error
-                return None
-            raise
-        self.optimizer_bytes = planner.optimizer
+            is_refusal = isinstance(error, TraceError) and error.raised
+            if not (is_refusal or isinstance(error, InputError)):
+                raise
+            self.refusal = self.refusal or error
+        self.planners[count] = planner
         return planner
 
     def _smallest_known(self) -> int:
@@ -170,22 +168,18 @@ class SizeEstimates:
         launch a kernel, and another kernel may be chosen.
         """
         size, estimate = self._smallest_known(), list[KernelCosts | None]()
+        operators = [spec and spec.operator for spec in large.profile.specs]
         while size < count and (small := self.trace(size)) is not None:
-            if _operators(small) != _operators(large):
+            if [spec and spec.operator for spec in small.profile.specs] != operators:
                 break
-            kernels = self._run(size, small)
+            kernels = small.kernels or small.profile.kernels()
             estimate = extrapolated(kernels, small.profile.specs, large.profile.specs)
             taken = max(_seconds(kernels), 1e-9)
             if taken > PATIENCE or _seconds(estimate) <= PATIENCE:
                 break
             power = math.log(PATIENCE / taken) / math.log(_seconds(estimate) / taken)
             size = max(2 * size, int(size * (count / size) ** power))
-        return estimate if _seconds(estimate) > PATIENCE else self._run(count, large)
-
-    def _run(self, count: int, planner: BudgetPlanner) -> Kernels:
-        if count not in self.kernels:
-            self.kernels[count] = planner.profile.kernels()
-        return self.kernels[count]
+        return estimate if _seconds(estimate) > PATIENCE else large.profile.kernels()
 
 
 def extrapolated(
@@ -206,10 +200,6 @@ def extrapolated(
         ratio = max((size / known for known, size in sizes if known), default=1.0)
         costs.append(KernelCosts(kernel.seconds * ratio, math.ceil(kernel.workspace * ratio)))
     return costs
-
-
-def _operators(planner: BudgetPlanner) -> list[str | None]:
-    return [spec and spec.operator for spec in planner.profile.specs]
 
 
 def _seconds(kernels: Kernels) -> float:

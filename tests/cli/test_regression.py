@@ -7,11 +7,12 @@ from dataclasses import asdict, replace
 import pytest
 from rich.console import Console
 
+from zoo.cli.comparison import beside, read_earlier
 from zoo.errors import ConfigError
 from zoo.harness.cells import expand
 from zoo.harness.config import Config, ModelConfig
-from zoo.harness.regression import beside, has_grown, read_earlier
 from zoo.harness.results import comparisons
+from zoo.report.text_report import has_grown
 from zoo.report.two_runs import subject, two_runs
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {"drop_rate": 0.1, "classes": 10})
