@@ -4,9 +4,12 @@ Each error is also the built-in exception that Python or torch would have raised
 code which catches `ValueError` or `RuntimeError` goes on working.
 """
 
+import contextlib
 import difflib
+import importlib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 # characters of a value that an error repeats, at most
@@ -101,6 +104,27 @@ def shortened_text(text: str, longest: int = LONGEST) -> str:
 def in_a_line(error: BaseException, longest: int = 10**6) -> str:
     """Returns the type and the message of an error as one line."""
     return shortened_text(" ".join(f"{type(error).__name__}: {error}".split()), longest)
+
+
+def needed(module: str, what: str, kind: type[ZooError], extra: str = "compare") -> Any:
+    """Imports a module; an error of this kind says what needs a package that is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = (error.name or module).partition(".")[0]
+        raise kind(f"{what} needs {package}: pip install 'zoo-checkpoint[{extra}]'") from error
+
+
+@contextlib.contextmanager
+def file_errors_as(
+    kind: type[ZooError], path: str | Path, what: str = "written", way_out: str = ""
+) -> Iterator[None]:
+    """Turns what the system says of a file inside the block into an error of this kind."""
+    try:
+        yield
+    except OSError as error:
+        name = shortened(str(path))
+        raise kind(f"{name} cannot be {what}: {error.strerror}{way_out}") from error
 
 
 class _Brief(reprlib.Repr):

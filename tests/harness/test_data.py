@@ -1,10 +1,11 @@
 """Batches are real, of the shape that a config asks for, and the same for the same seed."""
 
+import sys
+
 import pytest
 import torch
 
 from zoo.errors import ConfigError
-from zoo.harness import data
 from zoo.harness.config import ModelConfig
 from zoo.harness.data import batches
 
@@ -73,11 +74,10 @@ def test_a_small_vocabulary_gathers_rare_words_in_its_last():
 
 
 def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
-
-    monkeypatch.setattr(data, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"needs sklearn: pip install zoo-checkpoint\[compare\]"):
+    monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    words = r"the comparison's data needs sklearn: pip install 'zoo-checkpoint\[compare\]'"
+    with pytest.raises(ConfigError, match=words):
         batches(config("digits"), 1, seed=0)
 
 

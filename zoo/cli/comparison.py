@@ -20,7 +20,7 @@ from torch import distributed
 
 from zoo.cli.output import plain_signs
 from zoo.cli.parser import Answer, command
-from zoo.errors import ArgumentError, ConfigError, shortened, shortened_text
+from zoo.errors import ArgumentError, ConfigError, file_errors_as, shortened, shortened_text
 from zoo.harness.cells import expand
 from zoo.harness.config import KEYS, Config, find_config, option, read
 from zoo.harness.results import Comparison, Record, Results, comparisons
@@ -208,15 +208,11 @@ def _report(
     """Prints a comparison, writes its report, and returns its rows; code 1 if one has a fault."""
     table, title = rows(comparisons), heading(comparisons, folder.name, line)
     show(table, title.title, console)
-    try:
+    kept = "; the results are kept, and zoo report writes the report, --output FOLDER elsewhere"
+    with file_errors_as(ArgumentError, folder, way_out=kept):
         write_report(table, title, folder, runs)
         path = folder / "report.html"
         path.write_text(page(comparisons, title, runs), encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(
-            f"{shortened(str(folder))} cannot be written: {error.strerror}; the results are kept, "
-            "and zoo report writes the report, --output FOLDER elsewhere"
-        ) from error
     data = {"name": folder.name, "report": str(path), "rows": list(map(_row_data, table))}
     if runs is not None:
         data["compared"] = as_entries(runs)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from zoo.errors import ArgumentError, shortened
+from zoo.errors import ArgumentError, file_errors_as
 
 # for terminals whose encoding lacks a character (PYTHONIOENCODING=ascii), where Python would raise
 PLAIN = {
@@ -36,10 +36,8 @@ def print_answer(text: str) -> None:
 def write(path: str | None, save: Callable[[str], object]) -> None:
     """Calls `save` with the path of a file, if one is given; ArgumentError if it cannot write."""
     if path is not None:
-        try:
+        with file_errors_as(ArgumentError, path):
             save(path)
-        except OSError as error:
-            raise ArgumentError(f"{shortened(path)} cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -28,9 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, needed
 from zoo.harness.config import ModelConfig
 
+# what needs a package
+DATA = "the comparison's data"
 PIXEL_MEAN = torch.tensor((0.485, 0.456, 0.406), device="cpu").view(3, 1, 1)
 PIXEL_DEVIATION = torch.tensor((0.229, 0.224, 0.225), device="cpu").view(3, 1, 1)
 
@@ -72,7 +74,7 @@ def batches(
 
 
 def _photographs(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
-    photographs = _need("sklearn.datasets").load_sample_images().images
+    photographs = needed("sklearn.datasets", DATA, ConfigError).load_sample_images().images
     pixels = [torch.tensor(image).permute(2, 0, 1).float() / 255 for image in photographs]
     images = [(image - PIXEL_MEAN) / PIXEL_DEVIATION for image in pixels]
     while True:
@@ -95,7 +97,7 @@ def _crop(image: Tensor, random: Generator) -> tuple[Tensor, int]:
 
 
 def _digits(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
-    digits = _need("sklearn.datasets").load_digits()
+    digits = needed("sklearn.datasets", DATA, ConfigError).load_digits()
     images = torch.from_numpy(digits.images).float()[:, None]
     images = (images - images.mean()) / images.std()
     labels = torch.from_numpy(digits.target).long() % model.arguments.get("classes", 10)
@@ -106,7 +108,7 @@ def _digits(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator
 
 
 def _volume(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
-    nibabel = _need("nibabel")
+    nibabel = needed("nibabel", DATA, ConfigError)
     path = Path(nibabel.__file__).parent / "tests" / "data" / "example4d.nii.gz"
     voxels = torch.from_numpy(nibabel.load(path).get_fdata()[..., 0])
     scan = voxels.float().permute(2, 1, 0).contiguous()
@@ -180,12 +182,3 @@ def _word_numbers() -> Tensor:
 
 def _draw(limit: int, random: Generator) -> int:
     return int(torch.randint(max(limit, 1), (), generator=random))
-
-
-def _need(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"the comparison's data needs {error.name}: pip install zoo-checkpoint[compare]"
-        ) from error

@@ -7,14 +7,13 @@ no record is passed over and costs only itself.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
-from zoo.errors import ConfigError, shortened, shortened_text
+from zoo.errors import ConfigError, file_errors_as, shortened_text
 from zoo.harness.cells import Kind
 from zoo.harness.config import Count, Share, Size, reason
 from zoo.planner.plan import Plan
@@ -117,7 +116,8 @@ class Results:
 
     def prepare(self, *, fresh: bool = False) -> None:
         """Makes the file, if there is none; with `fresh` removes every record."""
-        with self._errors_named("written to", "; --output names another folder"):
+        elsewhere = "; --output names another folder"
+        with file_errors_as(ConfigError, self.path, "written to", elsewhere):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.open("wb" if fresh else "ab").close()
 
@@ -125,7 +125,7 @@ class Results:
         """Returns the last record of each key; `passed_over` is told of lines that are none."""
         if not self.path.is_file():
             return {}
-        with self._errors_named("read"):
+        with file_errors_as(ConfigError, self.path, "read"):
             # bytes: a line that broke off inside of a letter is no text
             lines = self.path.read_bytes().split(b"\n")
         records = {}
@@ -141,7 +141,8 @@ class Results:
     def append(self, record: Record) -> None:
         """Adds a record, on a line of its own even where the last one broke off."""
         kept = "; the cells before are kept: make room, and the same command goes on from there"
-        with self._errors_named("written to", kept), self.path.open("a+b") as file:
+        named = file_errors_as(ConfigError, self.path, "written to", kept)
+        with named, self.path.open("a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 # a kill leaves a line that is not whole
@@ -149,14 +150,6 @@ class Results:
             file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-    @contextmanager
-    def _errors_named(self, what: str, way_out: str = "") -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            name = shortened(str(self.path))
-            raise ConfigError(f"{name} cannot be {what}: {error.strerror}{way_out}") from error
 
 
 def parse(line: bytes | str) -> Record:

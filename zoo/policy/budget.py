@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zoo.chain import Outline, State, step_names
 from zoo.engine.devices import counts_memory, free_bytes
 from zoo.engine.sharded import is_spread
-from zoo.errors import ArgumentError, BudgetError, Interrupted
+from zoo.errors import ArgumentError, BudgetError, Interrupted, needed
 from zoo.invocation import place_of, title_of, with_loss
 from zoo.planner import schemes
 from zoo.planner.costs import Simulation, least_possible, simulate
@@ -344,14 +344,8 @@ def _without_last(item: tuple[Item, ...]) -> tuple[Item, ...]:
 
 
 def _planner() -> Any:
-    try:
-        # numpy is needed to plan for a budget, and for nothing else that `import zoo` brings
-        from zoo.planner import optimal  # noqa: PLC0415
-    except ImportError as error:
-        raise ArgumentError(
-            "planning for a budget needs numpy: pip install 'zoo-checkpoint[plan]'"
-        ) from error
-    return optimal
+    # numpy is needed for this, and for nothing else that `import zoo` brings
+    return needed("zoo.planner.optimal", "planning for a budget", ArgumentError, "plan")
 
 
 def _fixed_bytes(

@@ -102,8 +102,8 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
     # a plan for another chain is not drawn
     if plan is not None and len(plan.flatten()) != len(chain["names"]):
         plan = None
-    peaks: dict[str, int | None] = {kind: row.peaks["peak"][kind] for kind in row.variants}
-    known = {kind: size for kind, size in peaks.items() if size is not None}
+    peaks = ((kind, row.peaks["peak"][kind]) for kind in row.variants)
+    known = {kind: size for kind, size in peaks if size is not None}
     # plans free no gradients early: the third variant is none of the frontier's
     times = {"baseline": 1.0, "checkpointed": median(row.time_ratios("checkpointed")).value}
     measured = {kind: (known[kind], time) for kind, time in times.items() if time and kind in known}

@@ -1,10 +1,9 @@
 """Which files pictures are written to, and the module that draws them, which needs matplotlib."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
-from zoo.errors import ArgumentError, shortened
+from zoo.errors import ArgumentError, needed, shortened
 
 # endings of the files that `plot.py` writes
 PICTURES = (".svg", ".png", ".pdf")
@@ -19,9 +18,4 @@ def check_picture(path: str | Path) -> None:
 
 def plots() -> Any:
     """Imports `zoo.report.plot`; raises ArgumentError where matplotlib is not installed."""
-    try:
-        return importlib.import_module("zoo.report.plot")
-    except ImportError as error:
-        raise ArgumentError(
-            "a picture needs matplotlib: pip install 'zoo-checkpoint[compare]'"
-        ) from error
+    return needed("zoo.report.plot", "a picture", ArgumentError)

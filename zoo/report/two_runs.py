@@ -214,14 +214,12 @@ def _changes(before: _Cell, now: _Cell) -> CellChanges:
 
 
 def _untimed(now: Sequence[Comparison], before: Sequence[Comparison]) -> list[str]:
-    timings = [comparison.get("timing", {}) for comparison in before]
-    done = (record for record in timings if record.get("status") == "done" and "cell" in record)
+    old, new = ([found.get("timing", {}) for found in run] for run in (before, now))
+    done = [record for record in old if record.get("status") == "done" and "cell" in record]
     timed = set(map(subject, done))
-    labels = [row.label for row in rows(now)]
-    lost = [comparison.get("timing", {}) for comparison in now]
     return [
-        f"{label} timing {record['status']}: {record['reason']}"
-        for label, record in zip(labels, lost, strict=True)
+        f"{row.label} timing {record['status']}: {record['reason']}"
+        for row, record in zip(rows(now), new, strict=True)
         if "reason" in record and "cell" in record and subject(record) in timed
     ]
 
