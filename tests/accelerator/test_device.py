@@ -20,8 +20,7 @@ from zoo.harness.cells import expand
 from zoo.harness.config import config_folder, read
 from zoo.harness.worker import work
 from zoo.policy.budget import _free_bytes
-from zoo.profiling.allocator_events import measure_step, trace
-from zoo.profiling.block_peak import spending
+from zoo.profiling.allocator_events import measure_step, spending, trace
 from zoo.profiling.isolation import can_fork
 from zoo.profiling.optimizer import optimizer_bytes
 from zoo.report.rows import rows

@@ -13,7 +13,7 @@ from zoo.harness.cells import expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.run import run_cell
 from zoo.harness.worker import work
-from zoo.optimizer.freed_gradient import FreedGradient
+from zoo.optimizer.in_backward import FreedGradient
 from zoo.report.rows import differences
 
 SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}

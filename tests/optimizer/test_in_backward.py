@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zoo
 from tests.training import Residuals, images
 from zoo.errors import ArgumentError, OptimizerError
-from zoo.optimizer.freed_gradient import FreedGradient
+from zoo.optimizer.in_backward import FreedGradient
 from zoo.profiling.allocator_events import trace
 
 Make = Callable[[Iterable[Any]], optim.Optimizer]

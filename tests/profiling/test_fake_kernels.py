@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo._torch import FakeTensorMode
-from zoo.profiling import fake_kernels
-from zoo.profiling.fake_kernels import result_by_rule
+from zoo.profiling.fake_tensors import IN_PLACE, POINTWISE, result_by_rule
 from zoo.profiling.tensor_spec import tensors_in
 
 aten = torch.ops.aten
@@ -69,9 +68,7 @@ def agrees(func: Any, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "func", sorted(fake_kernels.POINTWISE | fake_kernels.IN_PLACE, key=str), ids=str
-)
+@pytest.mark.parametrize("func", sorted(POINTWISE | IN_PLACE, key=str), ids=str)
 def test_arithmetic(func: Any) -> None:
     count = sum(argument.type.kind() == "TensorType" for argument in func._schema.arguments)
     mode = FakeTensorMode()

@@ -94,12 +94,9 @@ def plan(
         BudgetError: no plan keeps to the budget, with the least that one needs.
     """
     check_bounds(memory_budget, max_overhead)
-    step: Any = {
-        "optimizer": optimizer,
-        "loss": loss,
-        "optimizer_in_backward": optimizer_in_backward,
-    }
-    return planner_for(model, inputs, device=device, **step).report(memory_budget, max_overhead)
+    options: Any = {"device": device, "optimizer_in_backward": optimizer_in_backward}
+    planner = planner_for(model, inputs, optimizer=optimizer, loss=loss, **options)
+    return planner.report(memory_budget, max_overhead)
 
 
 @shown("zoo.frontier")
@@ -118,12 +115,8 @@ def frontier(
     Arguments and errors are those of `plan`. Ctrl-C raises `Interrupted`, a KeyboardInterrupt whose
     `found` is the `Frontier` of the plans found so far, once there are some.
     """
-    step: Any = {
-        "optimizer": optimizer,
-        "loss": loss,
-        "optimizer_in_backward": optimizer_in_backward,
-    }
-    return planner_for(model, inputs, device=device, **step).frontier()
+    options: Any = {"device": device, "optimizer_in_backward": optimizer_in_backward}
+    return planner_for(model, inputs, optimizer=optimizer, loss=loss, **options).frontier()
 
 
 def planner_for(

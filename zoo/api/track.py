@@ -230,12 +230,10 @@ class CopiedStep:
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
+        fakes: Any = () if self.mode is None else (self.mode, FakeTensorFixes(self.mode))
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            if self.mode is not None:
-                stack.enter_context(self.mode)
-                stack.enter_context(FakeTensorFixes(self.mode))
+            for mode in (torch.inference_mode(False), torch.enable_grad(), *fakes):
+                stack.enter_context(mode)
             yield
 
 

@@ -28,8 +28,7 @@ from zoo.catalog import create
 from zoo.engine.devices import read_streams
 from zoo.harness.cells import Cell, Kind
 from zoo.harness.data import Batch
-from zoo.optimizer.freed_gradient import FreedGradient
-from zoo.optimizer.in_backward import OptimizerInBackward, optimizer_in_backward
+from zoo.optimizer.in_backward import FreedGradient, OptimizerInBackward, optimizer_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import runner_for
 from zoo.verification.state_comparison import bits

@@ -24,8 +24,42 @@ from torch.optim import Optimizer
 
 from zoo._torch import DisableAutocast, current_backward, queue_callback
 from zoo.errors import ArgumentError, OptimizerError, shortened
-from zoo.optimizer.freed_gradient import FreedGradient
 from zoo.optimizer.independence import check_independent, step_alone
+
+
+class FreedGradient(Tensor):
+    """Stands in `.grad` of a parameter whose gradient the optimizer has used and freed.
+
+    It has the gradient's shape and no memory. Whatever reads or writes it (clipping by a norm, a
+    GradScaler, a second backward that would add to it) raises OptimizerError.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> "FreedGradient":
+        """Makes that of a parameter of any shape and type."""
+        like = {"strides": parameter.stride(), "dtype": parameter.dtype, "device": parameter.device}
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(cls, parameter.size(), **like)  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Says what it is, without numbers."""
+        return f"FreedGradient({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuses every kernel but `detach`, which returns the same object: it has no history."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise OptimizerError(
+            f"{func} uses a gradient that the optimizer has used in the backward and freed "
+            "(zoo.optimizer_in_backward). Call optimizer.step() and optimizer.zero_grad() after "
+            "each backward; what needs all gradients at once (clipping by a global norm, a "
+            "GradScaler, accumulation over several backwards) needs the optimizer's own step: "
+            "remove() the handle"
+        )
+
 
 # optimizers that step in the backward now
 _ATTACHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Measures the peak memory of a training step from the allocator's events, byte for byte.
+"""Measures the peak memory of a block of code or a training step, byte for byte.
 
 torch has `max_memory_allocated` on accelerators and nothing on the CPU, where the process's
 resident set misleads: the C library keeps freed pages. The events come from torch's profiler on the
@@ -14,29 +14,24 @@ inputs and the gradients that exist *at that moment*. Gradients appear one by on
 their total would understate a peak early in the backward.
 
 Left out: memory that other libraries allocate by themselves; on an accelerator also what the
-caching allocator rounds up and reserves, see `torch.accelerator.max_memory_reserved`.
+caching allocator rounds up and reserves, see `torch.accelerator.max_memory_reserved`. Every
+operation on the CPU is recorded: meant for a step or a few, not for an epoch.
 """
 
+import contextlib
 import gc
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zoo._torch import allocator_history
-from zoo.engine.devices import (
-    allocated,
-    check_counts_memory,
-    cpu_events,
-    indexed,
-    peak,
-    reset_peak,
-    synchronize,
-)
+from zoo.engine import devices
+from zoo.invocation import place_of
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.tensor_spec import storages_of, tensors_in
 
@@ -126,24 +121,73 @@ class StepMemory:
 def trace(function: Callable[[], object], device: torch.device | str = "cpu") -> MemoryTrace:
     """Collects garbage, runs a function and records the events of a device's allocator."""
     place = torch.device(device)
-    if place.type != "cpu":
-        check_counts_memory(place)
     gc.collect()
     if place.type == "cpu":
-        with cpu_events() as events:
+        with devices.cpu_events() as events:
             function()
         return MemoryTrace.within((address, size) for _, address, size in events)
-    place = indexed(place)
-    synchronize(place)
-    reset_peak(place)
-    start = allocated(place)
+    devices.check_counts_memory(place)
+    place = devices.indexed(place)
+    devices.synchronize(place)
+    devices.reset_peak(place)
+    start = devices.allocated(place)
     with allocator_history(place) as history:
         function()
-        synchronize(place)
-    most = peak(place) - start
+        devices.synchronize(place)
+    most = devices.peak(place) - start
     record = MemoryTrace.within(history_events(history))
     # another allocator has no history, only a peak
     return record if record.events or not most else MemoryTrace(((0, most),), has_history=False)
+
+
+@dataclass
+class Spending:
+    """What a block allocated, known when it has ended.
+
+    `peaks` maps a device ("cpu", "cuda:0") to bytes; `largest` maps it to the sizes of the blocks
+    that made up the peak, largest first, as far as they are known (CPU).
+    """
+
+    peaks: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """The largest peak of a device in bytes."""
+        return max(self.peaks.values(), default=0)
+
+
+@contextlib.contextmanager
+def spending(device: str | None = None) -> Iterator[Spending]:
+    """Measures a block on one device; without one, on the CPU and on all devices in use.
+
+    On the CPU these are the most bytes that the block itself had allocated at once, in this thread
+    and the backwards that it starts. On others they are the most that were allocated, above what
+    was when the block began: what it frees of that counts in its favor.
+
+    Raises:
+        ArgumentError: a device that does not count its memory, or a CPU's block inside of another
+            or of a profiler.
+    """
+    chosen = torch.device(device or "cpu")
+    on_cpu = chosen.type == "cpu"
+    if not on_cpu:
+        devices.check_counts_memory(chosen)
+    spent = Spending()
+    before: dict[torch.device, int] = {}
+    for place in filter(devices.counts_memory, devices.devices_in_use()):
+        devices.synchronize(place)
+        devices.reset_peak(place)
+        before[place] = devices.allocated(place)
+    with devices.cpu_events() if on_cpu else contextlib.nullcontext() as events:
+        yield spent
+    if events is not None:
+        record = MemoryTrace.within((address, size) for _, address, size in events)
+        spent.peaks["cpu"], spent.largest["cpu"] = record.peak, record.blocks_at_peak()
+    for place in filter(devices.counts_memory, devices.devices_in_use()):
+        if device is None if on_cpu else chosen in (place, torch.device(place.type)):
+            # the block may be the first to use the device: nothing was allocated before
+            spent.peaks[str(place)] = devices.peak(place) - before.get(place, 0)
 
 
 def measure_step(
@@ -158,8 +202,7 @@ def measure_step(
     """
     model.zero_grad(set_to_none=True)
     before = resident_bytes(model, optimizer, inputs)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    record = trace(step, device)
+    record = trace(step, place_of(model))
     return StepMemory(
         peak=before.parameters + before.buffers + before.optimizer + before.inputs + record.peak,
         activation_peak=(

@@ -38,7 +38,7 @@ from zoo.engine.sharded import copy_sharded, whole_parameters
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.caching_allocator import rounded_up
-from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, copied, import_for_fakes
+from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, copied, import_for_fakes, put_tensors
 from zoo.profiling.isolation import isolated
 from zoo.profiling.kernel_costs import (
     DEVICES,
@@ -274,7 +274,9 @@ def _run_steps(
         made |= whole_parameters(chain, mode)
         steps = outline.steps
         if is_apart:
-            _replace(chain, made)
+            put_tensors(chain, made)
+            for module, name in itertools.product(chain.modules(), HOOKS):
+                setattr(module, name, {})
         else:
             steps = _copies(chain, steps, made)
         owned = [made.get(id(value), value) for value in (*chain.parameters(), *chain.buffers())]
@@ -283,17 +285,6 @@ def _run_steps(
         for storage in (tensor.untyped_storage() for tensor in (*fakes, *real)):
             propagation.around.outside[storage._cdata] = storage, 0
         return propagation.run(steps, outline.held)
-
-
-def _replace(chain: nn.Module, made: Mapping[int, Tensor]) -> None:
-    """Puts tensors in the place of a chain's own, and takes the hooks off."""
-    for module in chain.modules():
-        for held in (module._parameters, module._buffers):
-            # a module of TorchScript has none; its steps are kernels, which take any tensor
-            if isinstance(held, dict):
-                held |= {name: made[id(value)] for name, value in held.items() if id(value) in made}
-        for name in HOOKS:
-            setattr(module, name, {})
 
 
 def _copies(
@@ -502,14 +493,10 @@ class _SpecPropagation:
 
 def _parameters_of(step: Step) -> list[int]:
     """Returns the ids of the parameters of a step's modules, in the order of its key."""
-    found: list[int] = []
-
-    def collect(module: nn.Module) -> None:
-        named = module.named_parameters(remove_duplicate=False)
-        found.extend(id(parameter) for _, parameter in named)
-
-    step_key(step, collect)
-    return found
+    modules: list[nn.Module] = []
+    step_key(step, modules.append)
+    named = (module.named_parameters(remove_duplicate=False) for module in modules)
+    return [id(parameter) for _, parameter in itertools.chain.from_iterable(named)]
 
 
 def step_key(step: Any, described: Callable[[nn.Module], Hashable]) -> Hashable:

@@ -25,17 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zoo._torch import DisableAutocast, disable_current_modes
-from zoo.engine.devices import (
-    accelerator,
-    allocated,
-    counts_memory,
-    cpu_events,
-    indexed,
-    peak,
-    random_state_restored,
-    reset_peak,
-    synchronize,
-)
+from zoo.engine import devices
+from zoo.engine.devices import random_state_restored
 from zoo.engine.operators import Settings, read_settings
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.profiling.progress import each
@@ -86,7 +77,7 @@ def device_named(name: str) -> Device:
     """
     if name not in DEVICES:
         hint = nearest(str(name), DEVICES)
-        if str(name).partition(":")[0] == accelerator():
+        if str(name).partition(":")[0] == devices.accelerator():
             hint = " For the device that is here, move model and inputs to it, without device="
         raise ArgumentError(
             f"device={shortened(name)} is not in the table: {', '.join(DEVICES)}.{hint}"
@@ -199,7 +190,7 @@ def measure_kernels(
 
 
 def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[KernelCosts | None]:
-    with cpu_events() as events:
+    with devices.cpu_events() as events:
         spans = [_span(spec) for spec in each("running kernels", specs)]
     times = [moment for moment, *_ in events]
     costs: list[KernelCosts | None] = []
@@ -245,10 +236,10 @@ def _median_seconds(spec: KernelSpec) -> float:
 def _on_accelerator(
     specs: Sequence[KernelSpec], device: torch.device, timed: bool
 ) -> list[KernelCosts | None]:
-    if not counts_memory(device):
+    if not devices.counts_memory(device):
         # its kernels are estimated, by bytes and operations
         return [None] * len(specs)
-    device = indexed(device)
+    device = devices.indexed(device)
     with torch.accelerator.device_index(device.index):
         return [_run_on_accelerator(spec, device, timed) for spec in each("running kernels", specs)]
 
@@ -257,11 +248,11 @@ def _run_on_accelerator(spec: KernelSpec, device: torch.device, timed: bool) -> 
     try:
         operator, args, kwargs = spec.prepared()
         operator(*args, **kwargs)
-        synchronize(device)
-        reset_peak(device)
+        devices.synchronize(device)
+        devices.reset_peak(device)
         result = operator(*args, **kwargs)
-        synchronize(device)
-        workspace = peak(device) - allocated(device)
+        devices.synchronize(device)
+        workspace = devices.peak(device) - devices.allocated(device)
         del result
     except Exception:
         return None
@@ -269,5 +260,5 @@ def _run_on_accelerator(spec: KernelSpec, device: torch.device, timed: bool) -> 
     start = time.perf_counter()
     for _ in range(runs):
         operator(*args, **kwargs)
-    synchronize(device)
+    devices.synchronize(device)
     return KernelCosts((time.perf_counter() - start) / runs, workspace)

@@ -63,7 +63,9 @@ from zoo.engine.devices import cpu_events
 from zoo.engine.recompute import is_replaying, observed, origin
 from zoo.engine.sharded import sharded_modules
 from zoo.errors import ArgumentError, shortened
+from zoo.invocation import check_module, place_of
 from zoo.optimizer import in_backward, independence
+from zoo.profiling.fake_tensors import DEVICE, LIFT
 from zoo.profiling.optimizer import is_optimizer
 from zoo.profiling.source_location import UNKNOWN, Location, Locations, is_differentiated
 from zoo.profiling.tensor_spec import storages_of, tensors_in
@@ -71,8 +73,6 @@ from zoo.profiling.timeline import WORKSPACE, Allocation, Mark, Timeline
 
 _UNSHAPED = torch.empty(0, device="meta")
 _FSDP = "torch.distributed.fsdp."
-_LIFT = torch.ops.aten.lift_fresh.default
-_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(slots=True)
@@ -115,9 +115,8 @@ class Tracker(ContextDecorator):
         inputs: Any,
         allocator: bool,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ArgumentError(f"tracking needs a torch.nn.Module; got {type(model).__name__}")
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        check_module(model, "tracking")
+        self.device = place_of(model)
         if optimizer is not None and not is_optimizer(optimizer):
             raise ArgumentError(
                 "optimizer= is the optimizer that steps in the block; got "
@@ -195,7 +194,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_optimizer_step_pre_hook(self._begin_optimizer),
             register_optimizer_step_post_hook(self._end_optimizer),
             self._resizing(),
-            self._updating(),
+            mock.patch.object(in_backward, "step_alone", self._step_alone),
             observed(lambda: self.location),
             self,
         ):
@@ -243,7 +242,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and records the storages that are new in its result."""
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # by far the most frequent call, and no operation
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
@@ -253,7 +252,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # a replay also reads the engine's own copies
         for tensor in () if is_replaying() else given:
             for storage in storages_of(tensor):
-                self._record(storage, tensor, location, resident=func is not _LIFT)
+                self._record(storage, tensor, location, resident=func is not LIFT)
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             for storage in storages_of(tensor):
@@ -280,18 +279,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with mock.patch.object(torch.UntypedStorage, "resize_", resized):
             yield
 
-    @contextlib.contextmanager
-    def _updating(self) -> Iterator[None]:
-        """Records the gradients that an optimizer in the backward uses, before they are freed."""
-        step_alone = independence.step_alone
-
-        def updated(optimizer: Any, group: Any, parameter: Tensor) -> None:
-            name = self.names.get(id(parameter), "")
-            self._categorize("gradients", [(name, parameter.grad)])
-            step_alone(optimizer, group, parameter)
-
-        with mock.patch.object(in_backward, "step_alone", updated):
-            yield
+    def _step_alone(self, optimizer: Any, group: Any, parameter: Tensor) -> None:
+        """Records a gradient that an optimizer in the backward uses, before it is freed."""
+        name = self.names.get(id(parameter), "")
+        self._categorize("gradients", [(name, parameter.grad)])
+        independence.step_alone(optimizer, group, parameter)
 
     def _record_result(self, storage: Any, tensor: Tensor, location: Location) -> None:
         known = self.alive.get(storage._cdata)

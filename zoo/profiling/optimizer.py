@@ -106,14 +106,13 @@ def optimizer_bytes(
     tensors = list(parameters)
     block = block_of(device or next((p.device.type for p in tensors), "cpu"))
     import_for_fakes()
-    found: OptimizerBytes = isolated(
+    return isolated(  # type: ignore[no-any-return]
         lambda _: _on_fakes(make, tensors, in_backward, device, block),
         lambda text: ArgumentError(
             f"optimizer= failed on a list of fake parameters ({text}); pass None and take the "
             "bytes of its state off the budget"
         ),
     )
-    return found
 
 
 def _on_fakes(

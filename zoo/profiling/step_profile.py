@@ -20,8 +20,7 @@ from zoo.engine.recording import SMALL, KernelMode
 from zoo.engine.references import detached
 from zoo.profiling.backward_walk import gradients_of
 from zoo.profiling.caching_allocator import rounded_up
-from zoo.profiling.fake_kernels import LIFT, QUESTIONS
-from zoo.profiling.fake_tensors import as_data
+from zoo.profiling.fake_tensors import LIFT, QUESTIONS, as_data
 from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, tensors_in
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zoo._torch import is_traceable_wrapper_subclass, pytree
 from zoo.engine.operators import CONSTANTS, KERNELS, resolved
-from zoo.optimizer.freed_gradient import FreedGradient
+from zoo.optimizer.in_backward import FreedGradient
 from zoo.profiling.caching_allocator import rounded_up
 
 # what holds no tensor
@@ -164,9 +164,12 @@ class KernelSpec(NamedTuple):
 
     def prepared(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Makes what the call takes: floating tensors of halves, others of zeros."""
-        made = Storages().empty(self._tensors)
+        made: Any = Storages().empty(self._tensors)
         for tensor in made:
-            _fill(tensor)
+            # an expanded tensor cannot be written, its storage can
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            whole.set_(tensor.untyped_storage())
+            whole.fill_(0.5 if tensor.is_floating_point() or tensor.is_complex() else 0)
         tensors = iter(made)
         leaves = [next(tensors) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
@@ -191,13 +194,6 @@ def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
     specs = [spec._replace(requires_grad=False) for spec in described]
     views = Counter({spec.tensor: spec.storage for spec in specs}.values())
     return [spec.alone() if views[spec.storage] == 1 else spec for spec in specs]
-
-
-def _fill(tensor: Any) -> None:
-    # an expanded tensor cannot be written, its storage can
-    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    whole.set_(tensor.untyped_storage())
-    whole.fill_(0.5 if tensor.is_floating_point() or tensor.is_complex() else 0)
 
 
 def storages_of(tensor: Any) -> list[Any]:

@@ -7,7 +7,7 @@ small.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,6 @@ from zoo._torch import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
-    pytree,
 )
 from zoo.chain import Chain
 from zoo.engine.recording import KernelMode, thread
@@ -37,7 +36,7 @@ from zoo.invocation import (
     place_of,
     with_loss_errors,
 )
-from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, NumbersNeeded, copied
+from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, NumbersNeeded, copied, put_tensors
 from zoo.profiling.isolation import isolated
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
@@ -135,7 +134,7 @@ class _Forward:
             fake(tensor)
         model = self.model if is_apart else copy.deepcopy(self.model, {**fakes})
         if is_apart:
-            _replace(model, fakes)
+            put_tensors(model, fakes)
         try:
             with mode, fixes, fixes.told():
                 graph = self._traced(model, self.given.map(fake), None)
@@ -236,20 +235,6 @@ def _saved(tensor: Tensor) -> Tensor:
 
 def _has_data(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def _replace(model: nn.Module, fakes: Mapping[int, Tensor]) -> None:
-    """Puts fake tensors in the place of a model's own, also in its modules' lists of them."""
-
-    def other(value: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda tensor: fakes.get(id(tensor), tensor), value)
-
-    for module in list(model.modules()):
-        for name, value in list(vars(module).items()):
-            if type(value) is dict:
-                value.update(other(value))
-            elif type(value) in (list, tuple) or isinstance(value, Tensor):
-                vars(module)[name] = other(value)
 
 
 def _is_of_fakes(error: BaseException) -> bool:

@@ -190,7 +190,7 @@ class PatchedForward(Patch):
         spec = self._spec(given)
         traces = self._traces_for(spec)
         if not traces.branches and self._is_planned_ahead():
-            traces.branches.append(self._plan_ahead(given))
+            self.plan_ahead(given)
         is_new = not traces.branches or (traces.strayed and len(traces.branches) < MOST_BRANCHES)
         if is_new and traces.can_be_planned:
             return self._trace(given, spec, traces)
@@ -220,16 +220,13 @@ class PatchedForward(Patch):
             del self.traces[next(iter(self.traces))]
         return traces
 
+    @shown("zoo.checkpoint")
     def plan_ahead(self, given: Invocation) -> None:
         """Plans for arguments like these now."""
-        self.latest = self._plan_ahead(given)
-        self._traces_for(self._spec(given)).branches.append(self.latest)
-
-    @shown("zoo.checkpoint")
-    def _plan_ahead(self, given: Invocation) -> Script:
         check_switches(self.module())
         graph = graph_of(self.module(), given)
-        return self._script(graph, [*map(resolved, graph.operators)], graph.visits)
+        self.latest = self._script(graph, [*map(resolved, graph.operators)], graph.visits)
+        self._traces_for(self._spec(given)).branches.append(self.latest)
 
     def _is_planned_ahead(self) -> bool:
         """Says whether the first forward must keep to the plan, too, and is traced ahead."""
