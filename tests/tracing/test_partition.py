@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.tracing.runs import MODELS, Keeping, traced
-from zoo.chain import fold
+from zoo.chain import fold, step_names
 from zoo.engine.operators import resolved
 from zoo.engine.recompute import segment
 from zoo.invocation import Invocation, own_loss, with_loss
@@ -100,12 +100,12 @@ def test_boundaries_cut_the_sequence_of_operators(name: str) -> None:
         before = [call for call in graph.calls if call.index < start]
         behind = [call for call in graph.calls if call.index >= start]
         origins = {origin for call in before for origin in call.origins}
-        assert not any(origins & call.writes for call in behind), steps.names[place]
+        assert not any(origins & call.writes for call in behind), steps.outline.steps[place].title  # type: ignore[attr-defined]
 
 
 def test_names_say_which_module_did_what() -> None:
     model, given = made("net")
-    assert tuple(cut(model, given).names[:6]) == (
+    assert tuple(step_names(model, cut(model, given).outline.steps)[:6]) == (
         "stem",
         "blocks.0.conv",
         "blocks.0.norm blocks.0.relu_",
@@ -159,7 +159,7 @@ def test_the_steps_can_be_measured(name: str) -> None:
     steps = cut(model, given)
     found = Profile(model, steps.outline, steps.state)
     costs = found.costs(kernels=found.kernels() if name in ("net", "deciding") else ())
-    assert len(costs) == len(steps.names) == len(steps.boundaries)
+    assert len(costs) == len(steps.outline.steps) == len(steps.boundaries)
     after = model.state_dict().values()
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
@@ -169,7 +169,7 @@ def costs_of(model: nn.Module, given: Invocation, loss: Any) -> StepCosts:
     state = steps.state
     profile = Profile(model, with_loss(steps.outline, steps.loss), state)
     handed = profile.found.handed
-    return replace(profile.costs(), returned=handed[len(steps.names)] | handed[-1])
+    return replace(profile.costs(), returned=handed[len(steps.outline.steps)] | handed[-1])
 
 
 def square(output: Any) -> Tensor:

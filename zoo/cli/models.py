@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import zoo.catalog
 from zoo._torch import FakeTensorMode
 from zoo.catalog import list_models, model_arguments
-from zoo.chain import Chain
+from zoo.chain import Chain, step_names
 from zoo.cli.model_spec import model_spec, usual_inputs
 from zoo.cli.parser import MODEL, Answer, command
 from zoo.cli.values import shapes, shapes_text
@@ -140,12 +140,12 @@ class _UsedParameters(TorchFunctionMode):
 
 def _steps(model: nn.Module, found: Steps) -> list[Part]:
     used, counted, value, outline = _UsedParameters(), 0, found.state, found.outline
-    parts = []
+    parts, names = [], step_names(model, outline.steps)
     # a chain is on the meta device, where its steps run faster than on fake tensors
     is_chain = isinstance(model, Chain)
     fake = contextlib.nullcontext() if is_chain else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), fake, used:
-        for step, name, block in zip(outline.steps, found.names, outline.blocks, strict=True):
+        for step, name, block in zip(outline.steps, names, outline.blocks, strict=True):
             value = step(*(value if isinstance(value, tuple) else (value,)))
             parts.append(Part(name, block, _shapes(value), used.count - counted))
             counted = used.count

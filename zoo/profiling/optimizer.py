@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import (
-    DataDependentOutputException,
-    FakeTensorMode,
-    devices_with_kernels_of_lists,
-)
+from zoo._torch import DataDependentOutputException, FakeTensorMode, devices_with_kernels_of_lists
 from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
 from zoo.profiling.caching_allocator import block_of, rounded_up

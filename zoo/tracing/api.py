@@ -157,7 +157,7 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
         check_switches(model)
         check_training(model, "zoo.chain_of")
     found = steps_of(model, Invocation.of(inputs), patterns=_names(steps))
-    return ChainSummary(tuple(found.names), found.outline.blocks)
+    return ChainSummary(tuple(step_names(model, found.outline.steps)), found.outline.blocks)
 
 
 def steps_of(
@@ -178,11 +178,10 @@ def steps_of(
         patterns = named_steps(model) if patterns is None else patterns
         return partition(model, graph_of(model, given, loss), paths_of(model, patterns))
     outline, state = capture_first_state(model, given)
-    names = step_names(model, outline.steps)
     if loss is None:
-        return Steps(outline, names, state)
+        return Steps(outline, state)
     of_outputs = with_loss_errors(loss, kernel_device(model))
-    return Steps(outline, names, state, lambda *last: of_outputs(model.returned(*last)))
+    return Steps(outline, state, lambda *last: of_outputs(model.returned(*last)))
 
 
 def _names(steps: Any) -> tuple[str, ...] | None:

@@ -60,7 +60,6 @@ class Steps(NamedTuple):
 
     Attributes:
         outline: the steps, and the block of each.
-        names: what each is called.
         state: what comes to the first step: fake tensors, meta tensors if the model is on meta.
         loss: a function of the last state, where there is a loss.
         boundaries: for each step the number of operators that the forward dispatches before it.
@@ -69,7 +68,6 @@ class Steps(NamedTuple):
     """
 
     outline: Outline
-    names: Sequence[str]
     state: State
     loss: Step | None = None
     boundaries: Sequence[int] = ()
@@ -140,14 +138,12 @@ class _Partition:
         live = [states[place] for place in places]
         ranges = [slice(*pair) for pair in itertools.pairwise(places)]
         parts = [self.calls[part] for part in ranges]
-        names = self._names(parts)
-        steps = tuple(map(self._step, parts, live, live[1:], names))
+        steps = tuple(map(self._step, parts, live, live[1:], self._names(parts)))
         of_calls = _blocks(self.calls, paths)
         runs = itertools.groupby(next(filter(None, of_calls[part]), "") for part in ranges)
         blocks = tuple(number for number, (_, run) in enumerate(runs) for _ in run)
         return Steps(
             Outline(steps, blocks, held=self._held(parts, live)),
-            names,
             self._fake_state(live[0]),
             None if loss is None else self._step(self.loss_calls, live[-1], [loss], "the loss"),
             [0, *(part[-1].index + 1 for part in parts)][: len(parts)],
