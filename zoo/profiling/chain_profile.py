@@ -275,8 +275,8 @@ def _run_steps(
         steps = outline.steps
         if is_apart:
             put_tensors(chain, made)
-            for module, name in itertools.product(chain.modules(), HOOKS):
-                setattr(module, name, {})
+            for module in chain.modules():
+                vars(module).update({name: {} for name in HOOKS})
         else:
             steps = _copies(chain, steps, made)
         owned = [made.get(id(value), value) for value in (*chain.parameters(), *chain.buffers())]

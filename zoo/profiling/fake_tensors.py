@@ -260,19 +260,22 @@ def as_data(tensor: Tensor) -> Tensor:
 
 def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
     """Puts tensors in the place of a model's own, by id, also in its modules' lists of them."""
+    leaves = (nn.Module, *VALUES)
 
     def other(value: Any) -> Any:
         if isinstance(value, Tensor):
             return made.get(id(value), value)
+        if type(value) in (list, tuple):
+            return type(value)(map(other, value))
         # a tree takes long, and most values are no containers
-        is_leaf = isinstance(value, (nn.Module, *VALUES))
+        is_leaf = isinstance(value, leaves)
         return value if is_leaf else pytree.tree_map_only(Tensor, other, value)
 
     for module in list(model.modules()):
         for name, value in list(vars(module).items()):
             if type(value) is dict:
                 value.update({key: other(part) for key, part in value.items()})
-            elif isinstance(value, Tensor) or (type(value) in (list, tuple) and tensors_in(value)):
+            elif type(value) in (list, tuple) or isinstance(value, Tensor):
                 vars(module)[name] = other(value)
 
 
