@@ -7,6 +7,7 @@ small.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -123,15 +124,9 @@ class _Forward:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         on_meta = place_of(self.model).type == "meta"
         fixes = FakeTensorFixes(mode, strict=True, moves_meta=on_meta)
-        fakes: dict[int, Tensor] = {}
-
-        def fake(tensor: Tensor) -> Tensor:
-            if id(tensor) not in fakes:
-                fakes[id(tensor)] = self._fake(tensor, fixes)
-            return fakes[id(tensor)]
-
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            fake(tensor)
+        fake = functools.cache(functools.partial(self._fake, fixes))
+        owned = (*self.model.parameters(), *self.model.buffers())
+        fakes = {id(tensor): fake(tensor) for tensor in owned}
         model = self.model if is_apart else copy.deepcopy(self.model, {**fakes})
         if is_apart:
             put_tensors(model, fakes)
@@ -183,7 +178,7 @@ class _Forward:
             tracer.note_loss(self.loss(outputs))
         return tracer.graph
 
-    def _fake(self, tensor: Tensor, fixes: FakeTensorFixes) -> Tensor:
+    def _fake(self, fixes: FakeTensorFixes, tensor: Tensor) -> Tensor:
         """Returns a fake tensor like a given one, with the numbers of one that is no parameter."""
         with fixes.mode:
             fake = self._spec(tensor).empty()
