@@ -86,19 +86,31 @@ set_grad_enabled: Any = _private("_C._set_grad_enabled")
 will_run: Any = _private("_C._will_engine_execute_node")
 conj: Any = _private("_conj")
 neg_view: Any = _private("_neg_view")
+
+
+def _setting(name: str) -> tuple[Any, Any]:
+    return _private(f"_C._get_{name}"), _private(f"_C._set_{name}")
+
+
+def _setting_of_several(name: str) -> tuple[Any, Any]:
+    read, write = _setting(name)
+    return read, lambda values: write(*values)
+
+
 # of what chooses among kernels, how to read and to write it
-SETTINGS_OF_KERNELS: Any = [
-    (_private(f"_C._get_{name}"), _private(f"_C._set_{name}"))
-    for name in (
-        "mkldnn_enabled", "mkldnn_deterministic", "cpu_allow_fp16_reduced_precision_reduction",
-        "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cublas_allow_fp16_accumulation",
-    )
-]  # fmt: skip
-# whether sums of halves may be halves, and whether so may those of parts of them
-for _name in ("cublas_allow_fp16_reduced_precision_reduction",
-              "cublas_allow_bf16_reduced_precision_reduction"):  # fmt: skip
-    _read, _write = _private(f"_C._get_{_name}"), _private(f"_C._set_{_name}")
-    SETTINGS_OF_KERNELS.append((_read, lambda value, write=_write: write(*value)))
+SETTINGS_OF_CPU = [
+    _setting("mkldnn_enabled"),
+    _setting("mkldnn_deterministic"),
+    _setting("cpu_allow_fp16_reduced_precision_reduction"),
+]
+SETTINGS_OF_CUDA = [
+    _setting("cudnn_enabled"),
+    _setting("cudnn_benchmark"),
+    _setting("cudnn_deterministic"),
+    _setting("cublas_allow_fp16_accumulation"),
+    _setting_of_several("cublas_allow_fp16_reduced_precision_reduction"),
+    _setting_of_several("cublas_allow_bf16_reduced_precision_reduction"),
+]
 # of how a library computes an operation in float32 ("conv"), or all of them ("all")
 precision_of: Any = _private("_C._get_fp32_precision_getter")
 set_precision: Any = _private("_C._set_fp32_precision_setter")

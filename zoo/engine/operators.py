@@ -6,13 +6,13 @@ A schema tells nearly all of it. What no schema tells is listed here by name and
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import call
 from typing import Any, NamedTuple
 
 import torch
 
-from zoo._torch import SETTINGS_OF_KERNELS, precision_of, set_precision
+from zoo._torch import SETTINGS_OF_CPU, SETTINGS_OF_CUDA, precision_of, set_precision
 
 # what operators take beside tensors, generators and lists of these
 CONSTANTS = (
@@ -163,30 +163,38 @@ def _goes_by(place: tuple[str, ...], general: tuple[str, ...]) -> bool:
         set_precision(*general, own)
 
 
-_LIBRARIES = "cuda", "mkldnn"
-# the more general ones first
-_PRECISIONS = [("generic", "all"), *((library, "all") for library in _LIBRARIES)] + [
-    (library, kind) for library in _LIBRARIES for kind in ("conv", "rnn", "matmul")
-]
-_OF_PRECISIONS = precision_of, set_precision, _own_precision
-_SETTINGS = (
+def _precisions(library: str, *kinds: str) -> Iterator[Setting]:
+    for kind in kinds:
+        functions = precision_of, set_precision, _own_precision
+        yield Setting(*(functools.partial(function, library, kind) for function in functions))
+
+
+# a more general precision comes first
+_OF_CPU = (
     # these concern all kernels
     Setting(torch.get_default_dtype, torch.set_default_dtype),
     Setting(torch.get_num_threads, torch.set_num_threads),
     Setting(flushes_denormal, torch.set_flush_denormal),
     Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    *(Setting(*functions) for functions in SETTINGS_OF_KERNELS),
-    *(
-        Setting(*(functools.partial(function, *place) for function in _OF_PRECISIONS))
-        for place in _PRECISIONS
-    ),
+    *itertools.starmap(Setting, SETTINGS_OF_CPU),
+    *_precisions("generic", "all"),
+    *_precisions("mkldnn", "all", "conv", "rnn", "matmul"),
 )
-_READERS = [setting.read for setting in _SETTINGS]
+_OF_ALL = (
+    *_OF_CPU,
+    *itertools.starmap(Setting, SETTINGS_OF_CUDA),
+    *_precisions("cuda", "all", "conv", "rnn", "matmul"),
+)
+_CPU_READERS, _READERS = ([setting.read for setting in part] for part in (_OF_CPU, _OF_ALL))
 
 
 def read_settings() -> Settings:
-    """Reads the globals of torch that change what kernels compute; the first three concern all."""
-    return tuple(map(call, _READERS))
+    """Reads the globals of torch that change what kernels compute; the first three concern all.
+
+    Those of CUDA come last, where a process uses it.
+    """
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return tuple(map(call, _READERS if uses_cuda else _CPU_READERS))
 
 
 def write_settings(wanted: Settings, restore: list[Callable[[], object]]) -> None:
@@ -194,7 +202,7 @@ def write_settings(wanted: Settings, restore: list[Callable[[], object]]) -> Non
 
     What writes again what was set before is added to `restore`, to be called last first.
     """
-    for (read, write, own), value in zip(_SETTINGS, wanted, strict=True):
+    for (read, write, own), value in zip(_OF_ALL, wanted, strict=False):
         if read() != value:
             restore.append(functools.partial(write, (own or read)()))
             write(value)

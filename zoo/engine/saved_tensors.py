@@ -28,7 +28,6 @@ from zoo.engine.references import (
     detached,
     fingerprint,
     read,
-    version_of,
 )
 from zoo.engine.replay import outside_of, replay, schedule
 from zoo.engine.sharded import freed_modules
@@ -129,7 +128,8 @@ class Handle:
                 fill(self.segment)
             tensor = self.tensor
             assert tensor is not None, "a replay fills every living handle"
-            check_version(tensor, self.filled)
+            if tensor._version != self.filled:
+                check_version(tensor, self.filled)
             if current_backward() == -1:
                 clear(self.segment)
             elif is_graph_kept():
@@ -152,7 +152,7 @@ class Handle:
                 "the forward: code that torch does not see wrote it in place, or a kernel is not "
                 "deterministic. Leave that code outside of the segment, or let it write a copy."
             )
-        self.tensor, self.filled = tensor, version_of(tensor)
+        self.tensor, self.filled = tensor, tensor._version
 
 
 @functools.cache
