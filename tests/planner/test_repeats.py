@@ -8,10 +8,8 @@ from hypothesis import assume, given, settings
 from tests.planner.chains import repeated_chains
 from tests.planner.test_planner import uniform
 from zoo.planner.costs import StepCosts
-from zoo.planner.entries import Entries
 from zoo.planner.optimal import Point, frontier
-from zoo.planner.repeats import Run, runs_of
-from zoo.planner.search_space import SearchSpace
+from zoo.planner.search_space import Entries, Run, SearchSpace, runs_of
 
 
 def without_runs(costs: StepCosts, cuts: list[int] | None) -> list[Point]:

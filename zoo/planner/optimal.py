@@ -24,7 +24,7 @@ on a hundred small items rounded up, or make some of them free, and those get ch
 amounts are all integers nothing is interpolated, and the values are exact.
 
 Equal layers are solved once: in a run of equal parts of p steps, each with `grown` bytes of
-gradients more than the next one, V(i + p, t + p, H, m) is V(i, t, H, m + grown); see `repeats`.
+gradients more than the next one, V(i + p, t + p, H, m) is V(i, t, H, m + grown).
 
 Plans are traced from the values for 40 to 400 budgets, fewer of a longer chain, and simulated; the
 best are kept.
@@ -45,9 +45,8 @@ from numpy.typing import NDArray
 
 from zoo.errors import Interrupted
 from zoo.planner.costs import Simulation, StepCosts, simulate
-from zoo.planner.entries import Entries
 from zoo.planner.plan import DEEPEST, Item, Plan
-from zoo.planner.search_space import Row, SearchSpace
+from zoo.planner.search_space import Entries, Row, SearchSpace
 
 VALUES = 5 * 10**7  # in a table
 FEW = 100  # amounts, at least, also where these are more values

@@ -1,4 +1,4 @@
-"""The search space of the dynamic program: its segments, and sets of storages that can be held.
+"""The search space of the dynamic program: segments, sets of storages held, and equal parts.
 
 A chain of n steps has n + 1 states; a segment [i, j) starts at state i and ends at state j. In a
 chain of up to `FLAT` steps any two states will do. In a longer one, long segments begin and end at
@@ -12,35 +12,58 @@ chain of up to `FLAT` steps any two states will do. In a longer one, long segmen
 Of all storages that a plan holds at state i only those in live(i) matter later: a storage in two
 states is in all states between. Those sets are few and known without a budget: the *rows* of a
 state.
+
+Equal parts in a row, such as the layers of a transformer, are solved once: a *run* is a part of
+`period` steps and what repeats it, up to a state `stop`, the last repetition perhaps in part. Two
+parts are equal where their steps cost the same and their states and saved tensors are the same sets
+of storages but for the storages' numbers, and where all gradients of the later one are smaller by
+the same bytes: the backward has not come to as many parameters yet.
+
+    states     0   1   2   3   4   5   6   7   8   9
+                   start   |       |       |   stop
+    run            a   b   a   b   a   b   a   b
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zoo.planner.costs import StepCosts
-from zoo.planner.repeats import in_order, runs_of
 
 Storages = frozenset[int]
 FLAT = 150  # steps of a chain in which every state is a cut
 FEW = 128  # cuts to which others are added
 MANY = 400  # cuts, at most; segments nest about as deep, and plans to `planner.plan.DEEPEST`
 NEAR = 12  # steps of a segment that begins and ends anywhere
+TRIED = 8  # starts of a part that are tried as that of the next one
+PARTS = 6  # of a run, at least: to find the values of few ends at a time takes longer
 
 
 class Row(NamedTuple):
-    """A set of storages that can be held at a state.
+    """A set of storages that can be held at a state."""
 
-    missing: bytes of the state's other storages, which are held when a segment starts here.
-    grown: bytes that are held besides when the step that starts here is kept.
-    following: the number of the next state's row when that step is kept.
-    """
+    missing: int  # bytes of the state's other storages, which are held when a segment starts here
+    grown: int  # bytes that are held besides when the step that starts here is kept
+    following: int  # the number of the next state's row when that step is kept
 
-    missing: int
-    grown: int
-    following: int
+
+class Run(NamedTuple):
+    """Equal parts in a row; each state after the first part is a copy of one in it."""
+
+    start: int
+    period: int
+    stop: int
+    grown: int  # bytes by which the gradients of a part are more than those of the next one
+
+    def copies(self, state: int) -> range:
+        """Returns the states that are copies of one of the first part, itself the first."""
+        return range(state, self.stop, self.period)
 
 
 class SearchSpace:
@@ -124,10 +147,96 @@ class SearchSpace:
         following = held[state + 1][(storages | saved) & costs.live[state + 1]]
         return Row(missing, costs.bytes_of(saved - storages), following)
 
-    def ends(self, state: int) -> tuple[int, ...]:
-        """Returns the ends that are known at a state, in order."""
-        near = self.near[state]
-        return (*range(state + 1, near + 1), *self.cuts[bisect_right(self.cuts, near) :])
+
+class Entries:
+    """Where the values of the dynamic program lie in its table, and the order to find them in.
+
+    An entry is of a state, a row and an end. The entries of a row are in the order of its ends.
+    Within a run of equal parts there are entries for the states of the first part only: one of a
+    later part with an end in the run is that of its copy in the first, with the end as many steps
+    earlier. The memory that it leaves free is more by the gradients that the later part has not.
+
+    There are `count` entries, `own_count` of them of rows in which all of the state is held.
+    """
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space = space
+        states = len(space.rows)
+        self.cuts = np.array(space.cuts, np.int64)
+        self.near = np.array(space.near, np.int64)
+        self.order = np.zeros(space.forward + 1, np.int64)
+        self.order[self.cuts] = np.arange(len(self.cuts))
+        # of a copy: how many steps it is behind its first one, up to which end, and more free bytes
+        self.moved, self.limit, self.grown = np.zeros((3, states), np.int64)
+        for run in space.repeats:
+            for number, part in enumerate(range(run.start, run.stop, run.period)):
+                copies = slice(part, min(part + run.period, run.stop))
+                if number:
+                    self.moved[copies], self.limit[copies] = part - run.start, run.stop
+                    self.grown[copies] = number * run.grown
+        every = np.arange(states)
+        # ends that are near, less the cuts that are passed or near
+        self.offset = self.near - every - self.cuts.searchsorted(self.near, "right")
+        inner = self.cuts.searchsorted(self.limit, "right") + self.offset
+        inner = np.where(self.limit <= self.near, self.limit - every, inner)
+        skipped = np.where(self.moved > 0, inner, 0)
+        width = len(self.cuts) + self.offset - skipped
+        rows = np.array(list(map(len, space.rows)), np.int64)
+        stops, own_stops = np.cumsum(width * rows), np.cumsum(width)
+        self.count, self.own_count = int(stops[-1]), int(own_stops[-1])
+        self.first, self.own_first = stops - width * rows - skipped, own_stops - width - skipped
+        self.width = width
+
+    def find(self, states: Any, rows: Any, ends: Any, is_copy: bool) -> Any:
+        """Returns the entries of states, which are those of their copies in a first part or not.
+
+        States, rows and ends may be arrays.
+        """
+        moved = self.moved[states] if is_copy else 0
+        states, ends = states - moved, ends - moved
+        near = ends <= self.near[states]
+        columns = np.where(near, ends - states - 1, self.offset[states] + self.order[ends])
+        return self.first[states] + rows * self.width[states] + columns
+
+    def place(self, state: int, row: int, end: int) -> tuple[int, int, int]:
+        """Returns an entry, its place among those of the state's own row, and its memory.
+
+        That is by how many bytes more are free there.
+        """
+        is_copy = end <= self.limit.item(state)
+        grown = self.grown.item(state) if is_copy else 0
+        moved = self.moved.item(state) if is_copy else 0
+        state, end = state - moved, end - moved
+        if end <= self.near.item(state):
+            column = end - state - 1
+        else:
+            column = self.offset.item(state) + self.order.item(end)
+        entry = self.first.item(state) + row * self.width.item(state) + column
+        return entry, self.own_first.item(state) + column, grown
+
+    def ends(self, state: int, low: int, high: int) -> NDArray[np.int64]:
+        """Returns the known ends of a state from behind `low` up to `high`."""
+        near = self.near.item(state)
+        first, last = self.cuts.searchsorted((max(low, near), high), "right")
+        inner = np.arange(max(low, state) + 1, min(high, near) + 1)
+        return np.concatenate([inner, self.cuts[first:last]])
+
+    def in_order(self) -> Iterator[tuple[int, int, int]]:
+        """Yields states and ranges of ends: what their entries need comes before."""
+        low = 0
+        for run in self.space.repeats:
+            for state in reversed(range(run.start)):
+                yield state, low, run.start
+            for part in range(run.start, run.stop, run.period):
+                high = min(part + run.period, run.stop)
+                for state in reversed(range(run.start, run.start + run.period)):
+                    yield state, part, high
+            for state in reversed(range(run.start)):
+                yield state, run.start, run.stop
+            low = run.stop
+        forward = self.space.forward
+        for state in reversed(range(forward - 1)):
+            yield state, low, forward
 
 
 def _number(numbers: dict[Storages, int], storages: Storages) -> None:
@@ -168,3 +277,83 @@ def default_cuts(costs: StepCosts) -> list[int]:
             break
         cuts = sorted([*cuts, *(middle(start, stop) for start, stop in gaps)])
     return cuts
+
+
+def runs_of(costs: StepCosts, marked: Container[int]) -> list[Run]:
+    """Returns runs that do not overlap, in order; copies of a marked state are marked."""
+    keys = list(_keys(costs, marked))
+    places = defaultdict[Hashable, list[int]](list)
+    for step, key in enumerate(keys):
+        places[key].append(step)
+    runs: list[Run] = []
+    start = 0
+    while start < len(costs):
+        same = places[keys[start]]
+        after = bisect_right(same, start)
+        tried = (
+            _run(costs, keys, marked, start, other - start) for other in same[after : after + TRIED]
+        )
+        found = max(tried, key=lambda run: (run.stop, -run.period), default=None)
+        if found is None or found.stop - start < PARTS * found.period:
+            start += 1
+        else:
+            runs.append(found)
+            start = found.stop
+    return runs
+
+
+def in_order(storages: Collection[int], costs: StepCosts) -> list[int]:
+    """Returns storages so that those of equal parts have the same places.
+
+    By size first: the input of the first layer may be older than what all layers share.
+    """
+    return sorted(storages, key=lambda storage: (costs.sizes[storage], storage))
+
+
+def _keys(costs: StepCosts, marked: Container[int]) -> Iterator[Hashable]:
+    numbers = zip(
+        costs.forward,
+        costs.forward_until_saved,
+        costs.backward,
+        costs.flops,
+        costs.flops_until_saved,
+        costs.seconds,
+        costs.seconds_until_saved,
+        strict=True,
+    )
+
+    def sizes(storages: Collection[int]) -> tuple[int, ...]:
+        return tuple(sorted(map(costs.sizes.__getitem__, storages)))
+
+    for step, entry in enumerate(numbers):
+        yield entry, sizes(costs.live[step]), sizes(costs.saved[step]), step in marked
+
+
+def _run(
+    costs: StepCosts, keys: Sequence[Hashable], marked: Container[int], start: int, period: int
+) -> Run:
+    """Returns the longest run of this start and period; where nothing repeats it is short."""
+    live, saved, gradients = costs.live, costs.saved, costs.gradients
+    grown = gradients[start + 1] - gradients[start + 1 + period]
+    names: tuple[dict[int, int], dict[int, int]] = {}, {}
+
+    def is_same(some: Collection[int], others: Collection[int]) -> bool:
+        pairs = zip(in_order(some, costs), in_order(others, costs), strict=True)
+        return all(
+            names[0].setdefault(one, other) == other and names[1].setdefault(other, one) == one
+            for one, other in pairs
+        )
+
+    state, other = start, start + period
+    while (
+        other < len(costs)
+        and keys[state] == keys[other]
+        and is_same(live[state], live[other])
+        and is_same(saved[state], saved[other])
+        and gradients[state + 1] - gradients[other + 1] == grown
+    ):
+        state, other = state + 1, other + 1
+    # what ends at a state does not depend on what it holds, but on whether it is marked
+    while state > start and (state in marked) != (other in marked):
+        state, other = state - 1, other - 1
+    return Run(start, period, other, grown)
