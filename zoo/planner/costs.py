@@ -28,60 +28,42 @@ class StepCosts:
     """The costs of a chain of n steps for one signature of inputs.
 
     Storages of parameters, buffers and the chain's inputs are left out: no plan can change them.
-    The last step of a recomputation stops when its last tensor is saved: `until_saved`.
-
-    Attributes:
-        sizes: bytes of each storage; the sets below hold indices into it.
-        live: for each of the n + 1 states (before step 0, ..., after the last) its storages that a
-            later step reads.
-        saved: for each step, the storages that autograd saves for its backward.
-        forward: for each step, the largest number of new bytes during its forward.
-        forward_until_saved: the same, until saved.
-        backward: for each step, the largest number of new bytes during its backward, parameter
-            gradients included but for those that several steps sum up in one buffer.
-        gradients: for each of the n + 1 states, bytes of its gradient.
-        flops: for each step, floating point operations of its forward.
-        flops_until_saved: the same, until saved.
-        seconds: for each step, seconds of its forward, or any numbers in proportion to them:
-            planners compare seconds only with each other.
-        seconds_until_saved: the same, until saved.
-        seconds_backward: for each step, seconds of its backward; the same under every plan.
-        blocks: for each step, the number of its block.
-        parameter_gradients: for each of the n + 1 states, bytes of the gradients of parameters that
-            exist when the backward comes to it; none where it is empty.
-        returned: storages of the chain's outputs if the caller holds them until the backward is
-            over. A recomputation of one makes another.
-        gradients_made: for each step, bytes of gradients of parameters that its forward makes
-            beside the bytes above; none where it is empty.
-        draws: for each step, how many of its kernels draw random numbers; none where it is empty.
-        casts: for each step, storages of its forward that are held until the forward of the chain
-            ends: casts of weights, which autocast caches; none where it is empty.
-        copied: for each step, storages of its inputs of which a segment that it is in keeps a copy
-            until its backward is over, unless it makes them; none where it is empty.
-        held: for each step, storages that the forward holds beside the state and a recomputation of
-            kernels does not: of names in the user's forward, and of outputs that were made early;
-            none where it is empty.
+    Sets hold indices into `sizes`. A tuple has an entry for each step; or for each of the n + 1
+    states, before step 0, ..., after the last. One that is empty stands for zeros or empty sets.
+    *Until saved* is where the last step of a recomputation stops: its last tensor is saved.
     """
 
-    sizes: tuple[int, ...]
-    live: tuple[frozenset[int], ...]
-    saved: tuple[frozenset[int], ...]
-    forward: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of each storage
+    live: tuple[frozenset[int], ...]  # storages of each state that a later step reads
+    saved: tuple[frozenset[int], ...]  # storages that autograd saves for the step's backward
+    forward: tuple[int, ...]  # the largest number of new bytes during the step's forward
     forward_until_saved: tuple[int, ...]
+    # the same of its backward, gradients of parameters included but for those that several steps
+    # sum up in one buffer
     backward: tuple[int, ...]
-    gradients: tuple[int, ...]
-    flops: tuple[int, ...]
+    gradients: tuple[int, ...]  # bytes of the gradient of each state
+    flops: tuple[int, ...]  # floating point operations of the step's forward
     flops_until_saved: tuple[int, ...]
+    # of the step's forward, or any numbers in proportion: planners compare them with each other
     seconds: tuple[float, ...]
     seconds_until_saved: tuple[float, ...]
-    seconds_backward: tuple[float, ...]
-    blocks: tuple[int, ...]
+    seconds_backward: tuple[float, ...]  # the same under every plan
+    blocks: tuple[int, ...]  # the number of the step's block
+    # of each state, bytes of gradients of parameters that exist when the backward comes to it
     parameter_gradients: tuple[int, ...] = ()
+    # storages of the chain's outputs if the caller holds them until the backward is over; a
+    # recomputation of one makes another
     returned: frozenset[int] = frozenset()
+    # bytes of gradients of parameters that the step's forward makes beside the bytes above
     gradients_made: tuple[int, ...] = ()
-    draws: tuple[int, ...] = ()
+    draws: tuple[int, ...] = ()  # how many of the step's kernels draw random numbers
+    # casts of weights that autocast caches: held until the forward of the chain ends
     casts: tuple[frozenset[int], ...] = ()
+    # storages of the step's inputs of which a segment around it keeps a copy until its backward is
+    # over, unless it makes them
     copied: tuple[frozenset[int], ...] = ()
+    # what the forward holds beside the state and a recomputation of kernels does not: names in the
+    # user's forward, and outputs that were made early
     held: tuple[frozenset[int], ...] = ()
 
     def __len__(self) -> int:
@@ -128,40 +110,27 @@ class StepCosts:
 
 
 class Moment(NamedTuple):
-    """What the bytes of one tick are, each counted once.
+    """What the bytes of one tick are, each counted once."""
 
-    phase: "forward", "recompute" or "backward".
-    step: the current step.
-    kept: held since the forward, also by the caller of the chain.
-    recomputed: held by recomputations, and not since the forward.
-    state: the state in hand, where nobody holds it.
-    work: the most that the current step allocates: outputs, saved tensors and temporaries.
-    gradient: the gradient of state `gradient_of`, with those of parameters if the costs have them.
-    gradient_of: None in the forward.
-    """
-
-    phase: str
+    phase: str  # FORWARD, RECOMPUTE or BACKWARD
     step: int
-    kept: int
-    recomputed: int
-    state: int
-    work: int
-    gradient: int
-    gradient_of: int | None
+    kept: int  # held since the forward, also by the caller of the chain
+    recomputed: int  # held by recomputations, and not since the forward
+    state: int  # the state in hand, where nobody holds it
+    work: int  # the most that the step allocates: outputs, saved tensors and temporaries
+    gradient: int  # of state `gradient_of`, with those of parameters if the costs have them
+    gradient_of: int | None  # None in the forward
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan costs: peak bytes of activations, and the work that it recomputes.
-
-    `turns` holds the peak in the backward of each item, `moment` is the first tick at the peak.
-    """
+    """What a plan costs: peak bytes of activations, and the work that it recomputes."""
 
     peak: int
     recomputed_flops: int
     recomputed_seconds: float
-    turns: tuple[int, ...]
-    moment: Moment
+    turns: tuple[int, ...]  # the peak in the backward of each item
+    moment: Moment  # the first tick at the peak
 
 
 def simulate(plan: Plan, costs: StepCosts) -> Simulation:

@@ -36,6 +36,7 @@ shared storages and early stop.
 import bisect
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -102,9 +103,9 @@ def frontier(
     Raises:
         Interrupted: by Ctrl-C while plans are traced, with the best of those that were.
     """
-    space = SearchSpace(costs, cuts)
-    keep_all = Plan.keep_all(len(costs))
-    baseline = simulate(keep_all, costs).peak
+    space, keep_all = SearchSpace(costs, cuts), Plan.keep_all(len(costs))
+    found = {keep_all: simulate(keep_all, costs)}
+    baseline = found[keep_all].peak
     if levels is None:
         table = DPTable(space, np.arange(baseline + 1), exact=True, each=each)
         budgets = table.budgets()
@@ -113,10 +114,9 @@ def frontier(
         table = DPTable(space, _amounts(0, baseline, count), each=each)
         steps = max(len(costs), 1)
         plans = max(min(400, 40_000 // steps), min(160, 160_000 // steps), 40)
-        budgets = _amounts(min(table.least, baseline), baseline, plans).tolist()
-    found = {keep_all: simulate(keep_all, costs)}
+        budgets = _amounts(min(table.least, baseline), baseline, plans)
     try:
-        for plan in map(table.plan, each("plans for budgets", budgets)):
+        for plan in map(table.plan, each("plans for budgets", budgets.tolist())):
             if plan not in found:
                 found[plan] = simulate(plan, costs)
     except KeyboardInterrupt:
@@ -127,12 +127,9 @@ def frontier(
 def _best(plans: Mapping[Plan, Simulation]) -> list[Point]:
     """Returns the plans that no other is better than, by rising peak."""
 
-    def key(entry: tuple[Plan, Simulation]) -> tuple[int, float, int]:
-        result = entry[1]
-        return result.peak, result.recomputed_seconds, result.recomputed_flops
-
+    order = operator.attrgetter("peak", "recomputed_seconds", "recomputed_flops")
     points: list[Point] = []
-    for plan, result in sorted(plans.items(), key=key):
+    for plan, result in sorted(plans.items(), key=lambda entry: order(entry[1])):
         if not points or result.recomputed_seconds < points[-1].recomputed_seconds:
             points.append(Point(plan, result))
     return points
@@ -165,16 +162,11 @@ def _around(amounts: Bytes, dtype: type, paid: int) -> tuple[Bytes, Bytes, Secon
 
 
 class Values(NamedTuple):
-    """V for some entries.
+    """V for some entries."""
 
-    seconds: (..., entries, amounts), `NEVER` where an amount of free memory does not suffice.
-    needs: the least memory that suffices.
-    at_need: seconds with just that.
-    """
-
-    seconds: Seconds
-    needs: Bytes
-    at_need: Seconds
+    seconds: Seconds  # (..., entries, amounts), `NEVER` where so much free memory does not suffice
+    needs: Bytes  # the least memory that suffices
+    at_need: Seconds  # with just that
 
     def of(self, entries: slice) -> "Values":
         """Returns the values of some entries, which are written through it."""
@@ -187,18 +179,12 @@ class Values(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """What the segments that begin at a state cost, by where they stop.
+    """What the segments that begin at a state cost, by where they stop."""
 
-    stops: the states, rising.
-    rows: the numbers of the rows there.
-    seconds: until the stop.
-    through: the most bytes beside the state until the stop.
-    """
-
-    stops: Bytes
-    rows: Bytes
-    seconds: NDArray[np.float64]
-    through: Bytes
+    stops: Bytes  # the states, rising
+    rows: Bytes  # the numbers of the rows there
+    seconds: NDArray[np.float64]  # until the stop
+    through: Bytes  # the most bytes beside the state until the stop
 
 
 class DPTable:
@@ -217,30 +203,21 @@ class DPTable:
         costs = self.costs
         # operations break ties between plans of equal times
         weight = 1e-9 * (sum(costs.seconds) or 1.0) / (sum(costs.flops) or 1)
-        self.seconds = np.array(costs.seconds) + weight * np.array(costs.flops, np.float64)
-        self.until_saved = np.array(costs.seconds_until_saved) + weight * np.array(
-            costs.flops_until_saved, np.float64
-        )
+        self.seconds = np.array(costs.seconds) + weight * np.array(costs.flops)
+        tie_break = weight * np.array(costs.flops_until_saved)
+        self.until_saved = np.array(costs.seconds_until_saved) + tie_break
         # there is no gradient at the end of the forward
         self.gradients = np.array([*costs.gradients, 0], np.int64)
         self.segments = list(self._segments())
-        # for each state the numbers of its rows by the bytes that are held besides when it is kept
-        self.alike = [
-            [
-                [number for number, row in enumerate(rows) if row.grown == grown]
-                for grown in dict.fromkeys(row.grown for row in rows)
-            ]
-            for rows in space.rows
-        ]
         self.entries = entries = Entries(space)
         self.levels = np.arange(len(amounts))
         # no method, which would hold the table in a cycle
-        around = functools.partial(_around, amounts, self.type)
-        self.around = functools.lru_cache(PAYMENTS)(around)
+        self.around = functools.lru_cache(PAYMENTS)(functools.partial(_around, amounts, self.type))
         seconds = np.full((entries.count, len(amounts)), NEVER, self.type)
         needs = np.full(entries.count, NO_BYTES, np.int64)
         self.values = Values(seconds, needs, np.full(entries.count, NEVER, self.type))
         self.choices = np.full((entries.own_count, len(amounts)), -1, np.int16)
+        self.whole, _, _ = entries.place(0, 0, space.forward)  # of all plans
         end, _, _ = entries.place(len(costs), 0, space.forward)
         for known in self.values:
             known[end:] = 0
@@ -253,18 +230,13 @@ class DPTable:
     @property
     def least(self) -> int:
         """The least peak of all plans, in bytes."""
-        return int(self.values.needs[self.whole])
+        return self.values.needs.item(self.whole)
 
-    @property
-    def whole(self) -> int:
-        """The entry of all plans."""
-        return self.entries.place(0, 0, self.space.forward)[0]
-
-    def budgets(self) -> list[int]:
+    def budgets(self) -> Bytes:
         """Returns the amounts at which the least time falls, rising."""
-        whole = self.values.seconds[self.whole]
-        lower = np.flatnonzero(whole[1:] < whole[:-1]) + 1
-        return [int(amount) for amount in self.amounts[lower]]
+        seconds = self.values.seconds[self.whole]
+        budgets: Bytes = self.amounts[1:][seconds[1:] < seconds[:-1]]
+        return budgets
 
     def plan(self, budget: int) -> Plan:
         """Returns the plan that the values lead to from a budget of at least `least` bytes.
@@ -291,10 +263,13 @@ class DPTable:
     def _solve(self, state: int, ends: Bytes) -> None:
         """Finds the values of a state in all of its rows for successive ends."""
         rows, places = self.space.rows[state], []
-        for number in range(len(rows)):
+        # rows by the bytes that are held besides when the step is kept
+        alike: dict[int, list[int]] = {}
+        for number, row in enumerate(rows):
             first, own_first, _ = self.entries.place(state, number, ends.item(0))
             places.append(slice(first, first + len(ends)))
-        for numbers in self.alike[state]:
+            alike.setdefault(row.grown, []).append(number)
+        for numbers in alike.values():
             self._keep(state, numbers, ends)
         number = self.space.own[state]
         own = self.values.of(places[number])
