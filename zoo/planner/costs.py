@@ -95,6 +95,10 @@ class StepCosts:
         around = itertools.pairwise((frozenset[int](), *self.held, frozenset[int]()))
         return tuple((now - before, before - now) for before, now in around) if self.held else ()
 
+    def last_states(self) -> dict[int, int]:
+        """Returns the last state that has each storage of a state."""
+        return {storage: state for state, live in enumerate(self.live) for storage in live}
+
     def newly_saved(self) -> tuple[int, ...]:
         """Returns for each step the bytes that it saves and no step before it did."""
         known: set[int] = set()

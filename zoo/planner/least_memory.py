@@ -26,6 +26,7 @@ Source: the dynamic programs of Feng and Huang 2018 (arXiv:1808.00079) and Kusum
 (arXiv:1905.11722), here over tuple states with shared storage.
 """
 
+import functools
 import itertools
 import operator
 from bisect import bisect_left, bisect_right
@@ -48,16 +49,13 @@ FEW = 16
 
 
 class Label(NamedTuple):
-    """A path to a state: the bytes that it holds `beside` those `storages` of the state it holds.
+    """A path to a state."""
 
-    Its peak and what it recomputes are of all items, the steps are those of the last one.
-    """
-
-    beside: int
-    recomputed: int
-    storages: Storages
+    beside: int  # bytes that it holds beside `storages`
+    recomputed: int  # operations
+    storages: Storages  # those of the state that it holds
     peak: int
-    steps: range
+    steps: range  # of its last item, which is one kept step or a segment
     kept: bool
     before: Optional["Label"]
 
@@ -76,14 +74,14 @@ Narrow = Callable[[Labels, int, StepCosts], tuple[Labels, Labels]]
 
 def least_memory(costs: StepCosts) -> Plan:
     """Returns a plan of least peak that recomputes no step more than once, and few operations."""
-    low = middle = least_possible(costs)  # tried first: where gradients are large it is reached
-    everything = Plan.keep_all(len(costs))
-    if simulate(everything, costs).peak <= low + low // 1000:
+    least, everything = least_possible(costs), Plan.keep_all(len(costs))
+    if simulate(everything, costs).peak <= least + least // 1000:
         return everything
-    plan, high = _uniform(costs)
-    beside_outputs = _beside_outputs(costs)
-    outputs = costs.bytes_of(costs.returned)
-    low, middle, high = low - outputs, middle - outputs, high - outputs
+    plan, peak = _uniform(costs)
+    beside_outputs, outputs = _beside_outputs(costs), costs.bytes_of(costs.returned)
+    # the bound is tried first: where gradients are large it is reached
+    low = middle = least - outputs
+    high = peak - outputs
     segments = Segments(costs, beside_outputs, high)
     best = None
     while high - low > (high + outputs) // 1000:
@@ -98,8 +96,8 @@ def least_memory(costs: StepCosts) -> Plan:
         return plan
     stops = {label.steps.start: label.steps.stop for label in best.items()}
     scale = len(costs) + 1
-    counting, same = _counting(beside_outputs, scale, 1), segments.ends_among(stops)
-    kept = _path(counting, high, _by_arithmetic, same)
+    same = functools.partial(segments.one_end, stops)
+    kept = _path(_counting(beside_outputs, scale, 1), high, _by_arithmetic, same)
     if kept is not None and kept.recomputed // scale <= best.recomputed:
         best = kept
     items: list[Item] = []
@@ -239,7 +237,7 @@ class Segments:
         # by first step and length, and the least that one of that length or longer needs
         self.needs = list(_needs(costs, beside_outputs, ceiling))
         self.least = [_least_from(needs) for needs in self.needs]
-        last, live = _last_states(beside_outputs), beside_outputs.live
+        last, live = beside_outputs.last_states(), beside_outputs.live
         # by state, for each of its storages the last state that has it, in order
         self.lasts = [sorted({last[storage] for storage in storages}) for storages in live]
         # by state, the last one before it that has fewer bytes
@@ -283,20 +281,13 @@ class Segments:
             yield from itertools.islice(self.ends(start, slack), FEW)
             yield from itertools.islice(self.ends(start, slack, self.free[start]), FEW)
 
-    def ends_among(self, stops: Mapping[int, int]) -> Ends:
-        """Returns what yields one end for some first steps, where the segment fits."""
-
-        def ends(start: int, slack: int) -> Iterator[tuple[int, int]]:
-            needs = self.needs[start]
-            length = stops.get(start, LARGEST) - start
-            if length <= len(needs) and needs[length - 1] <= slack:
-                yield stops[start], needs[length - 1]
-
-        return ends
-
-
-def _last_states(costs: StepCosts) -> dict[int, int]:
-    return {storage: state for state, live in enumerate(costs.live) for storage in live}
+    def one_end(
+        self, stops: Mapping[int, int], start: int, slack: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yields the end that is given for a first step, where the segment fits."""
+        needs, length = self.needs[start], stops.get(start, LARGEST) - start
+        if length <= len(needs) and needs[length - 1] <= slack:
+            yield stops[start], needs[length - 1]
 
 
 def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterator[list[int]]:
@@ -306,7 +297,7 @@ def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterato
     moves on, they lose the storages of its state.
     """
     steps, live, saved = range(len(costs)), costs.live, costs.saved
-    last = _last_states(costs)
+    last = costs.last_states()
     first_saved = {storage: step for step in reversed(steps) for storage in saved[step]}
     held: frozenset[int] = frozenset()
     unsaved, new = [], []

@@ -250,7 +250,7 @@ class DPTable:
         costs = self.costs
         sizes = np.array([costs.bytes_of(live) for live in costs.live[:-1]], np.int64)
         worked = sizes + np.array(costs.forward, np.int64)
-        last = {storage: state for state, live in enumerate(costs.live) for storage in live}
+        last = costs.last_states()
         for state, stops in enumerate(self.space.stops[:-1]):
             ends, rows = np.array(stops, np.int64).T
             beside = worked[state : stops[-1][0]].copy()
