@@ -94,7 +94,6 @@ def frontier(
     Of plans of equal peak and time, that of fewer operations is chosen.
 
     Args:
-        costs: those of the chain.
         levels: amounts of memory for which the least time is known; None for each whole number of
             bytes, which makes the plans optimal and only suits small numbers, as in tests.
         cuts: states where long segments may begin and end; by default all in a short chain.

@@ -61,36 +61,21 @@ class Run(NamedTuple):
     stop: int
     grown: int  # bytes by which the gradients of a part are more than those of the next one
 
-    def copies(self, state: int) -> range:
-        """Returns the states that are copies of one of the first part, itself the first."""
-        return range(state, self.stop, self.period)
-
 
 class SearchSpace:
     """The segments and rows of a chain, each list with an entry for every state.
 
-    A run is the recomputation of a segment and ends where that does, or the original forward, whose
-    end is `forward`. Known ends of a state are the next `NEAR` states and all later cuts. States of
-    repeated parts have equal rows, in the same order.
-
-    Attributes:
-        costs: the chain's, without the storages of no bytes.
-        forward: n + 1, which is no state.
-        cuts: the cuts in order, 0 and n among them, and then `forward`.
-        near: the last of the near ends, which may be cuts or not.
-        repeats: the runs of equal parts.
-        stops: where a segment may end before its run does, each with the number of its row then.
-        rows: the sets of storages that can be held. In row 0 of state 0 nothing is.
-        own: the number of the row in which all of the state is held.
+    The values of a state are known for its *ends*, the next `NEAR` states and all later cuts: where
+    a recomputation ends, or the original forward, whose end is `forward`. States of repeated parts
+    have equal rows, in the same order.
     """
 
     def __init__(self, costs: StepCosts, cuts: Collection[int] | None = None) -> None:
         steps = len(costs)
         cuts = default_cuts(costs) if cuts is None else cuts
         self.costs = costs = _without_empty(costs)
-        self.forward = steps + 1
+        self.forward = steps + 1  # which is no state
         self.cuts = (*sorted({0, steps, *cuts}), self.forward)
-        self.near = [min(state + NEAR, steps) for state in range(steps + 1)]
         known = frozenset(self.cuts)
         self.repeats = runs_of(costs, known)
         # of each state, a number for each set of storages
@@ -100,16 +85,19 @@ class SearchSpace:
         for state, live in enumerate(costs.live):
             later = self.cuts[bisect_right(self.cuts, state) : -1]
             chosen = later if state in known else later[:1]
-            ends.append(sorted({*range(state + 1, self.near[state] + 1), *chosen}))
+            ends.append(sorted({*range(state + 1, min(state + NEAR, steps) + 1), *chosen}))
             _number(held[state], live)
             for end in ends[-1]:
                 _number(held[end], live & costs.live[end])
         self._complete(held)
+        # the number of the row in which all of the state is held
         self.own = [numbers[live] for numbers, live in zip(held, costs.live, strict=True)]
+        # where a segment may end before its run does, each with the number of its row then
         self.stops = [
             [(end, held[end][live & costs.live[end]]) for end in of_state]
             for of_state, live in zip(ends, costs.live, strict=True)
         ]
+        # in row 0 of state 0 nothing is held
         self.rows = [
             [self._row(state, storages, held) for storages in numbers]
             for state, numbers in enumerate(held)
@@ -124,17 +112,16 @@ class SearchSpace:
                     _number(held[state + 1], (storages | saved) & costs.live[state + 1])
             for run in self.repeats:
                 for first in range(run.start, run.start + run.period):
-                    names = [in_order(costs.live[state], costs) for state in run.copies(first)]
-                    ranks = [{name: rank for rank, name in enumerate(of)} for of in names]
-                    copies = list(zip(names, ranks, run.copies(first), strict=True))
+                    copies = range(first, run.stop, run.period)
+                    names = {state: in_order(costs.live[state], costs) for state in copies}
                     sets = dict.fromkeys(
-                        frozenset(rank[storage] for storage in storages)
-                        for _, rank, state in copies
+                        frozenset(place for place, name in enumerate(of) if name in storages)
+                        for state, of in names.items()
                         for storages in held[state]
                     )
-                    for of, _, state in copies:
+                    for state, of in names.items():
                         held[state] = {
-                            frozenset(of[rank] for rank in places): number
+                            frozenset(of[place] for place in places): number
                             for number, places in enumerate(sets)
                         }
 
@@ -162,8 +149,10 @@ class Entries:
     def __init__(self, space: SearchSpace) -> None:
         self.space = space
         states = len(space.rows)
+        every = np.arange(states)
         self.cuts = np.array(space.cuts, np.int64)
-        self.near = np.array(space.near, np.int64)
+        # the last of the near ends, which may be cuts or not
+        self.near = np.minimum(every + NEAR, states - 1)
         self.order = np.zeros(space.forward + 1, np.int64)
         self.order[self.cuts] = np.arange(len(self.cuts))
         # of a copy: how many steps it is behind its first one, up to which end, and more free bytes
@@ -174,7 +163,6 @@ class Entries:
                 if number:
                     self.moved[copies], self.limit[copies] = part - run.start, run.stop
                     self.grown[copies] = number * run.grown
-        every = np.arange(states)
         # ends that are near, less the cuts that are passed or near
         self.offset = self.near - every - self.cuts.searchsorted(self.near, "right")
         inner = self.cuts.searchsorted(self.limit, "right") + self.offset

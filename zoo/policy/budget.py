@@ -175,7 +175,10 @@ class BudgetPlanner:
             PlanError: it is for another number of steps.
         """
         plan.check(self.steps)
-        return self._point(Plan([*plan, *range(self.steps, len(self.costs))]))
+        return self._point(self._with_loss(plan))
+
+    def _with_loss(self, plan: Plan) -> Plan:
+        return Plan([*plan, *range(self.steps, len(self.costs))])
 
     def bytes_of(self, budget: Any) -> int:
         """Returns a budget in bytes."""
@@ -196,13 +199,12 @@ class BudgetPlanner:
                 text = f"interrupted; {len(best)} of the best plans of {self.title} were found"
                 raise Interrupted(text, self._frontier(best)) from None
 
-    def _best(self, table: Sequence[Any]) -> list[Point]:
-        results = {point.plan: point.result for point in table}
+    def _best(self, found: Sequence[Any]) -> list[Point]:
+        results = dict(found)
         plans = dict.fromkeys(_loss_kept(plan, self.steps) for plan in results)
         points = [self._point(plan, result=results.get(plan)) for plan in plans]
-        points.sort(key=lambda p: (p.time_ratio, p.peak))
         best: list[Point] = []
-        for point in points:
+        for point in sorted(points, key=lambda point: (point.time_ratio, point.peak)):
             if not best or point.peak < best[-1].peak:
                 best.append(point)
         return best[::-1]
@@ -214,14 +216,10 @@ class BudgetPlanner:
         They are chosen by activations alone, of all kinds, among them plans of single recomputed
         steps.
         """
-        table = _planner().frontier(self.costs, each=each)
-        best = [_loss_kept(point.plan, self.steps) for point in table]
-        single = [
-            Plan([*plan, *range(self.steps, len(self.costs))])
-            for plan in schemes.one_by_one(self.costs, self.steps)
-        ]
-        keep_all = Plan.keep_all(len(self.costs))
-        chosen = dict.fromkeys([keep_all, *thinned(best, MOST), *thinned(single, MOST)])
+        found = _planner().frontier(self.costs, each=each)
+        best = [_loss_kept(point.plan, self.steps) for point in found]
+        single = [self._with_loss(p) for p in schemes.one_by_one(self.costs, self.steps)]
+        chosen = dict.fromkeys([self.baseline.plan, *thinned(best, MOST), *thinned(single, MOST)])
         shallow = (plan for plan in chosen if plan.depth() <= DEEPEST)
         return sorted(map(self._point, shallow), key=lambda point: point.time_ratio)
 
@@ -277,24 +275,18 @@ class BudgetPlanner:
     def _at_peak(self, point: Point) -> PeakBytes:
         """Splits the bytes of a plan's peak into categories."""
         fixed, result = self.fixed, simulate(point.plan, self.whole)
+        kept = recomputed = between = 0
         if fixed.optimizer_peak > fixed.beside_activations + result.peak:
-            phase = "step of the optimizer"
-            moving = {"gradients": fixed.gradients, "kept": 0, "recomputed": 0, "between": 0}
-            moving["work"] = fixed.scratch
+            phase, gradients, work = "step of the optimizer", fixed.gradients, fixed.scratch
         else:
             moment, left = result.moment, self.costs.parameter_gradients
             phase = f"{moment.phase} of {(*self.names, 'the loss')[moment.step]}"
-            gradients = left[moment.gradient_of] if left and moment.gradient_of is not None else 0
-            moving = {
-                "gradients": gradients,
-                "kept": moment.kept,
-                "recomputed": moment.recomputed,
-                "between": moment.state + moment.gradient - gradients,
-                "work": moment.work,
-            }
-        names = ("parameters", "buffers", "inputs", "optimizer")
-        known = {name: getattr(fixed, name) for name in names} | moving
-        return PeakBytes(phase, **known, reserve=point.peak - sum(known.values()))
+            gradients = 0 if moment.gradient_of is None else left[moment.gradient_of]
+            kept, recomputed, work = moment.kept, moment.recomputed, moment.work
+            between = moment.state + moment.gradient - gradients
+        same = fixed.parameters, fixed.buffers, fixed.inputs, fixed.optimizer
+        parts = *same, gradients, kept, recomputed, between, work
+        return PeakBytes(phase, *parts, reserve=point.peak - sum(parts))
 
 
 def only_in_backward(needed: int) -> str:
