@@ -278,18 +278,14 @@ class DPTable:
             behind = slice(int(ends.searchsorted(last, "right")), None)
             if ends[behind].size:
                 self._offer_segments(state, part, ends[behind], own.of(behind), choices[behind])
-        payments: dict[int, list[slice]] = {}
+        # the rest of the state may be held first
+        entries = np.arange(places[number].start, places[number].stop)
+        after = functools.cache(functools.partial(self._read, entries))
         for row, place in zip(rows, places, strict=True):
             if row.missing:
-                payments.setdefault(row.missing, []).append(place)
-        if payments:
-            # the rest of the state may be held first
-            entries = np.arange(places[number].start, places[number].stop)
-            held = self._read_after(tuple(payments), entries)
-            for values, places_of_payment in zip(held, payments.values(), strict=True):
-                for known in map(self.values.of, places_of_payment):
-                    np.minimum(known.seconds, values.seconds, out=known.seconds)
-                    known.lower_needs(values.needs, values.at_need)
+                held, known = after(row.missing), self.values.of(place)
+                np.minimum(known.seconds, held.seconds, out=known.seconds)
+                known.lower_needs(held.needs, held.at_need)
 
     def _parts(self, state: int, ends: Bytes) -> Iterator[slice]:
         """Yields numbers of stops to offer at once: of one copy, or one of the ends alone.
@@ -392,31 +388,21 @@ class DPTable:
 
     def _read(self, entries: NDArray[Any], paid: int) -> Values:
         """Returns the values of entries where `paid` bytes are paid before."""
-        if paid:
-            return self._read_after((paid,), entries)[0]
-        return Values(*(values[entries] for values in self.values))
-
-    def _read_after(self, payments: tuple[int, ...], entries: NDArray[Any]) -> list[Values]:
-        """Returns the values of entries for each payment of so many bytes before."""
-        paid = np.array(payments, np.int64)
         seconds, needs, at_need = (values[entries] for values in self.values)
-        lower, upper, share = map(np.stack, zip(*map(self.around, payments), strict=True))
-        moved = np.moveaxis(seconds.take(upper, axis=-1), -2, 0)
-        by_payment = (len(payments), *(1,) * entries.ndim, -1)
+        if not paid:
+            return Values(seconds, needs, at_need)
+        lower, upper, share = self.around(paid)
+        moved = seconds.take(upper, axis=-1)
         if share.any():
-            below = np.moveaxis(seconds.take(lower, axis=-1), -2, 0)
+            below = seconds.take(lower, axis=-1)
             below -= moved
-            below *= share.reshape(by_payment)
+            below *= share
             moved += below
         # between what an entry needs and the next amount
-        fitting = self.amounts.searchsorted(needs)[..., None]
-        edge = (upper.reshape(by_payment) == fitting).nonzero()
+        edge = (upper == self.amounts.searchsorted(needs)[..., None]).nonzero()
         if edge[0].size:
-            moved[edge] = self._at(entries[edge[1:-1]], self.amounts[edge[-1]] - paid[edge[0]])
-        return [
-            Values(of_payment, needs + payment, at_need)
-            for of_payment, payment in zip(moved, payments, strict=True)
-        ]
+            moved[edge] = self._at(entries[edge[:-1]], self.amounts[edge[-1]] - paid)
+        return Values(moved, needs + paid, at_need)
 
     def _at(self, entries: NDArray[Any], free: Bytes) -> Seconds:
         """Returns the seconds of each entry with so much memory free."""
