@@ -329,19 +329,16 @@ class DPTable:
             np.zeros(needs.shape, self.type),
         )
         if len(ends) > last:
-            is_copy = ends.item(-1) <= entries.limit.item(step + 1)
-            paid = grown - (entries.grown.item(step + 1) if is_copy else 0)
             after = np.array([rows[number].following for number in numbers])[:, None]
-            following = entries.find(step + 1, after, ends[last:], is_copy)
-            rest = self._read(following, paid)
+            following, more = entries.find(step + 1, after, ends[last:])
+            rest = self._read(following, grown - more)
             np.maximum(needs[:, last:], rest.needs, out=needs[:, last:])
             values.seconds[:, last:] = rest.seconds
-            values.at_need[:, last:] = self._at(following, needs[:, last:] - paid)
+            values.at_need[:, last:] = self._at(following, needs[:, last:] - grown + more)
         values.seconds[:] += seconds[:, None]
         values.at_need[:] += seconds
         values.seconds[self.levels < self.amounts.searchsorted(needs)[..., None]] = NEVER
-        first, _, _ = entries.place(step, 0, ends.item(0))
-        places = first + np.array(numbers)[:, None] * entries.width[step] + np.arange(len(ends))
+        places, _ = entries.find(step, np.array(numbers)[:, None], ends)
         for known, new in zip(self.values, values, strict=True):
             known[places] = new
 
@@ -349,16 +346,10 @@ class DPTable:
         self, state: int, part: slice, ends: Bytes, own: Values, choices: NDArray[np.int16]
     ) -> None:
         """Lowers the values of a state by what it costs to start with one of some segments."""
-        entries = self.entries
         stops, rows, run, through = (values[part, None] for values in self.segments[state])
-        first = self.segments[state].stops.item(part.start)
-        is_copy = ends.item(-1) <= entries.limit.item(first)
-        after = entries.find(stops, rows, ends, is_copy)
-        paid_after = -entries.grown.item(first) if is_copy else 0
-        is_copy = first <= entries.limit.item(state)
-        turns = entries.find(state, self.space.own[state], stops, is_copy)
-        paid_turn = -entries.grown.item(state) if is_copy else 0
-        rest, turn = self._read(after, paid_after), self._read(turns, paid_turn)
+        after, more_after = self.entries.find(stops, rows, ends)
+        turns, more_in_turn = self.entries.find(state, self.space.own[state], stops)
+        rest, turn = self._read(after, -more_after), self._read(turns, -more_in_turn)
         # in the forward nothing is recomputed
         recomputed = (run * (ends != self.space.forward)).astype(self.type)
         seconds = rest.seconds
@@ -381,7 +372,7 @@ class DPTable:
         if end.size:
             free = needs[number, end]
             both = np.array([after[number, end], turns[number, 0]])
-            at_need = self._at(both, np.array([free - paid_after, free - paid_turn]))
+            at_need = self._at(both, np.array([free + more_after, free + more_in_turn]))
             fewest = np.full(len(ends), NEVER, self.type)
             np.minimum.at(fewest, end, at_need[0] + at_need[1] + recomputed[number, end])
             own.lower_needs(lowest, fewest)

@@ -175,16 +175,18 @@ class Entries:
         self.first, self.own_first = stops - width * rows - skipped, own_stops - width - skipped
         self.width = width
 
-    def find(self, states: Any, rows: Any, ends: Any, is_copy: bool) -> Any:
-        """Returns the entries of states, which are those of their copies in a first part or not.
+    def find(self, states: Any, rows: Any, ends: Any) -> tuple[Any, int]:
+        """Returns entries, and by how many bytes more are free there.
 
-        States, rows and ends may be arrays.
+        States, rows and ends may be arrays, if all entries are in the same part of a run or none.
         """
-        moved = self.moved[states] if is_copy else 0
-        states, ends = states - moved, ends - moved
+        first, grown = np.ravel(states)[0], 0
+        if np.ravel(ends)[-1] <= self.limit[first]:
+            moved, grown = self.moved[first], self.grown.item(first)
+            states, ends = states - moved, ends - moved
         near = ends <= self.near[states]
         columns = np.where(near, ends - states - 1, self.offset[states] + self.order[ends])
-        return self.first[states] + rows * self.width[states] + columns
+        return self.first[states] + rows * self.width[states] + columns, grown
 
     def place(self, state: int, row: int, end: int) -> tuple[int, int, int]:
         """Returns an entry, its place among those of the state's own row, and its memory.
