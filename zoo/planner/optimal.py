@@ -61,10 +61,6 @@ Bytes = NDArray[np.int64]
 Each = Callable[[str, Collection[Any]], Iterable[Any]]
 
 
-def _silently(_: str, items: Collection[Any]) -> Iterable[Any]:
-    return items
-
-
 class Point(NamedTuple):
     """A plan, and what it costs."""
 
@@ -87,7 +83,7 @@ def frontier(
     *,
     levels: int | None = 500,
     cuts: Collection[int] | None = None,
-    each: Each = _silently,
+    each: Each = lambda _, items: items,
 ) -> list[Point]:
     """Returns the best plans, by rising peak and falling seconds of recomputation.
 
@@ -195,7 +191,12 @@ class DPTable:
     """
 
     def __init__(
-        self, space: SearchSpace, amounts: Bytes, exact: bool = False, each: Each = _silently
+        self,
+        space: SearchSpace,
+        amounts: Bytes,
+        *,
+        exact: bool = False,
+        each: Each = lambda _, items: items,
     ) -> None:
         self.space, self.costs, self.amounts = space, space.costs, amounts
         self.type = np.float64 if exact else np.float32

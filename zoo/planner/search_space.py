@@ -158,11 +158,10 @@ class Entries:
         # of a copy: how many steps it is behind its first one, up to which end, and more free bytes
         self.moved, self.limit, self.grown = np.zeros((3, states), np.int64)
         for run in space.repeats:
-            for number, part in enumerate(range(run.start, run.stop, run.period)):
+            for number, part in enumerate(range(run.start, run.stop, run.period)[1:], 1):
                 copies = slice(part, min(part + run.period, run.stop))
-                if number:
-                    self.moved[copies], self.limit[copies] = part - run.start, run.stop
-                    self.grown[copies] = number * run.grown
+                self.moved[copies], self.limit[copies] = part - run.start, run.stop
+                self.grown[copies] = number * run.grown
         # ends that are near, less the cuts that are passed or near
         self.offset = self.near - every - self.cuts.searchsorted(self.near, "right")
         inner = self.cuts.searchsorted(self.limit, "right") + self.offset
@@ -189,17 +188,12 @@ class Entries:
         return self.first[states] + rows * self.width[states] + columns, grown
 
     def place(self, state: int, row: int, end: int) -> tuple[int, int, int]:
-        """Returns an entry, its place among those of the state's own row, and its memory.
-
-        That is by how many bytes more are free there.
-        """
-        is_copy = end <= self.limit.item(state)
-        grown = self.grown.item(state) if is_copy else 0
-        moved = self.moved.item(state) if is_copy else 0
-        state, end = state - moved, end - moved
-        if end <= self.near.item(state):
-            column = end - state - 1
-        else:
+        """Returns an entry, its place among those of own rows, and the bytes more that are free."""
+        grown, column = 0, end - state - 1
+        if end <= self.limit.item(state):
+            moved, grown = self.moved.item(state), self.grown.item(state)
+            state, end = state - moved, end - moved
+        if end > self.near.item(state):
             column = self.offset.item(state) + self.order.item(end)
         entry = self.first.item(state) + row * self.width.item(state) + column
         return entry, self.own_first.item(state) + column, grown
@@ -217,16 +211,14 @@ class Entries:
         for run in self.space.repeats:
             for state in reversed(range(run.start)):
                 yield state, low, run.start
-            for part in range(run.start, run.stop, run.period):
-                high = min(part + run.period, run.stop)
+            for part, high in pairwise([*range(run.start, run.stop, run.period), run.stop]):
                 for state in reversed(range(run.start, run.start + run.period)):
                     yield state, part, high
             for state in reversed(range(run.start)):
                 yield state, run.start, run.stop
             low = run.stop
-        forward = self.space.forward
-        for state in reversed(range(forward - 1)):
-            yield state, low, forward
+        for state in reversed(range(self.space.forward - 1)):
+            yield state, low, self.space.forward
 
 
 def _number(numbers: dict[Storages, int], storages: Storages) -> None:
