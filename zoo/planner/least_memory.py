@@ -121,10 +121,7 @@ def _uniform(costs: StepCosts) -> tuple[Plan, int]:
 
 
 def _beside_outputs(costs: StepCosts) -> StepCosts:
-    """Returns the costs without the outputs, which the caller holds under every plan.
-
-    During the forward an output counts once an earlier step has made it.
-    """
+    """Returns the costs without the outputs; in the forward one counts once it has been made."""
     outputs = costs.bytes_of(costs.returned)
     made = (costs.bytes_of(present & costs.returned) for present in costs.present)
     return replace(
@@ -229,8 +226,7 @@ def _front(labels: Labels, key: Callable[[Label], tuple[int, int]]) -> Labels:
 class Segments:
     """The segments that fit a ceiling: the bytes that they need, and which of their ends matter.
 
-    `beside_outputs` are the costs without the outputs, which the caller holds under every plan. A
-    segment holds the state that it begins with as these have it.
+    A segment holds the state that it begins with as `beside_outputs` has it.
     """
 
     def __init__(self, costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> None:

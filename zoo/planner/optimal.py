@@ -469,23 +469,19 @@ class DPTable:
         """
         _, place, grown = self.entries.place(start, self.space.own[start], end)
         level = max(bisect.bisect_right(self.amount_list, free + grown) - 1, 0)
-        near = self.choices[place, level : level + 2].tolist()
-        stops = sorted({number for number in near if number >= 0})
-        best = min(
-            ((self._segment(start, number, end, free), number) for number in stops),
-            default=(math.inf, -1),
-        )
+        near = {*self.choices[place, level : level + 2].tolist()} - {-1}
+        best = min((self._segment(start, n, end, free) for n in near), default=(math.inf, -1))
         if min(best[0], keep) < math.inf:
             return best
-        before = range(sum(stop < end for stop, _ in self.space.stops[start]))
-        return min((self._segment(start, number, end, free), number) for number in before)
+        before = sum(stop < end for stop, _ in self.space.stops[start])
+        return min(self._segment(start, number, end, free) for number in range(before))
 
-    def _segment(self, start: int, number: int, end: int, free: int) -> float:
-        """Returns the seconds from a state on when the segment to a stop starts there."""
+    def _segment(self, start: int, number: int, end: int, free: int) -> tuple[float, int]:
+        """Returns the seconds from a state on when the segment to a stop starts there, and that."""
         stop, after = self.space.stops[start][number]
         segments = self.segments[start]
         if free < segments.through.item(number) + self.gradients.item(end):
-            return math.inf
+            return math.inf, number
         recomputation = 0.0 if end == self.space.forward else segments.seconds.item(number)
         turn = self._value(start, self.space.own[start], stop, free)
-        return recomputation + turn + self._value(stop, after, end, free)
+        return recomputation + turn + self._value(stop, after, end, free), number

@@ -207,6 +207,8 @@ class PlanReport:
         )
         return "\n\n".join(filter(None, parts))
 
+    __str__ = table
+
     def plot(self, target: "str | Path | Axes") -> None:
         """Draws the plan over its chain into a file (.svg, .png, .pdf) or a matplotlib Axes.
 
@@ -229,9 +231,6 @@ class PlanReport:
             peak=self.at_peak.by_name(),
             limits=self._limits(),
         )
-
-    def __str__(self) -> str:
-        return self.table()
 
     def _limits(self) -> dict[str, int]:
         budget = {} if self.budget is None else {"budget": self.budget}
@@ -318,9 +317,6 @@ class Frontier(Sequence[Point]):
         """The classic schemes."""
         return tuple(point for point in self.points if point.name != OPTIMAL)
 
-    def __str__(self) -> str:
-        return self.table()
-
     def table(self, points: int = 12) -> str:
         """Returns a line per plan, by rising peak, as text that is also Markdown.
 
@@ -348,6 +344,8 @@ class Frontier(Sequence[Point]):
             f"no plan goes below {format_bytes(self.lower_bound)}"
             f"{'' if self.kernels_measured else f'; {NO_WORKSPACES}'}"
         )
+
+    __str__ = table
 
     def _of_baseline(self, point: Point) -> float:
         return point.peak / max(self.baseline.peak, 1)
