@@ -35,7 +35,7 @@ from dataclasses import replace
 from typing import NamedTuple, Optional
 
 from zoo.planner.costs import StepCosts, least_possible, simulate
-from zoo.planner.plan import LARGEST, Item, Plan
+from zoo.planner.plan import LARGEST, Item, Plan, falling
 
 Storages = frozenset[int]
 
@@ -210,10 +210,7 @@ def _by_arithmetic(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels
 
 def _front(labels: Labels, key: Callable[[Label], tuple[int, int]]) -> Labels:
     """Returns of the Pareto front of bytes and operations at most `MOST`, evenly by operations."""
-    front: Labels = []
-    for label in sorted(labels, key=key):
-        if not front or label.recomputed < front[-1].recomputed:
-            front.append(label)
+    front = falling(labels, key, operator.attrgetter("recomputed"))
     if len(front) <= MOST:
         return front
     most, least = front[0].recomputed, front[-1].recomputed

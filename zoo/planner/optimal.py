@@ -36,9 +36,9 @@ shared storages and early stop.
 import bisect
 import functools
 import math
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import pairwise, starmap
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 
 from zoo.errors import Interrupted
 from zoo.planner.costs import Simulation, StepCosts, simulate
-from zoo.planner.plan import DEEPEST, Item, Plan
+from zoo.planner.plan import DEEPEST, Item, Plan, falling
 from zoo.planner.search_space import Entries, Row, SearchSpace
 
 VALUES = 5 * 10**7  # in a table
@@ -122,12 +122,8 @@ def frontier(
 def _best(plans: Mapping[Plan, Simulation]) -> list[Point]:
     """Returns the plans that no other is better than, by rising peak."""
 
-    order = operator.attrgetter("peak", "recomputed_seconds", "recomputed_flops")
-    points: list[Point] = []
-    for plan, result in sorted(plans.items(), key=lambda entry: order(entry[1])):
-        if not points or result.recomputed_seconds < points[-1].recomputed_seconds:
-            points.append(Point(plan, result))
-    return points
+    order = attrgetter("peak", "recomputed_seconds", "result.recomputed_flops")
+    return falling(starmap(Point, plans.items()), order, attrgetter("recomputed_seconds"))
 
 
 def least(costs: StepCosts) -> Plan:

@@ -9,7 +9,7 @@ arXiv:1911.13214).
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, Union
 
 from zoo.errors import PlanError, shortened
@@ -267,6 +267,17 @@ def _bars(items: Sequence[Item], depth: int) -> Iterator[str]:
         for position, rest in enumerate(inner):
             first, last = position == 0, position == len(inner) - 1
             yield ("─" if first and last else "┌" if first else "└" if last else "│") + rest
+
+
+def falling(
+    entries: Iterable[Entry], order: Callable[[Entry], Any], value: Callable[[Entry], Any]
+) -> list[Entry]:
+    """Returns entries in an order, each of a value below those before it: a Pareto front."""
+    front: list[Entry] = []
+    for entry in sorted(entries, key=order):
+        if not front or value(entry) < value(front[-1]):
+            front.append(entry)
+    return front
 
 
 def thinned(entries: Sequence[Entry], count: int) -> list[Entry]:

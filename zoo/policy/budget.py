@@ -17,6 +17,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from zoo.errors import ArgumentError, BudgetError, Interrupted, needed
 from zoo.invocation import place_of, title_of, with_loss
 from zoo.planner import schemes
 from zoo.planner.costs import Simulation, least_possible, simulate
-from zoo.planner.plan import Item, Plan, thinned
+from zoo.planner.plan import Item, Plan, falling, thinned
 from zoo.policy.report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.allocator_events import resident_bytes
 from zoo.profiling.caching_allocator import block_of, rounded_up
@@ -203,11 +204,7 @@ class BudgetPlanner:
         results = dict(found)
         plans = dict.fromkeys(_loss_kept(plan, self.steps) for plan in results)
         points = [self._point(plan, result=results.get(plan)) for plan in plans]
-        best: list[Point] = []
-        for point in sorted(points, key=lambda point: (point.time_ratio, point.peak)):
-            if not best or point.peak < best[-1].peak:
-                best.append(point)
-        return best[::-1]
+        return falling(points, attrgetter("time_ratio", "peak"), attrgetter("peak"))[::-1]
 
     @functools.cached_property
     def trades(self) -> list[Point]:
