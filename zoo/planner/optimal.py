@@ -132,7 +132,7 @@ def least(costs: StepCosts) -> Plan:
     Whether something fits is known to the byte at any number of levels.
     """
     baseline = simulate(Plan.keep_all(len(costs)), costs).peak
-    table = DPTable(SearchSpace(costs), np.unique(np.array([0, baseline], np.int64)))
+    table = DPTable(SearchSpace(costs), _amounts(0, baseline, 2))
     return table.plan(min(table.least, baseline))
 
 

@@ -293,22 +293,14 @@ def in_order(storages: Collection[int], costs: StepCosts) -> list[int]:
 
 
 def _keys(costs: StepCosts, marked: Container[int]) -> Iterator[Hashable]:
-    numbers = zip(
-        costs.forward,
-        costs.forward_until_saved,
-        costs.backward,
-        costs.flops,
-        costs.flops_until_saved,
-        costs.seconds,
-        costs.seconds_until_saved,
-        strict=True,
-    )
+    peaks = costs.forward, costs.forward_until_saved, costs.backward
+    work = costs.flops, costs.flops_until_saved, costs.seconds, costs.seconds_until_saved
 
     def sizes(storages: Collection[int]) -> tuple[int, ...]:
         return tuple(sorted(map(costs.sizes.__getitem__, storages)))
 
-    for step, entry in enumerate(numbers):
-        yield entry, sizes(costs.live[step]), sizes(costs.saved[step]), step in marked
+    for step, numbers in enumerate(zip(*peaks, *work, strict=True)):
+        yield numbers, sizes(costs.live[step]), sizes(costs.saved[step]), step in marked
 
 
 def _run(
