@@ -20,6 +20,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -185,6 +186,14 @@ class Written(NamedTuple):
     home: weakref.ref[Any]
 
 
+@dataclass(slots=True)
+class Apart:
+    """A tensor that shares a storage with others and no version, and its version as it was left."""
+
+    tensor: weakref.ref[Tensor]
+    counter: int | None
+
+
 class Recording:
     """The kernels of an outermost segment, and while it is open the storages that it met."""
 
@@ -199,8 +208,7 @@ class Recording:
         self.known: dict[int, Outside] = {}
         # values of tensors that autograd saved, by the ids of these
         self.saved: dict[int, Value] = {}
-        # by its id a tensor that shares a storage but no version, and its version as it was left
-        self.apart: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
+        self.apart: dict[int, Apart] = {}  # by the ids of the tensors
         # by the ids of random streams
         self.last_draws: dict[int, LastDraw] = {}
         self.replaying = False  # whether the backward runs inside of the forward, and replays
@@ -288,24 +296,23 @@ class Recording:
 
     def _is_as_left(self, value: Value, tensor: Tensor, overwritten: bool = False) -> bool:
         """Says whether a tensor has what recorded kernels left in its storage, if that shows."""
-        counter, apart = version_of(tensor), self.apart.get(id(tensor)) if self.apart else None
-        if apart is not None and apart[0]() is tensor:
-            is_same = apart[1] in (None, counter)
-            self.apart[id(tensor)] = apart[0], counter
-        else:
-            if value.counter is None:
-                value.counter = counter
-            is_same = value.counter == counter
+        counter, holder = version_of(tensor), self._holder(value, tensor)
+        if holder.counter is None:
+            holder.counter = counter
+        is_same = holder.counter == counter
         return is_same and (value.blank is None or overwritten or is_still(tensor, value.blank))
+
+    def _holder(self, value: Value, tensor: Tensor) -> "Value | Apart":
+        """Returns what holds the version of a tensor in the storage of a value."""
+        apart = self.apart.get(id(tensor)) if self.apart else None
+        return value if apart is None or apart.tensor() is not tensor else apart
 
     def written(self, before: Value, tensor: Tensor, node: int) -> Value:
         """Returns the next version of a storage, of which a kernel wrote a tensor."""
-        storage = storage_of(tensor)
-        apart = self.apart.get(id(tensor))
-        is_apart = apart is not None and apart[0]() is tensor
-        if apart is not None and is_apart:
-            self.apart[id(tensor)] = apart[0], None
-        value = Value(node, storage, tensor, before.counter if is_apart else None)
+        storage, holder = storage_of(tensor), self._holder(before, tensor)
+        value = Value(node, storage, tensor, None if holder is before else before.counter)
+        if holder is not before:
+            holder.counter = None
         if before.blank == b"" and tensor.nbytes < storage.nbytes():
             # of the rest nothing is known
             value.blank = b""
@@ -707,7 +714,7 @@ class Recorder(KernelMode):
         storages = self.recording.storages
         found = storages.get(id(storage))
         if found is not None and found.home() is storage:
-            self.recording.apart[id(tensor)] = weakref.ref(tensor), version
+            self.recording.apart[id(tensor)] = Apart(weakref.ref(tensor), version)
             return None
         value = Value(node.index, storage, tensor, version)
         storages[id(storage)] = value
