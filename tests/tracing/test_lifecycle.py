@@ -181,3 +181,40 @@ def test_the_steps_of_a_chain_are_its_own() -> None:
     assert model.plan is not None
     assert len(found.names) == len(model.plan.flatten())
     assert "blocks.0" in found.names[1]
+
+
+class Lazy(nn.Sequential):
+    """Its forward gives parameters, and the statistics of norms, their sizes."""
+
+    def __init__(self) -> None:
+        rows = ((nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh()) for _ in range(3))
+        super().__init__(*(nn.Sequential(*row) for row in rows))
+
+
+class LazyChain(zoo.Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Lazy()
+
+    def steps(self) -> list[Any]:
+        return [self.rows]
+
+
+@pytest.mark.parametrize("build", [Lazy, LazyChain])
+@pytest.mark.parametrize("option", [True, "blocks", "64MiB"])
+def test_parameters_without_a_size_get_it_before_the_plan(
+    build: type[nn.Module], option: Any
+) -> None:
+    def trained(checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = build(), torch.randn(6, 5)
+        if checkpointed:
+            bound = {"memory_budget": option} if option == "64MiB" else {"checkpoint": option}
+            zoo.checkpoint(model, **bound)
+        for _ in range(3):
+            model(x).square().sum().backward()
+        assert (zoo.plan_of(model) is not None) == checkpointed
+        return [*(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
+
+    for one, other in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(one, other)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
+from torch.nn.parameter import is_lazy
 
 from zoo._torch import active_fake_mode, are_functorch_transforms_active, is_profiling
 from zoo.chain import Chain, Outline, State, Step, fold, step_names
@@ -134,6 +135,9 @@ class PlannedRunner:
         """Puts the plan for inputs like these in force and returns it."""
         spec = _spec(chain, outline, inputs)
         known = spec if spec in self.plans else spec.smallest_cover(self.plans)
+        if known is None and not isinstance(self.checkpoint, Plan) and has_lazy(chain):
+            # for this forward, which gives parameters the sizes by which to plan for the next
+            return schemes.each_block(outline.blocks, outline.whole)
         if known is None:
             plan = self.decide(chain, outline, inputs)
             plan.check(len(outline.steps))
@@ -198,6 +202,11 @@ class PlannedRunner:
             report.predicted_time_ratio,
         )
         return report.plan
+
+
+def has_lazy(model: nn.Module) -> bool:
+    """Says whether parameters or buffers of a model get their sizes in its next forward."""
+    return any(map(is_lazy, (*model.parameters(), *model.buffers())))
 
 
 def _least(chain: Chain, outline: Outline, inputs: State, foreseen: OptimizerBytes | None) -> Plan:

@@ -7,6 +7,7 @@ its kernels (`engine.kernel_segments`), by a plan for the operators that came wh
     first forward in training   traced while it runs block by block, then planned
     every other                 by the plan, as long as the operators are the same
     other operators             block by block; where the next one's differ, too, it is traced
+    parameters without a size   block by block; the next forward counts as the first
 
 For a budget or a plan of the user's the first forward is traced ahead instead. A copy or a pickle
 takes the option along and plans anew.
@@ -33,7 +34,7 @@ from zoo.errors import ArgumentError, PlanError
 from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
 from zoo.policy.budget import Budget
-from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
+from zoo.policy.options import Checkpoint, PlannedRunner, has_lazy, runner_for
 from zoo.profiling.progress import shown
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.partition import check_switches, partition, paths_of
@@ -189,6 +190,10 @@ class PatchedForward(Patch):
             return given.on(self.__wrapped__)
         spec = self._spec(given)
         traces = self._traces_for(spec)
+        if (not traces.branches or traces.strayed) and has_lazy(module):
+            # block by block: this forward gives parameters the sizes by which to plan for the next
+            with Conductor([]):
+                return given.on(self.__wrapped__)
         if not traces.branches and self._is_planned_ahead():
             self.plan_ahead(given)
         is_new = not traces.branches or (traces.strayed and len(traces.branches) < MOST_BRANCHES)
