@@ -404,6 +404,22 @@ class Tagger(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
+class Recurrent(Chain):
+    """Its layers compare devices before anything is dispatched; two share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (nn.LSTM, nn.GRU, nn.RNN)
+        self.layers = nn.ModuleList(kind(16, 8, 2, bidirectional=True) for kind in kinds)
+        self.layers.append(self.layers[1])
+
+    def steps(self) -> list[Any]:
+        return [functools.partial(self.recur, layer) for layer in self.layers]
+
+    def recur(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)[0]
+
+
 def attention() -> nn.Module:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2)
@@ -419,6 +435,7 @@ def attention() -> nn.Module:
         ),
         (attention, (2, 64, 32)),
         (Tagger, (20, 4, 16)),
+        (Recurrent, (20, 4, 16)),
     ],
 )
 def test_meta_inputs_give_the_plans_of_real_ones(

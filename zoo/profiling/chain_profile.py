@@ -34,7 +34,7 @@ from zoo._torch import (
 )
 from zoo.chain import HOOKS, Held, NamedStep, Outline, PassThrough, State, Step
 from zoo.engine.operators import CONSTANTS
-from zoo.engine.sharded import copy_sharded, whole_parameters
+from zoo.engine.sharded import copy_sharded, is_spread, whole_parameters
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.caching_allocator import rounded_up
@@ -271,7 +271,7 @@ def _run_steps(
         # it would keep fake casts of real weights
         torch.set_autocast_cache_enabled(False)
         made = {id(buffer): _fake_buffer(fixes, buffer) for buffer in chain.buffers()}
-        made |= whole_parameters(chain, mode)
+        made |= _recurrent_parameters(chain, mode) | whole_parameters(chain, mode)
         steps = outline.steps
         if is_apart:
             put_tensors(chain, made)
@@ -304,6 +304,17 @@ def _copies(
     with disable_current_modes():
         copy_sharded(chain, known)
         return copy.deepcopy(tuple(steps), known)
+
+
+def _recurrent_parameters(chain: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
+    """Stands in for parameters on the meta device that LSTMs and GRUs have.
+
+    Their operators compare devices before anything is dispatched, where all others are moved. These
+    stay, since a step may hold one beside its modules, and is known by it.
+    """
+    layers = (module for module in chain.modules() if isinstance(module, nn.RNNBase))
+    weights = [p for layer in layers for p in layer.parameters() if p.is_meta and not is_spread(p)]
+    return {id(p): nn.Parameter(fake_of(mode, p.detach()), p.requires_grad) for p in weights}
 
 
 def _fake_buffer(fixes: FakeTensorFixes, buffer: Tensor) -> Tensor:
