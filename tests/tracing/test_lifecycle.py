@@ -218,3 +218,39 @@ def test_parameters_without_a_size_get_it_before_the_plan(
 
     for one, other in zip(trained(True), trained(False), strict=True):
         assert torch.equal(one, other)
+
+
+class Scaled(Net):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_shallow_copy_runs_its_own_forward(hooked: bool) -> None:
+    plain = Scaled()
+    model = zoo.checkpoint(copy.deepcopy(plain), "blocks")
+    twins = copy.copy(plain), copy.copy(model)
+    for twin in twins:
+        twin.scale = 3.0
+        twin._modules = {**twin._modules, "fc": nn.Identity()}
+        first = copy.copy(twin.blocks[0])
+        first.scale = nn.Parameter(torch.full((4, 1, 1), 2.0))
+        twin._modules["blocks"] = nn.Sequential(first, *twin.blocks[1:])
+        if hooked:
+            twin.register_forward_hook(lambda *call: call[-1].sin())
+    x = images()
+    assert_same(*(train(twin, lambda: [x], 2) for twin in twins))
+    assert zoo.plan_of(twins[1]) is None
+    assert "forward" not in vars(zoo.uncheckpoint(twins[1]))
+    assert_same(train(model, batch), train(plain, batch))
+    assert zoo.plan_of(model) is not None
+
+
+def test_a_replica_runs_its_own_forward() -> None:
+    """As `nn.DataParallel` makes them, which needs several GPUs."""
+    model = zoo.checkpoint(nn.Linear(4, 4))
+    replica = model._replicate_for_data_parallel()
+    replica.weight, replica.bias = torch.zeros(4, 4), torch.ones(4)
+    assert torch.equal(replica(torch.rand(2, 4)), torch.ones(2, 4))

@@ -103,7 +103,9 @@ def uncheckpoint(model: AnyModule) -> AnyModule:
     check_module(model, "zoo.uncheckpoint")
     for module in model.modules():
         if isinstance(patch := vars(module).get("forward"), Patch):
-            patch.take_back()
+            patch.leave(module)
+            if patch.module() is module:
+                patch.take_back()
         if isinstance(module, Chain):
             module.runner = None
     return model

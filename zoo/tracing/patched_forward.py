@@ -9,16 +9,17 @@ its kernels (`engine.kernel_segments`), by a plan for the operators that came wh
     other operators             block by block; where the next one's differ, too, it is traced
     parameters without a size   block by block; the next forward counts as the first
 
-For a budget or a plan of the user's the first forward is traced ahead instead. A copy or a pickle
-takes the option along and plans anew.
+For a budget or a plan of the user's the first forward is traced ahead instead. A deep copy or a
+pickle takes the option along and plans anew; a shallow copy runs as it is written.
 """
 
 import inspect
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -58,12 +59,30 @@ class Patch:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The original forward, whose signature this has."""
+        return self._original(self.module())
+
+    def _original(self, module: nn.Module) -> Callable[..., Any]:
         if self.before is not None:
             return self.before  # type: ignore[no-any-return]
-        owner = type(self.module())
+        owner = type(module)
         # that of a module of TorchScript belongs to the object alone
         forward = inspect.getattr_static(owner, "forward")
-        return forward.__get__(self.module(), owner)  # type: ignore[no-any-return]
+        return forward.__get__(module, owner)  # type: ignore[no-any-return]
+
+    def of_copy(self, frame: FrameType) -> Callable[..., Any] | None:
+        """Returns the original forward of a copy that shares this; None where none is called.
+
+        `copy.copy` and `nn.DataParallel` copy a module's attributes as they are. Which module is
+        called only its `__call__` knows, in this frame.
+        """
+        if frame.f_globals.get("__name__") != nn.Module.__module__:
+            return None
+        called, module = frame.f_locals.get("self"), self.module()
+        if called is None or called is module or vars(called).get("forward") is not self:
+            return None
+        # another kind of module was given this as its forward
+        is_other = module is not None and type(called) is not type(module)
+        return None if is_other else self._original(called)
 
     @property
     def __code__(self) -> CodeType:
@@ -77,8 +96,12 @@ class Patch:
 
     def take_back(self) -> None:
         """Restores the original forward, unless the module or its forward was replaced since."""
-        module = self.module()
-        if module is not None and vars(module).get("forward") is self:
+        if (module := self.module()) is not None:
+            self.leave(module)
+
+    def leave(self, module: nn.Module) -> None:
+        """Restores the original forward of the module or of a copy of it."""
+        if vars(module).get("forward") is self:
             del vars(module)["forward"]
             vars(module).update({} if self.before is None else {"forward": self.before})
 
@@ -98,8 +121,12 @@ class BlockMark(Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block."""
+        if torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)
+        if (forward := self.of_copy(sys._getframe(1))) is not None:
+            return forward(*args, **kwargs)
         conductor = thread.conductor
-        if conductor is None or torch.compiler.is_compiling():
+        if conductor is None:
             return self.__wrapped__(*args, **kwargs)
         conductor.enter(self.path)
         try:
@@ -182,6 +209,8 @@ class PatchedForward(Patch):
             return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return torch.compiler.disable(self._run)(args, kwargs)  # type: ignore[no-untyped-call]
+        if (forward := self.of_copy(sys._getframe(1))) is not None:
+            return forward(*args, **kwargs)
         return self._run(args, kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -274,7 +303,8 @@ class PatchedForward(Patch):
 def patched_forward(model: nn.Module) -> PatchedForward | None:
     """Returns the patch of a model's forward; None where no plan is in force."""
     patch = vars(model).get("forward")
-    return patch if isinstance(patch, PatchedForward) else None
+    # a copy that shares it runs as it is written
+    return patch if isinstance(patch, PatchedForward) and patch.module() is model else None
 
 
 def named_steps(model: nn.Module) -> Sequence[str] | None:
