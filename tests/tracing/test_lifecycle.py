@@ -254,3 +254,17 @@ def test_a_replica_runs_its_own_forward() -> None:
     replica = model._replicate_for_data_parallel()
     replica.weight, replica.bias = torch.zeros(4, 4), torch.ones(4)
     assert torch.equal(replica(torch.rand(2, 4)), torch.ones(2, 4))
+
+
+class Squash:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+@pytest.mark.parametrize("function", [torch.relu, Squash(), staticmethod(torch.sigmoid)])
+def test_a_forward_need_not_be_a_function_of_python(function: Any) -> None:
+    activation = type("Activation", (nn.Module,), {"forward": function})
+    plain = nn.Sequential(nn.Linear(4, 4), activation(), nn.Linear(4, 4))
+    model = zoo.checkpoint(copy.deepcopy(plain), "blocks")
+    rows = torch.randn(6, 4)
+    assert_same(train(model, lambda: [rows]), train(plain, lambda: [rows]))

@@ -67,7 +67,9 @@ class Patch:
         owner = type(module)
         # that of a module of TorchScript belongs to the object alone
         forward = inspect.getattr_static(owner, "forward")
-        return forward.__get__(module, owner)  # type: ignore[no-any-return]
+        # a builtin such as `forward = torch.relu` is not bound
+        is_bound = hasattr(type(forward), "__get__")
+        return forward.__get__(module, owner) if is_bound else forward  # type: ignore[no-any-return]
 
     def of_copy(self, frame: FrameType) -> Callable[..., Any] | None:
         """Returns the original forward of a copy that shares this; None where none is called.
