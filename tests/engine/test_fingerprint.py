@@ -55,6 +55,22 @@ def test_a_write_inside_of_a_nested_segment_is_refused(write: Callable[[Tensor],
     assert x.grad is None
 
 
+@pytest.mark.parametrize("write", FOREIGN)
+def test_a_write_after_a_tensor_was_saved_is_refused(write: Callable[[Tensor], None]) -> None:
+    kept: list[Tensor] = []
+
+    def function(x: Tensor) -> Tensor:
+        y = x.exp()
+        write(y)
+        kept.append(y)
+        return y.sin()
+
+    x = torch.rand(5).requires_grad_()
+    loss = zoo.recompute(function, x).sum()
+    with pytest.raises(zoo.RecomputeError, match="has other numbers than in the forward"):
+        loss.backward()
+
+
 def test_without_fingerprints_nothing_is_noticed() -> None:
     """`verify`, which compares every bit, asks for that; the numbers are those of the kernels."""
     x = torch.rand(5).requires_grad_()
