@@ -5,6 +5,7 @@ gradient.
 """
 
 import random
+import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,8 @@ import zoo
 from tests.training import assert_same, everything
 from zoo.chain import Chain, Steps
 from zoo.errors import PlanError
-from zoo.profiling.isolation import isolated
+from zoo.profiling.isolation import in_fork, isolated
+from zoo.tracing.ahead import TraceError
 
 # its stream is one of those that planning moves
 np = pytest.importorskip("numpy", reason="planning for a budget needs NumPy")
@@ -248,3 +250,33 @@ def test_what_a_step_gives_a_kernel_need_not_be_made_again() -> None:
             return x * other[:4]
 
     assert zoo.plan(Setting(), torch.rand(3, 4), max_overhead=0.5).predicted_peak > 0
+
+
+class Locked(nn.Linear):
+    """Waits for a lock of the process, which a logger or a prefetcher may hold."""
+
+    lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            return super().forward(x)
+
+
+def test_a_child_that_waits_for_a_lock_of_another_thread_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zoo.profiling.isolation.PATIENCE", 2)
+    model, x = zoo.checkpoint(Locked(3, 3), memory_budget="64MiB"), torch.rand(2, 3)
+    why = r"for 2 s nothing has run at .*test_isolation.py:\d+.*without a budget traces a real step"
+    with Locked.lock, pytest.raises(TraceError, match=why):
+        model(x)
+    assert torch.equal(model(x), zoo.uncheckpoint(model)(x))
+
+
+def test_a_child_may_wait_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoo.profiling.isolation.PATIENCE", 1)
+
+    def function() -> int:
+        return subprocess.run(["sleep", "3"], check=True).returncode
+
+    assert in_fork(function) == 0

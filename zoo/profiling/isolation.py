@@ -3,6 +3,9 @@
     parent    fork ------------------------- what the function returned, or raised
     child        the function, end
 
+A thread of the parent, which the child lacks, may have held a lock at the fork. So a watch in the
+child ends it when it has stopped.
+
 What the code counts, caches, draws, prints or takes from an iterator, it does in the child. Where a
 process cannot be forked, since a device is in use, the code runs in the parent on what the caller
 copied. Then only the random streams are restored: what it changes beside these copies stays so.
@@ -15,8 +18,10 @@ import logging
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -27,9 +32,12 @@ from zoo._torch import active_fake_mode, disable_current_modes, leave_out_compil
 from zoo.chain import GLOBAL_HOOKS
 from zoo.engine.devices import devices_in_use, random_state_restored
 from zoo.errors import ZooError
+from zoo.profiling.source_location import line_of_frame
 
 # what autograd's engine says in a forked process where it has threads for a device
 NO_FORK = "fork-based multiprocessing"
+# seconds without work after which a child waits for what will never come
+PATIENCE = 30
 
 
 class Failed(NamedTuple):
@@ -125,13 +133,51 @@ def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
         # the threads of kernels stayed in the parent
         torch.set_num_threads(1)
         leave_out_compiler()
+        answering = threading.Lock()
+        watch = threading.Thread(
+            target=_watch, args=(threading.get_ident(), writer, answering), daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # no more threads
+            watch.start()
         try:
             answer = pickle.dumps(function())
         except Exception as error:
             answer = pickle.dumps(_failed(error))
+        _end(writer, answer, answering)
+    finally:
+        os._exit(0)
+
+
+def _watch(watched: int, writer: int, answering: threading.Lock) -> None:
+    """Ends this process with a failure where a thread of it has stopped."""
+    idle = 0
+    while idle < PATIENCE:
+        before = time.process_time()
+        time.sleep(1.0)
+        works = time.process_time() - before > 0.01
+        # its frames are looked at only while it rests: who has one keeps tensors alive
+        idle = 0 if works or _waits_for_process(watched) else idle + 1
+    text = (
+        f"for {PATIENCE} s nothing has run at {line_of_frame(sys._current_frames().get(watched))}: "
+        "it waits for a lock that another thread held when this process was forked, or for another "
+        "thread's work"
+    )
+    _end(writer, pickle.dumps(Failed(text)), answering)
+
+
+def _waits_for_process(watched: int) -> bool:
+    """Says whether a thread waits for a process that it has started, such as a compiler."""
+    frame = sys._current_frames().get(watched)
+    while frame is not None and frame.f_globals.get("__name__") != subprocess.__name__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _end(writer: int, answer: bytes, answering: threading.Lock) -> NoReturn:
+    """Sends the first answer and ends the process."""
+    with answering:
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(answer)
-    finally:
         os._exit(0)
 
 

@@ -128,6 +128,11 @@ def line_of_traceback(error: BaseException) -> str:
     return ([line for frame, number in frames if (line := _line_at(frame, number))] or [""])[-1]
 
 
+def line_of_frame(frame: FrameType | None) -> str:
+    """Returns "file:line" of the innermost code around a frame that is not torch's."""
+    return next((line for caller in _outward(frame) if (line := _line_at(caller))), "")
+
+
 def is_differentiated(frame: FrameType | None) -> bool:
     """Says whether the backward that a frame is in makes a graph of itself: `create_graph`."""
     backward = next((caller for caller in _outward(frame) if caller.f_code in _BACKWARDS), None)
