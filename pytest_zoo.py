@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from zoo.profiling.allocator_events import Spending
+    from zoo.profiling.peak_memory import Spending
 
 Budget = Callable[..., AbstractContextManager["Spending"]]
 
@@ -25,7 +25,7 @@ def memory_budget(record_property: Callable[[str, object], None]) -> Budget:
     """Bounds what a block allocates at once: `with memory_budget("2GiB"): step()`.
 
     The budget is bytes, or text such as "2GiB" or "500MB", for what the block allocates, not for
-    what was there before; `zoo.profiling.allocator_events` has the details. Without `device="cpu"`,
+    what was there before; `zoo.profiling.peak_memory` has the details. Without `device="cpu"`,
     "cuda" or "cuda:1" it holds for the CPU and for each accelerator in use. `with ... as spent`
     gives the measured bytes afterwards: `spent.peak`, and by device `spent.peaks`; they also go
     into the JUnit XML of `pytest --junit-xml` as `peak_bytes_cpu`.
@@ -35,7 +35,7 @@ def memory_budget(record_property: Callable[[str, object], None]) -> Budget:
 
     @contextmanager
     def memory_budget(budget: int | str, device: str | None = None) -> Iterator["Spending"]:
-        from zoo.profiling.allocator_events import spending
+        from zoo.profiling.peak_memory import spending
         from zoo.units import parse_bytes
 
         __tracebackhide__ = True

@@ -38,7 +38,7 @@ from zoo.engine.recompute import run_plan, segment
 from zoo.engine.recording import thread
 from zoo.engine.replay import Scheduled, replay
 from zoo.planner.schemes import each_block
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 from zoo.units import format_bytes
 
 MODELS: dict[str, tuple[Callable[[], Chain], tuple[int, ...], int]] = {

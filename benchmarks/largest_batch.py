@@ -31,7 +31,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import zoo
 from zoo.engine.devices import free_bytes, synchronize
 from zoo.harness.processes import outcome, ran_out
-from zoo.profiling.allocator_events import measure_step
+from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.escaping import markdown_table
 from zoo.units import format_bytes, parse_bytes

@@ -50,12 +50,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import zoo
+from zoo.api.checkpoint import steps_of
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
-from zoo.profiling.allocator_events import gradient_addresses, measure_step, trace
 from zoo.profiling.chain_profile import Profile
+from zoo.profiling.peak_memory import gradient_addresses, measure_step, trace
 from zoo.profiling.tensor_spec import tensors_in
-from zoo.tracing.api import steps_of
 
 DRAWN = 50
 RESULTS = Path("results/models.jsonl")

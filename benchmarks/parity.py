@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 from zoo.units import format_bytes
 
 PAIRS = 10

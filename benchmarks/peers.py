@@ -72,7 +72,7 @@ from zoo.engine.devices import read_streams
 from zoo.harness.environment import proc_entry
 from zoo.harness.processes import outcome
 from zoo.harness.training import OPTIMIZERS
-from zoo.profiling.allocator_events import measure_step
+from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.escaping import markdown_table
 from zoo.units import format_bytes

@@ -35,8 +35,8 @@ from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import frontier
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import each_block, sqrt
-from zoo.profiling.allocator_events import gradient_addresses, trace
 from zoo.profiling.chain_profile import Profile
+from zoo.profiling.peak_memory import gradient_addresses, trace
 
 ROUNDS = 5
 

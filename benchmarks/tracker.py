@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import zoo
-from zoo.profiling.allocator_events import measure_step, trace
+from zoo.profiling.peak_memory import measure_step, trace
 from zoo.units import format_bytes
 
 Inputs = tuple[Any, ...]

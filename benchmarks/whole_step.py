@@ -29,7 +29,7 @@ from zoo.harness.cells import Cell, Kind, expand
 from zoo.harness.config import read
 from zoo.harness.data import Batch, batches
 from zoo.harness.training import OPTIMIZERS, Training, step_digests
-from zoo.profiling.allocator_events import measure_step
+from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.units import format_bytes
 

@@ -20,7 +20,7 @@ import zoo
 import zoo.invocation
 import zoo.policy.budget
 import zoo.policy.options
-import zoo.profiling.optimizer
+import zoo.profiling.optimizer_memory
 from zoo.catalog import OPTIONS, list_models, model_arguments
 
 TARGET = Path(__file__).parent / "api.md"
@@ -50,11 +50,15 @@ MODELS = Group(
 )
 GROUPS = (
     MODELS,
-    Group("Checkpointing", "", ("zoo.tracing", "zoo.engine", "zoo.optimizer", "zoo.planner.plan")),
+    Group(
+        "Checkpointing",
+        "",
+        ("zoo.api.checkpoint", "zoo.engine", "zoo.optimizer", "zoo.planner.plan"),
+    ),
     Group(
         "Planning",
         "Before a step is run; inputs and models may be on the meta device.",
-        ("zoo.api.plan", "zoo.sizing", "zoo.policy.report"),
+        ("zoo.api.plan", "zoo.sizing", "zoo.policy.plan_report"),
     ),
     Group(
         "Measuring and verifying",
@@ -72,7 +76,7 @@ TYPES: dict[str, ModuleType] = {
     "Checkpoint": zoo.policy.options,
     "Inputs": zoo.invocation,
     "Loss": zoo.invocation,
-    "MakeOptimizer": zoo.profiling.optimizer,
+    "MakeOptimizer": zoo.profiling.optimizer_memory,
 }
 
 

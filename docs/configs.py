@@ -11,7 +11,7 @@ from typing import Any
 
 from zoo.catalog import list_models
 from zoo.harness.config import MODEL_KEYS, RUN_KEYS
-from zoo.harness.recipes import RECIPES
+from zoo.harness.default_configs import RECIPES
 
 Schema = dict[str, Any]
 

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 import zoo
 from tests.tracing.models import Net
 from tests.training import Record, Residuals, assert_same, everything, images
+from zoo.api.checkpoint import plan_of
 from zoo.chain import Chain, Steps, outline
 from zoo.errors import ArgumentError, OptimizerError
-from zoo.tracing.api import plan_of
 
 Wrap = Callable[[nn.Module, Any], nn.Module]
 

@@ -253,7 +253,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_saved_tensors",
         ),
     ],
-    "references.py": [
+    "operands.py": [
         (
             "memory that was exchanged is not read",
             "self.home is not None and self.home() is not tensor.untyped_storage()",

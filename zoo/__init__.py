@@ -11,6 +11,12 @@ whose activations are saved and whose are recomputed, and nothing else changes. 
 from zoo.cli import interrupts as _interrupts
 
 # isort: split
+from zoo.api.checkpoint import (
+    chain_of as chain_of,
+    checkpoint as checkpoint,
+    plan_of as plan_of,
+    uncheckpoint as uncheckpoint,
+)
 from zoo.api.plan import (
     RankReport as RankReport,
     frontier as frontier,
@@ -77,18 +83,12 @@ from zoo.optimizer.in_backward import (
     optimizer_in_backward as optimizer_in_backward,
 )
 from zoo.planner.plan import Plan as Plan
-from zoo.policy.report import Frontier as Frontier, PlanReport as PlanReport
+from zoo.policy.plan_report import Frontier as Frontier, PlanReport as PlanReport
 from zoo.profiling.timeline import Timeline as Timeline
 from zoo.sizing.max_size import (
     Largest as Largest,
     largest as largest,
     max_batch_size as max_batch_size,
-)
-from zoo.tracing.api import (
-    chain_of as chain_of,
-    checkpoint as checkpoint,
-    plan_of as plan_of,
-    uncheckpoint as uncheckpoint,
 )
 from zoo.version import __version__ as __version__
 

@@ -16,7 +16,7 @@ from zoo.models.lstm import GRULanguageModel, LSTMLanguageModel
 from zoo.models.vnet import VNet
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, attach
-from zoo.weights import published
+from zoo.pretrained import published
 
 
 class Factory(Protocol):
@@ -47,7 +47,7 @@ def create(
     """Builds a model by name: `create("vnet", checkpoint="blocks", in_channels=1, classes=3)`.
 
     `memory_budget` and `max_overhead` are those of `zoo.checkpoint`. `pretrained` loads the weights
-    that torchvision, timm or transformers publish (`zoo.weights`), through that library.
+    that torchvision, timm or transformers publish (`zoo.pretrained`), through that library.
 
     Raises:
         ModelNameError: no such model; the message offers the nearest names.

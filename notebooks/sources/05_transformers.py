@@ -340,7 +340,7 @@ say(
 # those that the allocator hands out during the step, gradients included.
 
 # %% name="compiled"
-from zoo.profiling.allocator_events import spending
+from zoo.profiling.peak_memory import spending
 
 torch.manual_seed(0)
 short = zoo.vit_tiny_patch16(depth=3, width=96, image_size=160, classes=10).to(device)

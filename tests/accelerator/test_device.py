@@ -20,9 +20,9 @@ from zoo.harness.cells import expand
 from zoo.harness.config import config_folder, read
 from zoo.harness.worker import work
 from zoo.policy.budget import _free_bytes
-from zoo.profiling.allocator_events import measure_step, spending, trace
 from zoo.profiling.isolation import can_fork
-from zoo.profiling.optimizer import optimizer_bytes
+from zoo.profiling.optimizer_memory import optimizer_bytes
+from zoo.profiling.peak_memory import measure_step, spending, trace
 from zoo.report.rows import rows
 
 KIND = torch.get_default_device().type

@@ -13,7 +13,7 @@ import zoo
 from tests.tracing.models import Net
 from tests.training import Residuals, assert_same, everything, images
 from zoo.errors import ArgumentError
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
 MIB = 1024**2

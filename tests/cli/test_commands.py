@@ -13,7 +13,7 @@ from tests.training import Residuals
 from zoo.catalog import model_arguments
 from zoo.cli.main import run
 from zoo.cli.parser import OPTIMIZERS
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 RESIDUALS = ("tests.training:Residuals", "--input", "8,4,16,16")
 MIB = 1024**2

@@ -10,7 +10,7 @@ import zoo
 from zoo.cli.model_spec import model_spec
 from zoo.cli.parser import MODEL, command
 from zoo.errors import ArgumentError
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 MIB = 1024**2
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zoo
-from tests.policy.test_report import report
+from tests.policy.test_plan_report import report
 from zoo.cli import values
 from zoo.cli.values import InputSpec
 from zoo.errors import ArgumentError, PlanError

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zoo
 from tests.engine.pitfalls.program import Call, assert_exact
-from zoo.engine.references import fingerprint, read, without_fingerprints
+from zoo.engine.operands import fingerprint, read, without_fingerprints
 
 
 def by_numpy(tensor: Tensor) -> None:

@@ -15,7 +15,7 @@ from tests.engine.kernels import bytes_left
 from tests.training import assert_same, everything, images, train
 from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError, RecomputeError
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 
 def block() -> nn.Sequential:

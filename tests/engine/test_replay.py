@@ -26,7 +26,7 @@ from tests.engine.pitfalls.program import (
     state_of,
 )
 from zoo.engine.operators import read_settings
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 WEIGHT = nn.Parameter(torch.ones(4))
 

@@ -9,7 +9,7 @@ from tests.harness.command_line import load
 from zoo.harness.cells import expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.worker import first_fault
-from zoo.profiling.allocator_events import spending
+from zoo.profiling.peak_memory import spending
 
 RESNET = ModelConfig("resnet18", "photographs", 2, 64, {})
 LSTM = ModelConfig("lstm", "stream", 4, 20, {"embedding": 8, "hidden": 8})

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.engine.recompute import recompute
 from zoo.layers.language_head import cross_entropy, cross_entropy_inplace
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 BOTH = (cross_entropy_inplace, cross_entropy)
 Function = Callable[[Tensor, Tensor], Tensor]

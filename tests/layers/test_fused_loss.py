@@ -13,7 +13,7 @@ from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError
 from zoo.layers.language_head import cross_entropy, make_head
 from zoo.layers.shared_weight import SharedWeight
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 TOKENS, C, V = 40, 6, 50
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-15)

@@ -14,7 +14,7 @@ from zoo.chain import fold, outline
 from zoo.engine.recompute import recompute
 from zoo.layers.language_head import Head, cross_entropy
 from zoo.layers.shared_weight import SharedWeight
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 V, C = 50, 6
 

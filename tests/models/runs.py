@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch import nn
 
-from zoo.profiling.allocator_events import measure_step, trace
+from zoo.profiling.peak_memory import measure_step, trace
 
 
 @contextlib.contextmanager

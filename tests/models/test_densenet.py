@@ -9,7 +9,7 @@ from tests.models.runs import assert_same, peaks, run, shake
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError
 from zoo.models.densenet import DenseLayer, DenseNet, Transition
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 
 def torchvision_densenet(depths=(2, 3), growth_rate=4, **arguments):

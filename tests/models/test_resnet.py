@@ -16,7 +16,7 @@ from zoo.models.preactivation_resnet import (
     bottleneck as preactivation_bottleneck,
 )
 from zoo.models.resnet import Block, ResNet, basic, bottleneck
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 NAMES = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152)]
 NAMES += ["wide_resnet50_2", "wide_resnet101_2", "resnext50_32x4d", "resnext101_32x8d"]

@@ -15,7 +15,7 @@ import zoo
 from tests.training import Residuals, images
 from zoo.errors import ArgumentError, OptimizerError
 from zoo.optimizer.in_backward import FreedGradient
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 Make = Callable[[Iterable[Any]], optim.Optimizer]
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import zoo
-from tests.policy.test_report import curve, report
+from tests.policy.test_plan_report import curve, report
 from zoo import Plan, PlanReport
 from zoo.errors import ArgumentError, FileError, PlanError, ZooError
 from zoo.planner.typed_json import DEEPEST, LONGEST, read, read_json
-from zoo.policy.report import Frontier
+from zoo.policy.plan_report import Frontier
 from zoo.profiling.timeline import Allocation, Mark, Timeline
 
 

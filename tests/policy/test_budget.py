@@ -24,9 +24,9 @@ from zoo.planner.costs import simulate
 from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import attach
-from zoo.policy.report import FixedBytes, PlanReport
-from zoo.profiling.allocator_events import measure_step
+from zoo.policy.plan_report import FixedBytes, PlanReport
 from zoo.profiling.caching_allocator import BLOCK, rounded_up
+from zoo.profiling.peak_memory import measure_step
 
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 

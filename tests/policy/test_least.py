@@ -12,7 +12,7 @@ import zoo
 from tests.training import images
 from zoo.models.densenet import DenseNet
 from zoo.policy.options import attach
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 OTHERS = ["blocks", "sqrt", "cheap", 2, 4]
 FAMILIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Any]]] = {

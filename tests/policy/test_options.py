@@ -19,7 +19,7 @@ from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import ResNet, basic, bottleneck
 from zoo.policy import options as checkpointing
 from zoo.policy.options import attach
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
 

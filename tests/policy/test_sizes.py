@@ -19,7 +19,7 @@ from zoo.chain import Chain, Steps
 from zoo.invocation import InputSpec, Invocation
 from zoo.policy.options import attach
 from zoo.profiling import chain_profile, isolation
-from zoo.profiling.allocator_events import measure_step
+from zoo.profiling.peak_memory import measure_step
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
 BUDGET = {"checkpoint": "auto", "memory_budget": "8MiB"}

@@ -15,8 +15,8 @@ from zoo.engine.recompute import run_plan
 from zoo.layers.shared_weight import SharedWeight
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
-from zoo.profiling.allocator_events import trace
 from zoo.profiling.chain_profile import Profile
+from zoo.profiling.peak_memory import trace
 
 
 def costs_of(model: Chain, *inputs: Tensor) -> StepCosts:

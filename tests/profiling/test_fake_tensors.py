@@ -18,7 +18,7 @@ from zoo.chain import outline
 from zoo.errors import ArgumentError
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.fake_tensors import MOST, FakeTensorFixes, as_data
-from zoo.profiling.optimizer import optimizer_bytes
+from zoo.profiling.optimizer_memory import optimizer_bytes
 
 
 def read(make: Callable[[Tensor], Any], data: Tensor | None = None) -> Any:

@@ -20,8 +20,8 @@ import zoo
 from tests.profiling.models import KIB, Exponentials
 from tests.training import Residuals, assert_same, everything, images, train
 from zoo.errors import ArgumentError
-from zoo.profiling.allocator_events import measure_step, trace
 from zoo.profiling.memory_tracker import Recorder, StorageLifetime
+from zoo.profiling.peak_memory import measure_step, trace
 from zoo.profiling.source_location import block_of
 from zoo.profiling.timeline import CATEGORIES, Allocation, Mark, Timeline
 

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.policy.test_report import curve, report
+from tests.policy.test_plan_report import curve, report
 from tests.report.recorded import MODEL, NAMES, comparison
-from zoo.policy.report import Frontier
+from zoo.policy.plan_report import Frontier
 from zoo.profiling.timeline import Allocation, Timeline
 from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table, visible
 from zoo.report.html_page import page

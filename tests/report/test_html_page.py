@@ -14,9 +14,9 @@ from urllib.parse import unquote
 import pytest
 
 from tests.report.recorded import MIB, PLACE, comparison, older, plain
+from zoo.report.bokeh_charts import interactive
 from zoo.report.charts import CATEGORIES, categories_chart
 from zoo.report.html_page import page
-from zoo.report.interactive import interactive
 from zoo.report.rows import Heading, rows, spread
 from zoo.report.text_report import csv_files
 from zoo.units import format_bytes

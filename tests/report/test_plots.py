@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.path import Path as Line
 from matplotlib.transforms import Bbox
 
-from tests.policy.test_report import curve, report
+from tests.policy.test_plan_report import curve, report
 from zoo.errors import ArgumentError
-from zoo.policy.report import Frontier
+from zoo.policy.plan_report import Frontier
 from zoo.report.chain_axis import MOST_STEPS, block_name, chain_axis, fitting, round_numbers
-from zoo.report.plot import place
+from zoo.report.matplotlib_charts import place
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
@@ -87,7 +87,7 @@ def test_what_is_no_picture_is_refused(
     with pytest.raises(ArgumentError, match=r"'plan\.gif' is no picture; end it with"):
         drawn.plot(tmp_path / "plan.gif")
     assert not list(tmp_path.iterdir())
-    monkeypatch.delitem(sys.modules, "zoo.report.plot", raising=False)
+    monkeypatch.delitem(sys.modules, "zoo.report.matplotlib_charts", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ArgumentError, match="a picture needs matplotlib: pip install"):
         drawn.plot(tmp_path / "plan.svg")

@@ -20,8 +20,8 @@ from zoo.errors import ArgumentError, BudgetError, InputError, PlanError
 from zoo.invocation import Invocation
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet, basic
-from zoo.profiling.allocator_events import measure_step
-from zoo.profiling.optimizer import OptimizerBytes, optimizer_bytes
+from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
+from zoo.profiling.peak_memory import measure_step
 from zoo.sizing.max_size import Largest, largest, train_twice
 
 SEARCH = "zoo.sizing.max_size"

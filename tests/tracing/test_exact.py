@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.models import Net, Reader, Skipper, Tagger, Teacher, UNet
 from tests.training import assert_same, images, train
-from zoo.profiling.allocator_events import measure_step, trace
+from zoo.profiling.peak_memory import measure_step, trace
 
 
 def pictures() -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.models import Net, UNet
 from tests.training import assert_same, images, train
-from zoo.tracing import patched_forward
+from zoo.tracing import planned_forward
 from zoo.tracing.tracer import Tracer
 
 LIMIT = 1.0
@@ -97,14 +97,14 @@ def count_traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
         traced.append(model)
         return Tracer(model)
 
-    monkeypatch.setattr(patched_forward, "Tracer", tracer)
+    monkeypatch.setattr(planned_forward, "Tracer", tracer)
     return traced
 
 
 def test_of_too_many_kinds_the_one_that_was_used_longest_ago_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(patched_forward, "MOST_KINDS", 2)
+    monkeypatch.setattr(planned_forward, "MOST_KINDS", 2)
     traced, model = count_traces(monkeypatch), zoo.checkpoint(Settings(), "cheap")
     for count in (2, 3, 2, 5, 2):
         model(torch.rand(count, 4, 6))

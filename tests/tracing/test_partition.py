@@ -19,8 +19,8 @@ from zoo.engine.recompute import segment
 from zoo.invocation import Invocation, own_loss, with_loss
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
-from zoo.profiling.allocator_events import trace
 from zoo.profiling.chain_profile import Profile
+from zoo.profiling.peak_memory import trace
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.partition import Steps, block_paths, partition
 from zoo.tracing.tracer import Tracer, tensors_held_by

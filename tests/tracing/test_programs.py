@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import zoo
 from tests.training import assert_same, everything, images
 from zoo.engine.kernel_segments import Script
-from zoo.tracing import patched_forward
+from zoo.tracing import planned_forward
 
 STEPS = 5
 
@@ -121,7 +121,7 @@ def all_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     def whole(operators: Any, boundaries: Any, plan: Any, visits: Any) -> Script:
         return Script(operators, boundaries, zoo.Plan([tuple(range(len(boundaries)))]), visits)
 
-    monkeypatch.setattr(patched_forward, "Script", whole)
+    monkeypatch.setattr(planned_forward, "Script", whole)
 
 
 @pytest.mark.parametrize("option", [True, "whole"])

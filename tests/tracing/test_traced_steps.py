@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.models import Net, Reader, UNet
 from tests.training import Residuals, images
+from zoo.api.checkpoint import steps_of
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.planner.plan import Plan
@@ -19,8 +20,7 @@ from zoo.policy.budget import STREAM, BudgetPlanner
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.sizing.max_size import train_twice
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.api import steps_of
-from zoo.tracing.patched_forward import patched_forward
+from zoo.tracing.planned_forward import patched_forward
 
 
 @dataclass

@@ -28,6 +28,7 @@ import torch
 from torch import distributed, nn
 
 from zoo._torch import fake_store
+from zoo.api.checkpoint import steps_of
 from zoo.api.track import CopiedStep, mean_of
 from zoo.chain import is_hooked
 from zoo.engine.devices import random_state_restored
@@ -35,12 +36,11 @@ from zoo.errors import ArgumentError, BudgetError, OptimizerError, shortened
 from zoo.invocation import Inputs, Invocation, Loss, check_training, place_of, title_of
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds, only_in_backward
-from zoo.policy.report import Frontier, PlanReport, peak_table
-from zoo.profiling.optimizer import MakeOptimizer
+from zoo.policy.plan_report import Frontier, PlanReport, peak_table
+from zoo.profiling.optimizer_memory import MakeOptimizer
 from zoo.profiling.progress import each, shown
 from zoo.profiling.timeline import Timeline
 from zoo.report.escaping import markdown_table
-from zoo.tracing.api import steps_of
 from zoo.tracing.partition import block_paths
 from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
 

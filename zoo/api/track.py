@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import FakeTensorMode
+from zoo.api.checkpoint import checkpoint as put_in_force, steps_of
 from zoo.chain import Chain
 from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError
@@ -35,13 +36,12 @@ from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
-from zoo.profiling.optimizer import MakeOptimizer, made_by
+from zoo.profiling.optimizer_memory import MakeOptimizer, made_by
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.profiling.timeline import Timeline, compare
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.api import checkpoint as put_in_force, steps_of
-from zoo.tracing.patched_forward import named_steps, runner_of
+from zoo.tracing.planned_forward import named_steps, runner_of
 
 # see profiling.source_location
 IS_TRAINING_LOOP = True

@@ -23,21 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.api.checkpoint import checkpoint as put_in_force, plan_of, uncheckpoint
 from zoo.api.track import optimizer_of, own_copy, train_step
 from zoo.chain import Chain, Outline, Runner, State, fold, step_names
 from zoo.engine.devices import random_state_restored, read_streams, set_streams
-from zoo.engine.references import without_fingerprints
+from zoo.engine.operands import without_fingerprints
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.errors import ArgumentError, RecomputeError
 from zoo.invocation import Invocation, Loss, check_training
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, runner_for
-from zoo.policy.report import PlanReport
-from zoo.profiling.optimizer import MakeOptimizer, check_maker
+from zoo.policy.plan_report import PlanReport
+from zoo.profiling.optimizer_memory import MakeOptimizer, check_maker
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
-from zoo.tracing.api import checkpoint as put_in_force, plan_of, uncheckpoint
 from zoo.verification.state_comparison import Record, first_difference, record, same_bits
 from zoo.verification.verdict import Difference, Place, Report
 

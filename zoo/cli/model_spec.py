@@ -32,7 +32,7 @@ from zoo.errors import (
     shortened,
     shortened_text,
 )
-from zoo.harness.recipes import recipe
+from zoo.harness.default_configs import recipe
 from zoo.invocation import Inputs
 from zoo.profiling.progress import shown
 

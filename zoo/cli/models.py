@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import zoo.catalog
 from zoo._torch import FakeTensorMode
+from zoo.api.checkpoint import steps_of
 from zoo.catalog import list_models, model_arguments
 from zoo.chain import Chain, step_names
 from zoo.cli.model_spec import model_spec, usual_inputs
@@ -25,7 +26,6 @@ from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.chain_axis import block_name
 from zoo.report.escaping import markdown_table
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.api import steps_of
 from zoo.tracing.partition import Steps
 from zoo.units import format_bytes
 

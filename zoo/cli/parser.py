@@ -19,7 +19,7 @@ import torch
 from zoo.api.plan import STRATEGIES
 from zoo.cli import values
 from zoo.errors import LONGEST, ArgumentError, ZooError, nearest, shortened, shortened_text
-from zoo.profiling.optimizer import MakeOptimizer
+from zoo.profiling.optimizer_memory import MakeOptimizer
 
 OPTIMIZERS: dict[str, MakeOptimizer | None] = {
     "adamw": torch.optim.AdamW,

@@ -20,7 +20,7 @@ from zoo.cli.output import write
 from zoo.cli.parser import MODEL, OPTIMIZER, OPTIMIZERS, PLANS, PLOT, Answer, command
 from zoo.cli.values import RATED
 from zoo.errors import ArgumentError, Interrupted
-from zoo.policy.report import PlanReport
+from zoo.policy.plan_report import PlanReport
 from zoo.profiling.timeline import Timeline
 from zoo.sizing.max_size import largest
 

@@ -22,7 +22,7 @@ from zoo.planner.schemes import check_name
 from zoo.planner.typed_json import read_file
 from zoo.policy.budget import Budget, check_bounds
 from zoo.policy.options import Checkpoint
-from zoo.policy.report import PlanReport
+from zoo.policy.plan_report import PlanReport
 from zoo.profiling.kernel_costs import DEVICES
 from zoo.report.pictures import check_picture
 

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
+from zoo.engine.operands import Outside
 from zoo.engine.operators import effects_of
 from zoo.engine.recompute import HOOKS, records
 from zoo.engine.recording import (
@@ -36,7 +37,6 @@ from zoo.engine.recording import (
     thread,
     written_by,
 )
-from zoo.engine.references import Outside
 from zoo.engine.saved_tensors import Handle, prune
 from zoo.planner.plan import Item, Plan
 

@@ -44,17 +44,7 @@ from zoo.engine.devices import (
     indexed,
     is_same_state,
 )
-from zoo.engine.operators import (
-    KNOWN,
-    STATISTICS,
-    TRAINING,
-    Effects,
-    Settings,
-    effects_of,
-    flushes_denormal,
-    read_settings,
-)
-from zoo.engine.references import (
+from zoo.engine.operands import (
     REFERENCES,
     Blank,
     Geometry,
@@ -68,6 +58,16 @@ from zoo.engine.references import (
     is_still,
     no_tensor,
     version_of,
+)
+from zoo.engine.operators import (
+    KNOWN,
+    STATISTICS,
+    TRAINING,
+    Effects,
+    Settings,
+    effects_of,
+    flushes_denormal,
+    read_settings,
 )
 
 # bytes of a tensor without history that is copied when it is read: a program may change it between

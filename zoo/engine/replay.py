@@ -21,9 +21,9 @@ from zoo._torch import (
     set_grad_enabled,
 )
 from zoo.engine.devices import Streams
+from zoo.engine.operands import REFERENCES, Listed, Outside, Reference, Value, View
 from zoo.engine.operators import read_settings, write_settings
 from zoo.engine.recording import Node, flat, thread
-from zoo.engine.references import REFERENCES, Listed, Outside, Reference, Value, View
 
 
 class Scheduled(NamedTuple):

@@ -17,8 +17,7 @@ from zoo._torch import (
     queue_callback,
     sequence_number,
 )
-from zoo.engine.recording import Segment, has_own_storage, thread
-from zoo.engine.references import (
+from zoo.engine.operands import (
     Geometry,
     Outside,
     Reference,
@@ -29,6 +28,7 @@ from zoo.engine.references import (
     fingerprint,
     read,
 )
+from zoo.engine.recording import Segment, has_own_storage, thread
 from zoo.engine.replay import outside_of, replay, schedule
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError

@@ -3,9 +3,9 @@
 A misspelt key or value is a `ConfigError` that offers the nearest right one: a comparison that
 silently ran with a default instead would still print a table.
 
-    recipes.py        the file             the command line
-    data, size, ...   models: [{name:..}]  --model resnet50 --batch-size 16
-           └─────────────────┴──────────────────────┘  the later wins
+    default_configs.py   the file             the command line
+    data, size, ...      models: [{name:..}]  --model resnet50 --batch-size 16
+           └────────────────────┴──────────────────────┘  the later wins
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from pydantic.dataclasses import dataclass
 
 from zoo.catalog import list_models, model_arguments
 from zoo.errors import ConfigError, PlanError, nearest, shortened, shortened_text
-from zoo.harness.recipes import recipe
+from zoo.harness.default_configs import recipe
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
 from zoo.units import parse_bytes

@@ -27,7 +27,7 @@ from zoo.harness.training import Training, step_digests
 from zoo.invocation import Invocation, capture_first_state
 from zoo.planner.plan import Plan, thinned
 from zoo.planner.schemes import segments
-from zoo.profiling.allocator_events import measure_step
+from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.timeline import Timeline
 
 Result = dict[str, Any]

@@ -31,12 +31,12 @@ from zoo.invocation import place_of, title_of, with_loss
 from zoo.planner import schemes
 from zoo.planner.costs import Simulation, least_possible, simulate
 from zoo.planner.plan import Item, Plan, falling, thinned
-from zoo.policy.report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
-from zoo.profiling.allocator_events import resident_bytes
+from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import block_of, rounded_up
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.kernel_costs import KernelCosts, device_named
-from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
+from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
+from zoo.profiling.peak_memory import resident_bytes
 from zoo.profiling.progress import each, shown
 from zoo.units import at_least, exact_bytes, parse_bytes
 

@@ -31,9 +31,9 @@ from zoo.planner import schemes
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
-from zoo.policy.report import PlanReport
+from zoo.policy.plan_report import PlanReport
 from zoo.profiling.chain_profile import Profile
-from zoo.profiling.optimizer import OptimizerBytes, optimizer_bytes
+from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.progress import shown
 from zoo.units import format_bytes
 

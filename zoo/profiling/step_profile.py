@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zoo._torch import sequence_number
 from zoo.chain import Step
+from zoo.engine.operands import detached
 from zoo.engine.recording import SMALL, KernelMode
-from zoo.engine.references import detached
 from zoo.profiling.backward_walk import gradients_of
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.fake_tensors import LIFT, QUESTIONS, as_data

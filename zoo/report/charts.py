@@ -1,6 +1,6 @@
 """The charts of a report as data: axes, layers, texts, and colors by their role in `page.css`.
 
-`plot.py` draws them with matplotlib into files, `interactive.py` with bokeh for the page.
+`matplotlib_charts.py` draws them into files, `bokeh_charts.py` for the page.
 
     memory       bytes over a training step: all runs, their peaks marked
     categories   bytes of one run, stacked by what they are for

@@ -3,8 +3,8 @@
 Every number in it is a `<data>` element with the exact value; one that stands in the results says
 where, as a path into the JSON that the page carries. Each chart has a table.
 
-    page.html   what the page says        charts.py        what the charts show
-    page.css    how it looks              interactive.py   their bokeh models
+    page.html   what the page says        charts.py         what the charts show
+    page.css    how it looks              bokeh_charts.py   how a reader explores them
     page.js     draws, paints, zooms
 """
 
@@ -23,8 +23,8 @@ from markupsafe import Markup
 
 from zoo.planner.plan import Plan
 from zoo.report import charts
+from zoo.report.bokeh_charts import interactive
 from zoo.report.chain_axis import chain_axis
-from zoo.report.interactive import interactive
 from zoo.report.rows import (
     DEFINITIONS,
     VARIANTS,

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from zoo.planner.plan import Item, Plan, indices
 from zoo.report import charts
 from zoo.report.escaping import markdown_table
-from zoo.report.plot import COLORS, STYLE, bare, draw_chart
+from zoo.report.matplotlib_charts import COLORS, STYLE, bare, draw_chart
 
 WIDTH = 8.6  # inches
 # in the order of what is compared: the baseline, ours, others

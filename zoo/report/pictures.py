@@ -5,7 +5,7 @@ from typing import Any
 
 from zoo.errors import ArgumentError, needed, shortened
 
-# endings of the files that `plot.py` writes
+# endings of the files that matplotlib writes
 PICTURES = (".svg", ".png", ".pdf")
 
 
@@ -17,5 +17,5 @@ def check_picture(path: str | Path) -> None:
 
 
 def plots() -> Any:
-    """Imports `zoo.report.plot`; raises ArgumentError where matplotlib is not installed."""
-    return needed("zoo.report.plot", "a picture", ArgumentError)
+    """Imports what draws with matplotlib; raises ArgumentError where that is not installed."""
+    return needed("zoo.report.matplotlib_charts", "a picture", ArgumentError)

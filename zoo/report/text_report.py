@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table
-from zoo.report.plot import draw_comparison
+from zoo.report.matplotlib_charts import draw_comparison
 from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, median, quartiles, variants
 from zoo.report.two_runs import CellChanges, TwoRuns, as_entries, as_markdown
 

@@ -17,6 +17,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.track import optimizer_of, stepping_in_backward, train_step
 from zoo.engine.devices import counts_memory, random_state_restored
 from zoo.errors import ArgumentError, BudgetError, Interrupted
@@ -33,14 +34,13 @@ from zoo.invocation import (
 from zoo.planner.plan import Plan
 from zoo.policy.budget import only_in_backward
 from zoo.policy.options import Checkpoint
-from zoo.profiling.allocator_events import measure_step
-from zoo.profiling.optimizer import MakeOptimizer
+from zoo.profiling.optimizer_memory import MakeOptimizer
+from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import ends_of, root_of
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within
-from zoo.tracing.api import checkpoint as put_in_force
 from zoo.units import at_least, exact_bytes, format_bytes, format_seconds
 
 # seconds that a real step may take unless verify=True

@@ -22,13 +22,13 @@ from zoo.invocation import Inputs, Invocation, Loss
 from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import PlannedRunner, runner_for
-from zoo.policy.report import Point
+from zoo.policy.plan_report import Point
 from zoo.profiling.kernel_costs import KernelCosts
-from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes
+from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import KernelSpec
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.patched_forward import runner_of
+from zoo.tracing.planned_forward import runner_of
 from zoo.units import format_bytes
 
 Vary = int | tuple[int, ...] | Callable[[int], Inputs]

@@ -24,8 +24,8 @@ from zoo._torch import (
     UnsupportedOperatorException,
 )
 from zoo.chain import Chain
+from zoo.engine.operands import detached
 from zoo.engine.recording import KernelMode, thread
-from zoo.engine.references import detached
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, ZooError, shortened
 from zoo.invocation import (

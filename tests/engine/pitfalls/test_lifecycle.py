@@ -32,7 +32,7 @@ from tests.engine.pitfalls.program import (
     state_of,
     train,
 )
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 
 class Checkpointed(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.engine.pitfalls.program import Call, assert_exact, compare, outcome, plain, rows
-from zoo.profiling.allocator_events import trace
+from zoo.profiling.peak_memory import trace
 
 SMALL, LARGE = 4, 8000
 

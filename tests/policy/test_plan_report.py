@@ -4,7 +4,7 @@ import pytest
 
 from zoo.errors import PlanError
 from zoo.planner.plan import Plan
-from zoo.policy.report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
+from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 
 MIB = 2**20
 FIXED = FixedBytes(4 * MIB, 0, 4 * MIB, MIB, 8 * MIB, 0)

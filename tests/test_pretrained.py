@@ -13,7 +13,7 @@ import torch
 
 import zoo
 from zoo.errors import WeightsError
-from zoo.weights import SOURCES
+from zoo.pretrained import SOURCES
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
-from zoo.profiling import optimizer
-from zoo.profiling.allocator_events import resident_bytes, trace
+from zoo.profiling import optimizer_memory as optimizer
 from zoo.profiling.isolation import can_fork
-from zoo.profiling.optimizer import MakeOptimizer, OptimizerBytes, optimizer_bytes
+from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
+from zoo.profiling.peak_memory import resident_bytes, trace
 
 MAKES: list[MakeOptimizer] = [
     torch.optim.AdamW,

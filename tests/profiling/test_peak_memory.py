@@ -8,7 +8,7 @@ import zoo
 from tests.profiling.models import KIB, Exponentials
 from tests.training import Residuals, images, needs_numpy
 from zoo.errors import ArgumentError
-from zoo.profiling.allocator_events import (
+from zoo.profiling.peak_memory import (
     MemoryTrace,
     gradient_addresses,
     history_events,

@@ -23,7 +23,7 @@ from zoo.policy.options import Checkpoint, attach, runner_for
 from zoo.profiling.progress import shown
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.partition import Steps, check_switches, partition, paths_of
-from zoo.tracing.patched_forward import Patch, PatchedForward, named_steps, patched_forward
+from zoo.tracing.planned_forward import Patch, PatchedForward, named_steps, patched_forward
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
