@@ -267,7 +267,8 @@ class Recording:
         return self._refer_outside(tensor, storage, found)
 
     def _refer_value(self, tensor: Tensor, storage: Any, value: Value) -> Reference | Outside:
-        if self._is_as_left(value, tensor):
+        is_known = value.blank is None or is_still(tensor, value.blank)
+        if is_known and self._has_version(value, tensor):
             if value.trains is tensor.requires_grad and value.base() is tensor:
                 return value
             if id(tensor) in self.saved:
@@ -289,22 +290,26 @@ class Recording:
         for saved in value.saved or ():
             if (handle := saved()) is not None:
                 handle.before_write()
-        if self._is_as_left(value, tensor, effects.overwrites):
+        whole = value.base()
+        is_known = value.blank is None or is_still(tensor if whole is None else whole, value.blank)
+        is_unread = effects.overwrites and value.blank == b""
+        if self._has_version(value, tensor) and (is_known or is_unread):
             return value
         self.forget(tensor)
         return None
 
-    def _is_as_left(self, value: Value, tensor: Tensor, overwritten: bool = False) -> bool:
-        """Says whether a tensor has what recorded kernels left in its storage, if that shows."""
-        counter, holder = version_of(tensor), self._holder(value, tensor)
+    def _has_version(self, value: Value, tensor: Tensor) -> bool:
+        """Says whether a tensor has the version with which recorded kernels left its storage."""
+        # mostly there are none apart
+        holder = self._holder(value, tensor) if self.apart else value
+        counter = version_of(tensor)
         if holder.counter is None:
             holder.counter = counter
-        is_same = holder.counter == counter
-        return is_same and (value.blank is None or overwritten or is_still(tensor, value.blank))
+        return holder.counter == counter
 
     def _holder(self, value: Value, tensor: Tensor) -> "Value | Apart":
         """Returns what holds the version of a tensor in the storage of a value."""
-        apart = self.apart.get(id(tensor)) if self.apart else None
+        apart = self.apart.get(id(tensor))
         return value if apart is None or apart.tensor() is not tensor else apart
 
     def written(self, before: Value, tensor: Tensor, node: int) -> Value:

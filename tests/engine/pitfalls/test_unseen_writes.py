@@ -67,6 +67,13 @@ def numpy_into_zeros(h: Tensor, buffer: Tensor) -> Tensor:
     return h * made[1].sin()
 
 
+def numpy_beside_what_a_kernel_writes(h: Tensor, buffer: Tensor) -> Tensor:
+    made = torch.zeros(2, *buffer.shape)
+    made.numpy()[0] = 2
+    made[1].copy_(buffer)
+    return h * made.sin().sum(0)
+
+
 def numpy_beside_what_a_kernel_fills(h: Tensor, buffer: Tensor) -> Tensor:
     made = torch.empty(2, *buffer.shape)
     made[1].copy_(buffer)
@@ -81,6 +88,7 @@ PROGRAMS = [
     a_row_of_one_that_was_made_here,
     numpy_into_empty_memory,
     numpy_into_zeros,
+    numpy_beside_what_a_kernel_writes,
     numpy_beside_what_a_kernel_fills,
 ]
 
