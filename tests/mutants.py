@@ -57,26 +57,27 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a write by code that no mode sees is noticed by the version",
-            "        return holder.counter == counter\n",
+            "        if holder.counter == counter:\n            return True\n",
             "        return True\n",
             "test_fingerprint pitfalls/test_unseen_writes",
         ),
         (
             "memory that foreign code filled is not taken for what made it",
-            "        is_known = value.blank is None or is_still(tensor, value.blank)\n",
-            "        is_known = True\n",
+            '    return value.blank is None or (value.blank != b"" and value.blank == '
+            "sample(storage))\n",
+            "    return True\n",
             "test_fingerprint",
         ),
         (
             "what a kernel writes may have been written by foreign code",
-            "        if self._has_version(value, tensor) and (is_known or is_unread):\n",
-            "        if True:\n",
+            "            is_known = value.blank == sample(storage)\n",
+            "            is_known = True\n",
             "pitfalls/test_unseen_writes",
         ),
         (
             "memory that a kernel filled in part is not known",
-            '            value.blank = b""\n',
-            "            pass\n",
+            "            value.blank = sample(storage)\n        value.before",
+            "            pass\n        value.before",
             "pitfalls/test_unseen_writes",
         ),
         (
@@ -161,7 +162,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what an unknown kernel writes comes from outside",
-            "        for tensor in written:\n            self.recording.forget(tensor)\n",
+            "        for tensor in written:\n            self.recording.lose(tensor)\n",
             "",
             "test_recording",
         ),
@@ -179,9 +180,15 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what is saved is told before it is written",
-            "                handle.before_write()\n",
-            "                pass\n",
+            "            handle.before_write()\n",
+            "            pass\n",
             "test_saved_tensors",
+        ),
+        (
+            "what is saved is kept before it is written unrecorded",
+            "                handle.lose()\n",
+            "                pass\n",
+            "pitfalls/test_unseen_writes",
         ),
         (
             "a replay inside of a forward is not recorded",

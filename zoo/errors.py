@@ -111,7 +111,8 @@ def needed(module: str, what: str, kind: type[ZooError], extra: str = "compare")
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = (error.name or module).partition(".")[0]
+        # one that is there and cannot be imported has an error without a name
+        package = error.name.partition(".")[0] if error.name else f"a package ({error})"
         raise kind(f"{what} needs {package}: pip install 'zoo-checkpoint[{extra}]'") from error
 
 

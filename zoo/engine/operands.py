@@ -76,8 +76,11 @@ class Geometry:
 class Value:
     """One version of a storage that a recorded kernel made."""
 
-    blank: bytes | None = None  # the number that fills it until something else is written
-    after: "Value | None" = None  # the next version of the storage
+    # bytes of memory that is made to be written, and may be by code that nobody sees
+    blank: bytes | None = None
+    is_empty = False  # no kernel wrote it yet
+    after: "Value | None" = None  # the next version of the storage, and the one before
+    before: Callable[[], "Value | None"] | None = None
     saved: list[weakref.ref[Any]] | None = None  # handles, to be told when it is written
     trains: bool | None = None  # whether it requires a gradient, for which some kernels do more
     made: Tensor | None = None  # the tensor again, in a replay
@@ -93,6 +96,10 @@ class Value:
     def value(self) -> "Value":
         """The value that this refers to."""
         return self
+
+    def handles(self) -> list[Any]:
+        """Returns the handles that somebody may still open."""
+        return [handle for saved in self.saved or () if (handle := saved()) is not None]
 
     def now(self) -> Tensor:
         """Returns the tensor in a replay that has made it."""
@@ -302,32 +309,20 @@ def fingerprint(tensor: Tensor) -> bytes | None:
     return read(tensor)
 
 
-def constant_of(tensor: Tensor) -> bytes | None:
-    """Returns the bytes of the number that fills a tensor; b"" where they cannot be read.
-
-    None for one without numbers, which nobody changes unseen.
-    """
-    if not tensor.is_cpu:
-        return b""
-    if isinstance(tensor, FakeTensor):
-        return None
-    return ctypes.string_at(tensor.data_ptr(), tensor.itemsize)
-
-
-def is_still(tensor: Tensor, constant: bytes) -> bool:
-    """Says whether a tensor has this number wherever it is read."""
-    if not constant or tensor.itemsize != len(constant) or not tensor.numel():
-        return False
-    if not tensor.is_contiguous():
-        return constant_of(tensor) == constant
-    size = tensor.nbytes
-    found = read(tensor) if size > AT_ONCE else ctypes.string_at(tensor.data_ptr(), size)
-    return found == constant * (len(found) // len(constant))
+def sample(storage: Any) -> bytes:
+    """Returns bytes at places spread over a storage; b"" where they cannot be read."""
+    return (
+        read_memory(storage.data_ptr(), storage.nbytes()) if storage.device.type == "cpu" else b""
+    )
 
 
 def read(tensor: Tensor) -> bytes:
     """Returns bytes at places spread over a dense tensor."""
-    start, size = tensor.data_ptr(), tensor.nbytes
+    return read_memory(tensor.data_ptr(), tensor.nbytes)
+
+
+def read_memory(start: int, size: int) -> bytes:
+    """Returns bytes at places spread over some memory."""
     if size <= AT_ONCE:
         found = ctypes.string_at(start, size)
         # an odd stride takes high and low bytes of numbers in turn

@@ -29,7 +29,8 @@ EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_
 CONSTANT = {"aten::zeros", "aten::zeros_like", "aten::new_zeros", "aten::ones", "aten::ones_like",
             "aten::new_ones", "aten::full", "aten::full_like", "aten::new_full"}  # fmt: skip
 # they write their first argument without reading it, as do those that draw, and `out=`
-OVERWRITING = {"aten::copy_", "aten::fill_", "aten::zero_"}
+OVERWRITING = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::index_put_", "aten::index_copy_",
+               "aten::index_fill_", "aten::scatter_"}  # fmt: skip
 # kernels of which libraries have several, chosen by settings
 CHOOSING = ("conv", "mm", "gelu", "addm", "linear", "rnn", "lstm", "gru", "dot", "mv", "attention",
             "cumsum", "scatter", "index", "put")  # fmt: skip
@@ -116,7 +117,10 @@ def _read(operator: Any) -> Effects:
         norm=name in NORMS,
         overwrites=name in OVERWRITING
         or (seeded and name not in UNDECLARED)
-        or all(argument.is_out for argument in itertools.compress(schema.arguments, is_written)),
+        or (
+            any(is_written)
+            and all(a.is_out for a in itertools.compress(schema.arguments, is_written))
+        ),
         simple=not (written or seeded or name in NORMS or name in EMPTY),
     )
 

@@ -54,9 +54,8 @@ from zoo.engine.operands import (
     Value,
     View,
     Write,
-    constant_of,
-    is_still,
     no_tensor,
+    sample,
     version_of,
 )
 from zoo.engine.operators import (
@@ -267,8 +266,7 @@ class Recording:
         return self._refer_outside(tensor, storage, found)
 
     def _refer_value(self, tensor: Tensor, storage: Any, value: Value) -> Reference | Outside:
-        is_known = value.blank is None or is_still(tensor, value.blank)
-        if is_known and self._has_version(value, tensor):
+        if self._has_version(value, tensor) and _is_untouched(value, storage):
             if value.trains is tensor.requires_grad and value.base() is tensor:
                 return value
             if id(tensor) in self.saved:
@@ -281,22 +279,32 @@ class Recording:
     def target(self, tensor: Tensor, effects: Effects) -> Value | None:
         """Returns the value that a kernel is about to write; None for what is known only as it is.
 
-        Of memory without content, which code that no mode sees may have written, nothing is known
-        but what the kernel itself writes, if it does not read it.
+        Code that no mode sees may have written into memory that is made to be written. Where that
+        cannot be looked at, a kernel that reads memory without content says so.
         """
-        value = self.made(tensor)
+        value, storage = self.made(tensor), storage_of(tensor)
         if value is None:
             return None
-        for saved in value.saved or ():
-            if (handle := saved()) is not None:
-                handle.before_write()
-        whole = value.base()
-        is_known = value.blank is None or is_still(tensor if whole is None else whole, value.blank)
-        is_unread = effects.overwrites and value.blank == b""
-        if self._has_version(value, tensor) and (is_known or is_unread):
+        for handle in value.handles():
+            handle.before_write()
+        if value.blank:
+            is_known = value.blank == sample(storage)
+        else:
+            is_known = value.blank is None or not value.is_empty or effects.overwrites
+        if is_known and self._has_version(value, tensor):
             return value
-        self.forget(tensor)
+        self.lose(tensor)
         return None
+
+    def lose(self, tensor: Tensor) -> None:
+        """Has a storage count as coming from outside; what is saved of it is kept."""
+        value = self.made(tensor)
+        if value is not None:
+            self.forget(tensor)
+        while value is not None:
+            for handle in value.handles():
+                handle.lose()
+            value = None if value.before is None else value.before()
 
     def _has_version(self, value: Value, tensor: Tensor) -> bool:
         """Says whether a tensor has the version with which recorded kernels left its storage."""
@@ -305,12 +313,22 @@ class Recording:
         counter = version_of(tensor)
         if holder.counter is None:
             holder.counter = counter
-        return holder.counter == counter
+        if holder.counter == counter:
+            return True
+        whole = value.base()
+        if counter or holder is not value or whole is None or version_of(whole) != value.counter:
+            return False
+        # by `Tensor.data` or `detach`, which nobody has written since
+        self.apart[id(tensor)] = Apart(weakref.ref(tensor), counter)
+        return True
 
     def _holder(self, value: Value, tensor: Tensor) -> "Value | Apart":
         """Returns what holds the version of a tensor in the storage of a value."""
-        apart = self.apart.get(id(tensor))
-        return value if apart is None or apart.tensor() is not tensor else apart
+        for one in (tensor, tensor._base):
+            apart = None if one is None else self.apart.get(id(one))
+            if apart is not None and apart.tensor() is one:
+                return apart
+        return value
 
     def written(self, before: Value, tensor: Tensor, node: int) -> Value:
         """Returns the next version of a storage, of which a kernel wrote a tensor."""
@@ -318,9 +336,10 @@ class Recording:
         value = Value(node, storage, tensor, None if holder is before else before.counter)
         if holder is not before:
             holder.counter = None
-        if before.blank == b"" and tensor.nbytes < storage.nbytes():
-            # of the rest nothing is known
-            value.blank = b""
+        if before.blank and tensor.nbytes < storage.nbytes():
+            # the rest may yet be written by code that nobody sees
+            value.blank = sample(storage)
+        value.before = weakref.ref(before)
         before.after = self.storages[id(storage)] = value
         return value
 
@@ -395,6 +414,13 @@ class Recording:
             self.last_draws,
         ):
             table.clear()
+
+
+def _is_untouched(value: Value, storage: Any) -> bool:
+    """Says whether memory that is made to be written has what recorded kernels left there."""
+    if value.is_empty:
+        return False
+    return value.blank is None or (value.blank != b"" and value.blank == sample(storage))
 
 
 def _reference(value: Value, tensor: Tensor) -> Reference | None:
@@ -590,10 +616,9 @@ class Recorder(KernelMode):
         self, func: Any, effects: Effects, written: list[Tensor], args: Any, kwargs: Any
     ) -> Any:
         """Runs a kernel whose results, and what it writes, come from outside from now on."""
-        out = self._run_outside(func, effects, written, args, kwargs)
         for tensor in written:
-            self.recording.forget(tensor)
-        return out
+            self.recording.lose(tensor)
+        return self._run_outside(func, effects, written, args, kwargs)
 
     def _run_outside(
         self, func: Any, effects: Effects, outside: list[Tensor], args: Any, kwargs: Any
@@ -724,7 +749,8 @@ class Recorder(KernelMode):
         value = Value(node.index, storage, tensor, version)
         storages[id(storage)] = value
         if effects.blank and storage.nbytes() > 0:
-            value.blank = b"" if effects.empty else constant_of(tensor)
+            value.is_empty = effects.empty
+            value.blank = None if isinstance(tensor, FakeTensor) else sample(storage)
         return value
 
 

@@ -71,6 +71,8 @@ class Handle:
         original = self.original()
         assert original is not None, "who reads it has it"
         self.kept = kept(original)
+        # since which autograd minds a write
+        self.kept.version = self.version
 
     def move_to(self, segment: Segment) -> None:
         """Makes it one of another segment of the same recording."""
@@ -85,6 +87,13 @@ class Handle:
             self.is_written = self.counter is None
         elif self.counter is None and type(original) is not FakeTensor:
             self.counter, self.geometry = counter_of(original), Geometry(original)
+
+    def lose(self) -> None:
+        """Is told that the storage of the tensor is about to be written unrecorded."""
+        if self.original() is not None:
+            self.keep()
+        else:
+            self.is_written = True
 
     def settle(self) -> None:
         """Looks at the end of the forward whether the tensor was written after it was saved."""

@@ -18,7 +18,6 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -38,6 +37,8 @@ from zoo.profiling.source_location import line_of_frame
 NO_FORK = "fork-based multiprocessing"
 # seconds without work after which a child waits for what will never come
 PATIENCE = 30
+# packages that start processes and wait for them
+STARTING = ("subprocess", "multiprocessing", "concurrent")
 
 
 class Failed(NamedTuple):
@@ -168,9 +169,11 @@ def _watch(watched: int, writer: int, answering: threading.Lock) -> None:
 def _waits_for_process(watched: int) -> bool:
     """Says whether a thread waits for a process that it has started, such as a compiler."""
     frame = sys._current_frames().get(watched)
-    while frame is not None and frame.f_globals.get("__name__") != subprocess.__name__:
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in STARTING:
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def _end(writer: int, answer: bytes, answering: threading.Lock) -> NoReturn:

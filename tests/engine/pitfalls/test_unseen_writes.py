@@ -111,6 +111,89 @@ def test_a_write_that_no_mode_sees(program: Callable[..., Tensor], size: int) ->
         compare(outcome(run, zoo.recompute), expected)
 
 
+def an_activation_by_data(h: Tensor) -> Tensor:
+    made = F.relu(h, inplace=True)
+    result = made * h.sum()
+    made.data.mul_(3)
+    return result
+
+
+def a_result_by_data(h: Tensor) -> Tensor:
+    made = h.sigmoid_()
+    made.data.clamp_(0.4, 0.6)
+    return made * 2
+
+
+def a_part_by_data(h: Tensor) -> Tensor:
+    h[0] = 0
+    result = h.square()
+    h.data.mul_(2)
+    return result
+
+
+def by_a_kernel_that_draws(h: Tensor) -> Tensor:
+    made = h.sigmoid_()
+    result = made.square()
+    made.data.uniform_()
+    return result
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize(
+    "write", [an_activation_by_data, a_result_by_data, a_part_by_data, by_a_kernel_that_draws]
+)
+def test_a_write_by_data_after_one_in_place(
+    write: Callable[[Tensor], Tensor], is_held: bool
+) -> None:
+    """What `Tensor.data` returns has a version of its own; autograd reads what was written last."""
+
+    def run(call: Call) -> list[Any]:
+        model, held = nn.Linear(4, 4), []
+
+        def function(x: Tensor) -> Tensor:
+            h = model(x) * 1.0
+            if is_held:
+                held.append(h)
+            return write(h)
+
+        y = call(function, *rows())
+        y.sum().backward()
+        return [y, model.weight.grad]
+
+    assert_exact(run)
+
+
+class Slices(nn.Module):
+    """Fills memory without content in parts that lie apart, as a cache or a padding."""
+
+    def __init__(self, make: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.make, self.linear = make, nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        made = self.make(*h.shape[:-1], 2 * h.shape[-1])
+        made[..., : h.shape[-1]] = F.relu_(h).view(h.shape)
+        made[..., h.shape[-1] :] = h.tanh()
+        return x + made.sin().view(*h.shape[:-1], 2, -1).sum(-2)
+
+
+@pytest.mark.parametrize("make", [torch.empty, torch.zeros])
+def test_what_is_filled_in_parts_is_replayed(make: Callable[..., Tensor]) -> None:
+    blocks = [Slices(make) for _ in range(6)]
+
+    def peak(call: Call) -> int:
+        def step() -> None:
+            y = torch.rand(32, 16, 64, requires_grad=True)
+            for block in blocks:
+                y = call(block, y)
+            y.sum().backward()
+
+        return trace(step).peak
+
+    assert peak(zoo.recompute) < 0.5 * peak(plain)
+
+
 def test_what_empty_memory_is_filled_with_is_replayed() -> None:
     """Memory that kernels fill whole, without reading it, is known all the same."""
 
