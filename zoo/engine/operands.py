@@ -17,6 +17,7 @@ are taken on the CPU alone, where reading memory waits for nothing.
 import contextlib
 import ctypes
 import functools
+import itertools
 import operator
 import threading
 import weakref
@@ -309,6 +310,28 @@ def fingerprint(tensor: Tensor) -> bytes | None:
     return read(tensor)
 
 
+# so that no two marks are alike
+_marks = itertools.count(1)
+
+
+def mark(storage: Any) -> bytes:
+    """Returns `sample` of memory without content, where it puts bytes that nobody else writes.
+
+    Memory that is used again may hold just what code that nobody sees is about to write. Where
+    torch fills such memory, that is its mark.
+    """
+    is_filled = torch.are_deterministic_algorithms_enabled()
+    if storage.device.type == "cpu" and not is_filled:
+        start, size = storage.data_ptr(), storage.nbytes()
+        number = (next(_marks) * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little")
+        if size <= AT_ONCE:
+            ctypes.memmove(start, number * (size // 8 + 1), size)
+        else:
+            for place in range(PLACES):
+                ctypes.memmove(start + place * _gap(size), number * 2, WIDTH)
+    return sample(storage)
+
+
 def sample(storage: Any) -> bytes:
     """Returns bytes at places spread over a storage; b"" where they cannot be read."""
     return (
@@ -327,5 +350,9 @@ def read_memory(start: int, size: int) -> bytes:
         found = ctypes.string_at(start, size)
         # an odd stride takes high and low bytes of numbers in turn
         return found[:: size // (PLACES * WIDTH) | 1] + found[-WIDTH:]
-    gap = (size - WIDTH) // (PLACES - 1) // WIDTH * WIDTH
+    gap = _gap(size)
     return b"".join([ctypes.string_at(start + place * gap, WIDTH) for place in range(PLACES)])
+
+
+def _gap(size: int) -> int:
+    return (size - WIDTH) // (PLACES - 1) // WIDTH * WIDTH

@@ -125,12 +125,13 @@ def _read(operator: Any) -> Effects:
     )
 
 
-_DENORMAL, _ONE = 5e-324, 1.0
+# their product is 0 where this thread takes denormal numbers for it
+DENORMAL, ONE = 5e-324, 1.0
 
 
-def flushes_denormal() -> bool:
+def _flushes_denormal() -> bool:
     """Says whether this thread takes denormal numbers for 0 (`torch.set_flush_denormal`)."""
-    return _DENORMAL * _ONE == 0
+    return DENORMAL * ONE == 0
 
 
 Settings = tuple[Any, ...]
@@ -173,20 +174,20 @@ def _precisions(library: str, *kinds: str) -> Iterator[Setting]:
         yield Setting(*(functools.partial(function, library, kind) for function in functions))
 
 
-# a more general precision comes first
 _OF_CPU = (
     # these concern all kernels
     Setting(torch.get_default_dtype, torch.set_default_dtype),
     Setting(torch.get_num_threads, torch.set_num_threads),
-    Setting(flushes_denormal, torch.set_flush_denormal),
+    Setting(_flushes_denormal, torch.set_flush_denormal),
     Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     *itertools.starmap(Setting, SETTINGS_OF_CPU),
-    *_precisions("generic", "all"),
-    *_precisions("mkldnn", "all", "conv", "rnn", "matmul"),
+    *_precisions("mkldnn", "conv", "rnn", "matmul"),
 )
 _OF_ALL = (
     *_OF_CPU,
     *itertools.starmap(Setting, SETTINGS_OF_CUDA),
+    # the more general ones first: those of cuDNN begin with one that nobody can write again
+    *_precisions("generic", "all"),
     *_precisions("cuda", "all", "conv", "rnn", "matmul"),
 )
 _CPU_READERS, _READERS = ([setting.read for setting in part] for part in (_OF_CPU, _OF_ALL))

@@ -54,18 +54,20 @@ from zoo.engine.operands import (
     Value,
     View,
     Write,
+    mark,
     no_tensor,
     sample,
     version_of,
 )
 from zoo.engine.operators import (
+    DENORMAL,
     KNOWN,
+    ONE,
     STATISTICS,
     TRAINING,
     Effects,
     Settings,
     effects_of,
-    flushes_denormal,
     read_settings,
 )
 
@@ -222,7 +224,7 @@ class Recording:
             and not effects.chosen
             and torch.get_default_dtype() is known[0]
             and torch.get_num_threads() == known[1]
-            and flushes_denormal() is known[2]
+            and (DENORMAL * ONE == 0) is known[2]
         ):
             return known
         now = read_settings()
@@ -266,7 +268,11 @@ class Recording:
         return self._refer_outside(tensor, storage, found)
 
     def _refer_value(self, tensor: Tensor, storage: Any, value: Value) -> Reference | Outside:
-        if self._has_version(value, tensor) and _is_untouched(value, storage):
+        # mostly nothing was written unseen, and no tensor has a version apart
+        is_plain_value = value.blank is None and not (value.is_empty or self.apart)
+        if (is_plain_value and value.counter == tensor._version) or (
+            self._has_version(value, tensor) and _is_untouched(value, storage)
+        ):
             if value.trains is tensor.requires_grad and value.base() is tensor:
                 return value
             if id(tensor) in self.saved:
@@ -750,7 +756,8 @@ class Recorder(KernelMode):
         storages[id(storage)] = value
         if effects.blank and storage.nbytes() > 0:
             value.is_empty = effects.empty
-            value.blank = None if isinstance(tensor, FakeTensor) else sample(storage)
+            if not isinstance(tensor, FakeTensor):
+                value.blank = mark(storage) if effects.empty else sample(storage)
         return value
 
 
