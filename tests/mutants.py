@@ -185,12 +185,6 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_saved_tensors",
         ),
         (
-            "empty memory is marked",
-            "mark(storage) if effects.empty else sample(storage)",
-            "sample(storage)",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
             "what is saved is kept before it is written unrecorded",
             "                handle.lose()\n",
             "                pass\n",
