@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
-from zoo.engine.operands import Outside
+from zoo.engine.operands import Outside, alive
 from zoo.engine.operators import effects_of
 from zoo.engine.recompute import HOOKS, records
 from zoo.engine.recording import (
@@ -129,8 +129,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         They get a copy: the forward may write until it ends, as for a moving average.
         """
         storage = storage_of(tensor)
-        alive = [reader() for reader in self._readers.pop(id(storage), ())]
-        readers = [r for r in alive if r is not None and r.home is not None and r.home() is storage]
+        readers = alive(self._readers.pop(id(storage), ()))
+        readers = [reader for reader in readers if reader.home and reader.home() is storage]
         hold_readers(readers, storage, tensor)
         if self.recording is not None:
             super().before_write(tensor)

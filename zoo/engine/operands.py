@@ -21,7 +21,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,6 +46,11 @@ PLACES = 4
 WIDTH = 16
 # bytes of a tensor that are read at once rather than place by place
 AT_ONCE = 1 << 12
+
+
+def alive(references: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Returns what weak references still refer to."""
+    return [found for reference in references if (found := reference()) is not None]
 
 
 class Geometry:
@@ -100,7 +105,7 @@ class Value:
 
     def handles(self) -> list[Any]:
         """Returns the handles that somebody may still open."""
-        return [handle for saved in self.saved or () if (handle := saved()) is not None]
+        return alive(self.saved or ())
 
     def now(self) -> Tensor:
         """Returns the tensor in a replay that has made it."""
@@ -320,7 +325,8 @@ def mark(storage: Any) -> bytes:
     Memory that is used again may hold just what code that nobody sees is about to write. Where
     torch fills such memory, that is its mark.
     """
-    is_filled = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    is_filled = fills and torch.are_deterministic_algorithms_enabled()
     if storage.device.type == "cpu" and not is_filled:
         start, size = storage.data_ptr(), storage.nbytes()
         number = (next(_marks) * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little")

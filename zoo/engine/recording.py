@@ -54,6 +54,7 @@ from zoo.engine.operands import (
     Value,
     View,
     Write,
+    alive,
     mark,
     no_tensor,
     sample,
@@ -152,12 +153,12 @@ class Segment:
 
     def living(self) -> list[Any]:
         """Returns the handles of this segment itself that somebody may still open."""
-        found = [handle for reference in self.handles if (handle := reference()) is not None]
+        found = alive(self.handles)
         return [handle for handle in found if handle.kept is None and handle.segment is self]
 
     def inner(self) -> list["Segment"]:
         """Returns the segments directly inside of this one that somebody may still ask for."""
-        return [part for reference in self._inner if (part := reference()) is not None]
+        return alive(self._inner)
 
     def all_handles(self) -> list[Any]:
         """Returns the handles of this segment and of those inside."""
