@@ -107,13 +107,16 @@ class Value:
         """Returns the handles that somebody may still open."""
         return alive(self.saved or ())
 
+    def take(self, tensor: Tensor) -> None:
+        """Has a replay read this tensor for the value."""
+        if tensor.requires_grad is not self.trains:
+            tensor.requires_grad_(bool(self.trains))
+        self.made = tensor
+
     def now(self) -> Tensor:
         """Returns the tensor in a replay that has made it."""
-        found = self.made
-        assert found is not None, "a replay makes what a node reads before the node"
-        if found.requires_grad is not self.trains:
-            found.requires_grad_(bool(self.trains))
-        return found
+        assert self.made is not None, "a replay makes what a node reads before the node"
+        return self.made
 
 
 class View:
@@ -325,17 +328,24 @@ def mark(storage: Any) -> bytes:
     Memory that is used again may hold just what code that nobody sees is about to write. Where
     torch fills such memory, that is its mark.
     """
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    is_filled = fills and torch.are_deterministic_algorithms_enabled()
-    if storage.device.type == "cpu" and not is_filled:
-        start, size = storage.data_ptr(), storage.nbytes()
-        number = (next(_marks) * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little")
-        if size <= AT_ONCE:
-            ctypes.memmove(start, number * (size // 8 + 1), size)
-        else:
-            for place in range(PLACES):
-                ctypes.memmove(start + place * _gap(size), number * 2, WIDTH)
-    return sample(storage)
+    if storage.device.type != "cpu" or _fills_empty_memory():
+        return sample(storage)
+    start, size = storage.data_ptr(), storage.nbytes()
+    number = (next(_marks) * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little")
+    if size > AT_ONCE:
+        for place in range(PLACES):
+            ctypes.memmove(start + place * _gap(size), number * 2, WIDTH)
+        return number * (2 * PLACES)
+    content = (number * (size // 8 + 1))[:size]
+    ctypes.memmove(start, content, size)
+    return _spread(content)
+
+
+def _fills_empty_memory() -> bool:
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    )
 
 
 def sample(storage: Any) -> bytes:
@@ -353,11 +363,14 @@ def read(tensor: Tensor) -> bytes:
 def read_memory(start: int, size: int) -> bytes:
     """Returns bytes at places spread over some memory."""
     if size <= AT_ONCE:
-        found = ctypes.string_at(start, size)
-        # an odd stride takes high and low bytes of numbers in turn
-        return found[:: size // (PLACES * WIDTH) | 1] + found[-WIDTH:]
+        return _spread(ctypes.string_at(start, size))
     gap = _gap(size)
     return b"".join([ctypes.string_at(start + place * gap, WIDTH) for place in range(PLACES)])
+
+
+def _spread(content: bytes) -> bytes:
+    # an odd stride takes high and low bytes of numbers in turn
+    return content[:: len(content) // (PLACES * WIDTH) | 1] + content[-WIDTH:]
 
 
 def _gap(size: int) -> int:

@@ -255,6 +255,15 @@ class Recording:
         if found is None or found.home() is not storage:
             found = None
         elif type(found) is Value:
+            # mostly nothing was written unseen, no tensor has a version apart, and this is its base
+            if (
+                found.blank is None
+                and not (found.is_empty or self.apart)
+                and found.counter == tensor._version
+                and found.trains is tensor.requires_grad
+                and found.base() is tensor
+            ):
+                return found
             return self._refer_value(tensor, storage, found)
         elif type(found) is not Outside:
             found = None
@@ -269,13 +278,7 @@ class Recording:
         return self._refer_outside(tensor, storage, found)
 
     def _refer_value(self, tensor: Tensor, storage: Any, value: Value) -> Reference | Outside:
-        # mostly nothing was written unseen, and no tensor has a version apart
-        is_plain_value = value.blank is None and not (value.is_empty or self.apart)
-        if (is_plain_value and value.counter == tensor._version) or (
-            self._has_version(value, tensor) and _is_untouched(value, storage)
-        ):
-            if value.trains is tensor.requires_grad and value.base() is tensor:
-                return value
+        if self._has_version(value, tensor) and _is_untouched(value, storage):
             if id(tensor) in self.saved:
                 self.look_for_replaced(tensor, value)
             found = _reference(value, tensor)
@@ -396,9 +399,10 @@ class Recording:
         latest = self.find(storage)
         if type(latest) is not Outside:
             return
-        readers = [*earlier_of(latest)]
-        hold_readers(readers, storage, tensor)
-        for reader in readers:
+        # mostly there is one, and no kernel read it
+        if latest.is_read or latest.earlier is not None:
+            hold_readers(earlier_of(latest), storage, tensor)
+        for reader in earlier_of(latest):
             self.known.pop(id(reader.tensor), None)
         self.storages[id(storage)] = Written(weakref.ref(storage))
 
@@ -460,9 +464,14 @@ def hold_readers(readers: Iterable[Outside], storage: Any, tensor: Tensor) -> No
 
 def is_small(tensor: Tensor) -> bool:
     """Says whether a storage is worth a copy, to be safe from a program that changes it."""
-    if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
+    if _is_parameter(tensor) or _is_parameter(tensor._base):
         return False
     return is_plain(tensor) and bool(tensor.untyped_storage().nbytes() <= SMALL)
+
+
+def _is_parameter(tensor: Tensor | None) -> bool:
+    # asked for this class, `isinstance` runs Python
+    return tensor is not None and type(tensor) is not Tensor and isinstance(tensor, Parameter)
 
 
 def _copied(storage: Any, tensor: Tensor) -> Any:
@@ -728,9 +737,12 @@ class Recorder(KernelMode):
         """Notes what a kernel made and wrote, and the kernel where that is anything."""
         recording = self.recording
         if effects.makes:
-            parts = (out,) if isinstance(out, Tensor) else flat(out)
-            node.outs = outs = [self._note_result(part, node, effects) for part in parts]
-            node.results = [value for value in outs if value is not None]
+            if isinstance(out, Tensor):
+                value = self._note_result(out, node, effects)
+                node.outs, node.results = (value,), () if value is None else (value,)
+            else:
+                node.outs = outs = [self._note_result(part, node, effects) for part in flat(out)]
+                node.results = [value for value in outs if value is not None]
         for write in node.writes:
             tensor, write.scratch = write.scratch, None
             if not isinstance(write.target, Outside) and tensor is not None:

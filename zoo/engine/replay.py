@@ -125,7 +125,13 @@ def _call(node: Node, drops: list[Value]) -> None:
     """Calls the operator of a node, on scratch memory where it writes an argument."""
     for write in node.writes:
         write.scratch = _scratch(write.target, drops)
-    args = [value.now() if type(value) in REFERENCES else value for value in node.args]
+    # most are values, and calls are what a replay costs
+    args = [
+        value.made
+        if type(value) is Value
+        else (value.now() if type(value) in REFERENCES else value)
+        for value in node.args
+    ]
     if node.kwargs is None:
         out = node.kernel(*args)
     else:
@@ -136,9 +142,11 @@ def _call(node: Node, drops: list[Value]) -> None:
     for value, tensor in zip(node.outs, parts, strict=False):
         if value is not None:
             value.made = tensor
+            if value.trains:
+                tensor.requires_grad_()
     for write in node.writes:
-        if write.after is not None:
-            write.after.made = write.scratch
+        if write.after is not None and write.scratch is not None:
+            write.after.take(write.scratch)
         write.scratch = None
     for value in drops:
         value.made = None

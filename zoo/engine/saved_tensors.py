@@ -302,7 +302,7 @@ def _fill(segment: Segment) -> None:
         goals = _goals(waiting).union(*needs.values())
         found = schedule(segment.backwards(), goals, given)
     for value, (tensor, _) in given.items():
-        value.made = tensor
+        value.take(tensor)
     sharded = freed_modules(outside_of(found))
     try:
         for module in sharded:
