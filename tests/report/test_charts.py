@@ -3,7 +3,16 @@
 from hypothesis import given, strategies as st
 
 from tests.report.recorded import AGAIN, FORWARD, MIB, timeline
-from zoo.report.charts import EDGES, phase_peaks, phase_starts, places, recomputations, totals
+from zoo.report.charts import (
+    EDGES,
+    Marks,
+    memory_chart,
+    phase_peaks,
+    phase_starts,
+    places,
+    recomputations,
+    totals,
+)
 
 SIZES = [1, 2, 2, 3, 4, 3, 4, 5, 4, 3, 2, 1]
 
@@ -43,3 +52,10 @@ def test_sums_and_peaks_are_those_of_the_categories() -> None:
     most = {"forward": 6, "backward": 7, "recompute": 8, "optimizer": 5}
     peaks = {phase: {"run": size * MIB + 12} for phase, size in most.items()}
     assert phase_peaks({"run": drawn}) == peaks
+
+
+def test_the_texts_of_the_two_lower_peaks_stand_on_both_sides() -> None:
+    runs = ("baseline", "checkpointed", "optimizer_in_backward")
+    for count, expected in ((1, [False]), (2, [False, True]), (3, [False, False, True])):
+        chart = memory_chart({name: timeline(SIZES, AGAIN) for name in runs[:count]})
+        assert [layer.below for layer in chart.layers if isinstance(layer, Marks)] == expected

@@ -147,7 +147,7 @@ class Results:
                 file.seek(-1, os.SEEK_END)
                 # a kill leaves a line that is not whole
                 file.write(b"" if file.read(1) == b"\n" else b"\n")
-            file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
+            file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 

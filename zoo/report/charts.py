@@ -201,7 +201,8 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
         layers.append(Steps(color=color, name=name, alpha=0.1, tips=tips, **curve))
         most = max(sizes)
         place = ends[sizes.index(most)]
-        peaks.append(_peak(color, place, most, divisor, below=kind == "checkpointed"))
+        # the last of several runs is the lowest: its peak's text is not to lie on another's
+        peaks.append(_peak(color, place, most, divisor, below=len(peaks) == len(shown) - 1 > 0))
     return Chart(x, y, [*layers, *peaks])
 
 
