@@ -150,11 +150,11 @@ class Handle:
         reference = self.reference
         tensor = reference.value.made
         assert tensor is not None, "a replay makes what its handles want"
-        if type(reference) is View:
-            tensor = reference.geometry.on(tensor)
-        # autograd gives it its history again
+        # autograd gives it its history again; before that a view of it has none
         if tensor.requires_grad:
             tensor.requires_grad_(False)
+        if type(reference) is View:
+            tensor = reference.geometry.on(tensor)
         if self.fingerprint is not None and self.fingerprint != read(tensor):
             raise RecomputeError(
                 f"a replayed tensor {tuple(tensor.shape)} {tensor.dtype} has other numbers than in "

@@ -51,6 +51,22 @@ def test_double_backward(way: Way) -> None:
     assert_exact(program)
 
 
+def test_double_backward_through_views_of_what_a_kernel_reads() -> None:
+    """The backward that makes a graph opens views of a value that a replayed kernel reads, too."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        return y.exp().sum() + y.t().square().sum() + (y[1:] * y[:-1]).sum()
+
+    def program(call: Call) -> Any:
+        (x,) = rows()
+        (first,) = torch.autograd.grad(call(function, x), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        return first, second, torch.autograd.grad(second.sum(), x)
+
+    assert_exact(program)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_retained_graph(way: Way) -> None:
     """retain_graph=True: a replay per backward, with norm and dropout, three times."""
