@@ -154,10 +154,14 @@ def _call(node: Node, drops: list[Value]) -> None:
 
 def _scratch(target: Reference | Outside, drops: list[Value]) -> Tensor:
     """Returns a tensor that a kernel may write: a copy where others need it as it was."""
+    is_last = not isinstance(target, Outside) and target.value in drops
     if type(target) is View:
         target.make_room()
+        if is_last:
+            # a view of what requires a gradient gets a history when it is written
+            target.value.now().requires_grad_(False)
     tensor = target.now()
-    if not isinstance(target, Outside) and target.value in drops:
+    if is_last:
         return tensor
     if isinstance(tensor, FakeTensor):
         return tensor.clone()

@@ -51,12 +51,21 @@ def test_double_backward(way: Way) -> None:
     assert_exact(program)
 
 
-def test_double_backward_through_views_of_what_a_kernel_reads() -> None:
-    """The backward that makes a graph opens views of a value that a replayed kernel reads, too."""
+def views(x: Tensor) -> Tensor:
+    y = x.sin()
+    return y.exp().sum() + y.t().square().sum() + (y[1:] * y[:-1]).sum()
 
-    def function(x: Tensor) -> Tensor:
-        y = x.sin()
-        return y.exp().sum() + y.t().square().sum() + (y[1:] * y[:-1]).sum()
+
+def written_views(x: Tensor) -> Tensor:
+    y = x * 2
+    read = y.exp()
+    y[1:].mul_(read[1:])
+    return y.sin().sum() + y[1:].cos().sum()
+
+
+@pytest.mark.parametrize("function", [views, written_views])
+def test_double_backward_through_views_of_what_a_kernel_reads(function: Any) -> None:
+    """The backward that makes a graph opens views of a value that a replayed kernel reads, too."""
 
     def program(call: Call) -> Any:
         (x,) = rows()
