@@ -38,6 +38,7 @@ from zoo.planner.plan import Plan
 from zoo.policy.options import attach
 
 CHANNELS, SIZE, CLASSES = 4, 6, 3
+STEPS = 2
 STATELESS = (
     "convolution", "linear", "batch_norm", "instance_norm", "layer_norm", "group_norm",
     "dropout", "channel_dropout", "drop_path", "rrelu", "activation",
@@ -331,8 +332,8 @@ class PythonRandom(nn.Module):
         return x.tanh() * (1 + random.random()) if random.random() > self.rate else x.sigmoid()
 
 
-def check(description: Description) -> None:
-    """Trains the chain and a copy by the plan for two steps; every bit must agree."""
+def check(description: Description) -> int:
+    """Trains the chain and a copy by the plan; every bit must agree; returns the steps trained."""
     torch.manual_seed(1)
     chain = Drawn(description)
     checkpointed = attach(copy.deepcopy(chain), description.plan)
@@ -344,10 +345,11 @@ def check(description: Description) -> None:
     with mock.patch.object(recording, "PACKED_SIZE", largest):
         assert_same(trained(checkpointed, description), expected)
     assert attributes(checkpointed) == attributes(chain)
+    return STEPS
 
 
 def trained(chain: Drawn, description: Description) -> Record:
-    """Trains for two steps and records them, with Python's generator and who stayed in place."""
+    """Trains for some steps and records them, with Python's generator and who stayed in place."""
     random.seed(0)
     before = dict(chain.named_buffers())
     autocast = torch.autocast("cpu", torch.bfloat16) if description.autocast else None
@@ -357,7 +359,7 @@ def trained(chain: Drawn, description: Description) -> Record:
             result: Tensor = chain(x)
         return result
 
-    record = train(chain, functools.partial(_inputs, description), steps=2, forward=forward)
+    record = train(chain, functools.partial(_inputs, description), STEPS, forward=forward)
     record["python random"] = torch.tensor(random.getstate()[1])
     for name, buffer in chain.named_buffers():
         record[f"the same tensor {name}"] = torch.tensor(buffer is before.get(name))

@@ -110,8 +110,38 @@ def _added_list(block: "Block", one: Tensor, other: Tensor) -> Tensor:
     return found * other
 
 
+def _halves(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    found = torch.empty(ROWS, WIDTH)
+    found[:2], found[2:] = one[:2], other[2:].sin()
+    return found
+
+
+def _by_numpy(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    found = torch.empty(ROWS, WIDTH)
+    found.numpy()[:] = one.detach().numpy() * 0.5
+    return found.mul_(0.5) * other
+
+
+def _read_and_written(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    found = one * 2
+    read = found.exp().clamp(max=3)
+    found[1:].mul_(read[1:])
+    return found.sin() * read
+
+
 def _set_column(block: "Block", one: Tensor, other: Tensor) -> None:
     one[:, 1] = 0.25
+
+
+def _set_diagonal(block: "Block", one: Tensor, other: Tensor) -> None:
+    one.diagonal().fill_(0.25)
+
+
+def _written_by_data(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    # of this block's own: after a segment nobody sees such a write, as docs/limitations.md says
+    found = one.tanh()
+    found.data.mul_(0.9)
+    return found * other
 
 
 def _moved_rows(block: "Block", one: Tensor, other: Tensor) -> None:
@@ -121,6 +151,11 @@ def _moved_rows(block: "Block", one: Tensor, other: Tensor) -> None:
 def _averaged(block: "Block", one: Tensor, other: Tensor) -> Tensor:
     block.mean.lerp_(one.detach().mean(0), 0.3)
     return one * (1 + block.mean)
+
+
+def _replaced(block: "Block", one: Tensor, other: Tensor) -> Tensor:
+    last, block.mean = block.mean, one.detach().mean(0)
+    return other * last.cos()
 
 
 def _counted(block: "Block", one: Tensor, other: Tensor) -> Tensor:
@@ -222,6 +257,22 @@ MAKES: dict[str, Line] = {
                                                             generator=block.generator),
     "custom": lambda block, one, other: Sine.apply(one),
     "filled": _filled,
+    "gru": lambda block, one, other: block.gru(one[None])[0][0],
+    "embedding": lambda block, one, other: block.embedding(one.argmax(1) % 3) + other,
+    "frozen": lambda block, one, other: one * block.frozen,
+    "attend to itself": lambda block, one, other: one @ (one.t() @ other).softmax(1),
+    "normalize": lambda block, one, other: F.normalize(one, dim=1),
+    "deviation": lambda block, one, other: one.std(0) * other,
+    "double": lambda block, one, other: one.double().sin().float(),
+    "fft": lambda block, one, other: torch.fft.fft(one).abs() / 3,
+    "alpha dropout": lambda block, one, other: F.alpha_dropout(one, 0.2, True),
+    "whole channels": lambda block, one, other: F.feature_alpha_dropout(one, 0.3, True),
+    "gumbel": lambda block, one, other: F.gumbel_softmax(one),
+    "permute": lambda block, one, other: one[torch.randperm(ROWS)],
+    "normal": lambda block, one, other: one + torch.empty_like(one).normal_(),
+    "bernoulli": lambda block, one, other: one * torch.bernoulli(torch.full((ROWS, WIDTH), 0.5)),
+    "halves": _halves,
+    "numpy": _by_numpy,
 }  # fmt: skip
 WRITES: dict[str, Line] = {
     "relu": lambda block, one, other: torch.relu_(one + other),
@@ -230,10 +281,15 @@ WRITES: dict[str, Line] = {
     "column": _set_column,
     "transposed": _moved_rows,
     "detached": lambda block, one, other: one.detach().mul_(0.9),
-    "data": lambda block, one, other: one.data.mul_(0.9),
+    "data": _written_by_data,
     "out": _product_into,
     "list": _added_list,
     "copied": lambda block, one, other: torch.empty_like(one).copy_(other) * one,
+    "mask": lambda block, one, other: one.masked_fill_(other > 0.5, 0.5),
+    "clamp": lambda block, one, other: one.clamp_(-1, 1),
+    "diagonal": _set_diagonal,
+    "dropout": lambda block, one, other: F.dropout(one, 0.3, True, inplace=True),
+    "read": _read_and_written,
     "index": lambda block, one, other: one.clone().index_add_(0, torch.tensor([0, 2]), other[:2]),
 }
 VIEWS: dict[str, Line] = {
@@ -242,10 +298,17 @@ VIEWS: dict[str, Line] = {
     "transposed twice": lambda block, one, other: one.t().t(),
     "detached view": lambda block, one, other: one.detach(),
     "expanded": lambda block, one, other: one[:1].expand(ROWS, WIDTH),
+    "unbound": lambda block, one, other: one.unbind(0)[2].expand(ROWS, WIDTH),
+    "strided": lambda block, one, other: one.as_strided(
+        one.shape, one.stride(), one.storage_offset()
+    ),
+    "permuted": lambda block, one, other: one.view(ROWS, 2, 3).transpose(1, 2).reshape(ROWS, WIDTH),
+    "data": lambda block, one, other: one.sin().data,
 }
 PYTHON: dict[str, Line] = {
     "python random": lambda block, one, other: one * (0.5 + random.random()),
     "average": _averaged,
+    "replace": _replaced,
     "count": _counted,
     "log": _logged,
     "leave": _left,
@@ -323,6 +386,8 @@ class Block(nn.Module):
         super().__init__()
         self.lines, self.shared, self.path = lines, shared, path
         self.linear, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
+        self.gru, self.embedding = nn.GRU(WIDTH, WIDTH), nn.Embedding(3, WIDTH)
+        self.frozen = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
         self.layer_norm, self.batch_norm = nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH)
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.generator = torch.Generator().manual_seed(3)
@@ -375,7 +440,8 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.shared.left = None
         tensors = self.run(self.plan, x * 1, x.cos())
-        return torch.stack([value.float() for value in tensors]).sum(0)
+        # so that each model trains
+        return torch.stack([value.float() for value in tensors]).sum(0) + self.weight.mean()
 
     def run(self, items: Sequence[Item], *tensors: Tensor) -> tuple[Tensor, ...]:
         for item in items:
@@ -417,7 +483,8 @@ def trained(description: Foreign, plainly: bool) -> list[Any]:
             return [*record, f"{type(error).__name__}: {error}"]
         shared = model.shared
         record.append(frozen([
-            outputs, batch.grad, state_of(model), [block.generator for block in model.blocks],
+            outputs, batch.grad, state_of(model) | {"attributes": {}},
+            [block.generator for block in model.blocks],
             shared.carried, shared.calls, shared.seen, torch.get_rng_state(), random.random(),
         ]))  # fmt: skip
         optimizer.step()

@@ -71,6 +71,26 @@ def test_what_a_forward_writes_where_it_ends(averages: str, option: Any) -> None
     check(Teacher(averages), lambda: [torch.rand(8, 16)], option)
 
 
+class Late(nn.Module):
+    """Writes at its end, without counting a version, what autograd saved of its first blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = [part(x) for part in self.parts]
+        found = torch.stack(results).sin().mean()
+        for result in results:
+            result.data.mul_(0.9)
+        return found
+
+
+@pytest.mark.parametrize("option", [True, 2, "sqrt", "blocks", "cheap"])
+def test_a_late_write_that_counts_no_version_reaches_what_was_saved(option: Any) -> None:
+    check(Late(), lambda: [torch.rand(8, 16)], option)
+
+
 class Rows(nn.Module):
     """Its blocks are Sequentials in a list, and it keeps what they returned on itself."""
 

@@ -96,8 +96,9 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         # the next operator, the segments around the one before, and the blocks that run
         self.place, self.path, self.depth = 0, Path(), 0
         self._counts: Counter[str] = Counter()
-        # by the ids of storages what closed segments read of them
+        # by the ids of storages what closed segments read of them, and what is saved of them there
         self._readers: defaultdict[int, list[weakref.ref[Outside]]] = defaultdict(list)
+        self._saved: defaultdict[int, list[weakref.ref[Handle]]] = defaultdict(list)
         self._sequence = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,9 +127,14 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
     def before_write(self, tensor: Tensor) -> None:
         """Is told that a kernel is about to write a tensor, which earlier segments may have read.
 
-        They get a copy: the forward may write until it ends, as for a moving average.
+        They get a copy: the forward may write until it ends, as for a moving average. Autograd
+        would see the write in what it saved, so that is kept.
         """
         storage = storage_of(tensor)
+        for handle in alive(self._saved.pop(id(storage), ())):
+            original = handle.original()
+            if original is not None and storage_of(original) is storage:
+                handle.keep()
         readers = alive(self._readers.pop(id(storage), ()))
         readers = [reader for reader in readers if reader.home and reader.home() is storage]
         hold_readers(readers, storage, tensor)
@@ -206,6 +212,9 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             prune(part)
             for found in read:
                 self._readers[id(storage_of(found.tensor))].append(weakref.ref(found))
+            for handle in part.all_handles():
+                if (original := handle.original()) is not None:
+                    self._saved[id(storage_of(original))].append(weakref.ref(handle))
 
     def _pending(self) -> list[Handle]:
         """Returns what the operation saved that is about to run its kernel in another segment.

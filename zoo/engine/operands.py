@@ -163,8 +163,11 @@ class Outside:
 
     def cut(self) -> None:
         """Lets go of the tensor's graph."""
-        if not self.tensor.is_leaf:
-            self.tensor = detached(self.tensor).requires_grad_(self.tensor.requires_grad)
+        tensor = self.tensor
+        # a view that is asked whether it is a leaf gets its history anew where its base was
+        # written, which changes the order of the backward, or refuses to
+        if tensor.requires_grad and (tensor._base is not None or not tensor.is_leaf):
+            self.tensor = detached(tensor).requires_grad_()
 
     def unpack(self) -> Tensor:
         """Returns the tensor, which autograd saved.

@@ -387,7 +387,7 @@ class Recording:
             return
         found.is_read = True
         tensor = found.tensor
-        if not tensor.requires_grad and tensor.is_leaf and is_small(tensor):
+        if not tensor.requires_grad and is_small(tensor):
             # one copy for all tensors of a storage, as long as nobody writes it
             alike = (other for other in earlier_of(found) if other.version == found.version)
             copy = next((other.copy for other in alike if other.copy is not None), None)

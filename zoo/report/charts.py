@@ -191,7 +191,7 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
     if spans := recomputations(timelines.get("checkpointed", {"phases": [], "length": 0})):
         boxes = [(*span, y.start, y.stop) for span in spans]
         layers.append(Bars(color="in-recompute", name="recomputation", boxes=boxes, behind=True))
-    peaks = []
+    peaks: list[Marks] = []
     for kind, sizes in shown.items():
         ends, tips = _points(timelines[kind])
         heights, name, color = [*sizes, sizes[-1]], VARIANTS.get(kind, kind), color_of(kind)

@@ -17,6 +17,7 @@ from tests.engine.pitfalls.program import (
     rows,
     state_of,
 )
+from zoo._torch import sequence_number
 
 
 def mixed() -> nn.Sequential:
@@ -72,6 +73,39 @@ def test_double_backward_through_views_of_what_a_kernel_reads(function: Any) -> 
         (first,) = torch.autograd.grad(call(function, x), x, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
         return first, second, torch.autograd.grad(second.sum(), x)
+
+    assert_exact(program)
+
+
+def stale(y: Tensor, view: Tensor) -> Tensor:
+    read = view * 3
+    y.mul_(2)
+    return read.sum() * y
+
+
+def stale_without_gradient(y: Tensor, view: Tensor) -> Tensor:
+    with torch.no_grad():
+        read = y[1:].exp()
+    y.mul_(2)
+    return read.sum() * y
+
+
+def stale_of_several(y: Tensor, view: Tensor) -> Tensor:
+    read = y.split(2)[0] * 3
+    y.mul_(2)
+    return read.sum() * y
+
+
+@pytest.mark.parametrize("function", [stale, stale_without_gradient, stale_of_several])
+def test_a_view_whose_base_was_written_keeps_its_history(function: Any) -> None:
+    """Autograd makes it anew when it is asked for: a node more, so another order, or an error."""
+
+    def program(call: Call) -> Any:
+        (x,) = rows()
+        y = x * 1
+        view, before = y[1:], sequence_number()
+        call(function, y, view).sum().backward()
+        return sequence_number() - before, x.grad
 
     assert_exact(program)
 
