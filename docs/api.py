@@ -17,10 +17,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import zoo
+import zoo.api.plan
 import zoo.invocation
 import zoo.policy.budget
 import zoo.policy.options
 import zoo.profiling.optimizer_memory
+import zoo.sizing.size_estimate
 from zoo.catalog import OPTIONS, list_models, model_arguments
 
 TARGET = Path(__file__).parent / "api.md"
@@ -77,6 +79,8 @@ TYPES: dict[str, ModuleType] = {
     "Inputs": zoo.invocation,
     "Loss": zoo.invocation,
     "MakeOptimizer": zoo.profiling.optimizer_memory,
+    "Strategy": zoo.api.plan,
+    "Vary": zoo.sizing.size_estimate,
 }
 
 
@@ -234,7 +238,9 @@ def markdown(docstring: str) -> str:
 
 def _items(section: str) -> str:
     entries = re.split(r"\n(?=\S)", textwrap.dedent(section).strip())
-    return "\n".join(re.sub(r"^(\w+):", r"- `\1`:", " ".join(entry.split())) for entry in entries)
+    return "\n".join(
+        re.sub(r"^(\w+(?:, \w+)*):", r"- `\1`:", " ".join(entry.split())) for entry in entries
+    )
 
 
 def _types() -> str:

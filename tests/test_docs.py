@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.documents import ROOT, Snippet, leads_somewhere, prose, run, snippets
+from tests.documents import ROOT, Snippet, anchor, leads_somewhere, prose, run, snippets
 
 PAGES = (
     *("budgets", "cuda", "distributed", "errors", "exactness", "guide", "how-it-works"),
@@ -53,9 +53,25 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
     assert gone == []
 
 
+@pytest.mark.parametrize("page", ["errors", "guide", "recipes"])
+def test_the_list_of_a_page_has_each_of_its_sections(page: str) -> None:
+    listed = re.findall(r"^- \[[^]]+\]\(#([\w-]+)\)", text(page), re.MULTILINE)
+    sections = re.findall(r"^## (.+)$", prose(text(page)), re.MULTILINE)
+    assert listed == [anchor(section) for section in sections]
+
+
+def api() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / "api.py"))
+
+
 def test_the_api_is_that_of_the_docstrings() -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "api.py"))["page"]
-    assert text("api") == page(), "run `python docs/api.py`"
+    assert text("api") == api()["page"](), "run `python docs/api.py`"
+
+
+def test_arguments_that_share_a_line_of_a_docstring_are_an_item_of_their_own() -> None:
+    section = "Args:\n    one: first.\n    two, three: those\n        of `zoo.plan`.\n"
+    items = "Args:\n\n- `one`: first.\n- `two, three`: those of `zoo.plan`."
+    assert api()["markdown"](section) == items
 
 
 def test_every_pitfall_has_a_test_that_is_there() -> None:

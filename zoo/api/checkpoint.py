@@ -40,7 +40,8 @@ def checkpoint(
     """Puts a `checkpoint=` option in force on any model and returns the same object.
 
     - `False`: the baseline, no recomputation;
-    - `True`, or nothing: the plan of least peak of the step in which no step runs more than twice;
+    - `True`, or nothing: of the plans that run no step of the model more than twice, the one whose
+      training step has the least peak;
     - `"auto"`: the plan of least time within a memory budget, or of least memory within an
       overhead; `memory_budget` and `max_overhead` are those of `zoo.plan`, and without either the
       budget is what is free on the device. A budget alone means "auto";

@@ -70,7 +70,7 @@ def plan(
             GPT-2, `(tokens, None, targets)` for an LSTM, `{"input_ids": tokens, "labels": tokens}`
             for transformers, whose loss is then the output of that name.
         memory_budget: the peak of the whole step: bytes, "8GiB", "8GB", "device" for what is free
-            there, or a fraction of the baseline's peak, `0.5`.
+            where the model is, or a fraction of the baseline's peak, `0.5`.
         max_overhead: instead, `0.2` asks for the least memory in at most 1.2 times the baseline's
             time.
         optimizer: makes the optimizer whose state is counted; None counts none. The step is assumed
