@@ -19,7 +19,7 @@ from zoo.errors import ArgumentError
 from zoo.harness.cells import expand
 from zoo.harness.config import config_folder, read
 from zoo.harness.worker import work
-from zoo.policy.budget import _free_bytes
+from zoo.policy.budget import free_on
 from zoo.profiling.isolation import can_fork
 from zoo.profiling.optimizer_memory import optimizer_bytes
 from zoo.profiling.peak_memory import measure_step, spending, trace
@@ -269,11 +269,11 @@ def test_a_device_that_does_not_count_is_refused_by_name(monkeypatch: pytest.Mon
 
 def test_free_memory_is_that_of_the_device() -> None:
     last = device(COUNT - 1)
-    before = _free_bytes(last)
+    before = free_on(last)
     block = torch.empty(8 << 20, dtype=torch.uint8, device=last)
     if IS_SOFTWARE:
-        assert before - _free_bytes(last) == block.nbytes
-    assert _free_bytes(last) < before
+        assert before - free_on(last) == block.nbytes
+    assert free_on(last) < before
 
 
 def deep() -> nn.Sequential:

@@ -194,6 +194,15 @@ def test_a_budget_that_no_plan_keeps_is_exit_code_1(command):
     assert re.fullmatch(r"zoo plan: a training step needs at least .*\n", told.err)
 
 
+@pytest.mark.parametrize("name", ["plan", "max-batch"])
+def test_what_is_free_is_asked_where_the_weights_are(numbers, monkeypatch, name):
+    monkeypatch.setattr("zoo.policy.budget.free_on", lambda place: 10 * MIB)
+    # weights that are never written take no memory, and what is free would be too much by them
+    monkeypatch.delattr("zoo.cli.model_spec.ModelSpec.build_unwritten")
+    weights = sum(tensor.nbytes for tensor in Residuals().state_dict().values())
+    assert numbers(name, *RESIDUALS, "--memory-budget", "device")["budget"] == 10 * MIB + weights
+
+
 def test_planning_for_a_device_here_runs_the_steps(numbers):
     found = numbers("plan", *RESIDUALS, "--memory-budget", "100%", "--device", "cpu")
     assert found["predicted_time_ratio"] >= 1

@@ -387,6 +387,16 @@ def test_a_refusal_names_a_budget_that_is_granted() -> None:
     assert found.report(budget, None).predicted_peak <= 1.01 * found.points[0].peak
 
 
+def test_what_is_free_here_is_no_budget_of_another_device() -> None:
+    with pytest.raises(ArgumentError, match=r"is, on cpu, and device= plans for another one; give"):
+        planner_for(Residuals(), images(), device="a100").report("device", None)
+
+
+def test_a_refusal_offers_no_optimizer_of_less_state_to_one_without_state() -> None:
+    with pytest.raises(BudgetError, match=r"Raise the budget to '[^']+' or lower the batch size"):
+        planner_for(Residuals(), images(), optimizer=None).report("1KiB", None)
+
+
 def test_no_optimizer_counts_no_state() -> None:
     model, x = Residuals(), images()
     with_state = planner_for(model, x).fixed

@@ -347,6 +347,21 @@ def test_the_least_that_a_refusal_names_is_a_budget_that_is_granted() -> None:
     assert find(memory_budget=suggested(error.value)).size == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "ways"),
+    [
+        ({"checkpoint": "auto"}, "or choose an optimizer of less state"),
+        ({"checkpoint": "auto", "optimizer": None}, "."),
+        ({"max_overhead": 0.0, "optimizer": None}, "or raise max_overhead."),
+        ({"checkpoint": False, "optimizer": None}, "or choose checkpoint='auto'."),
+    ],
+)
+def test_a_refusal_offers_what_is_not_chosen_yet(options: dict[str, Any], ways: str) -> None:
+    with pytest.raises(BudgetError) as error:
+        on_paper(Residuals(), images(2, 4, 16), memory_budget=1024, **options)
+    assert str(error.value).split("'", 2)[2].strip().startswith(ways)
+
+
 def test_where_the_smallest_size_runs_out_of_memory_the_budget_is_not_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

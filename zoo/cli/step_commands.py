@@ -38,13 +38,14 @@ PLANNED = {
     f"{', '.join(RATED)}: an analytical estimate from that device's peak rates; default: the same "
     "for a small CPU",
 }
+FREE = "or device for the memory that is free on --device, or on the CPU"
 
 
 @command(
     {
         **PLANNED,
         "--memory-budget SIZE": "peak of the whole training step: 8GiB, 8GB, bytes, 0.5 or 50%% of "
-        "the baseline, or device for the memory that is free here",
+        f"the baseline, {FREE}",
         "--max-overhead RATIO": "instead of a budget: the plan of least memory that takes at most "
         "so much more time, 0.2 for 20%%",
         "--world-size COUNT": "plan for each of so many simulated ranks; --input is that of one",
@@ -122,8 +123,7 @@ def run_frontier(options: argparse.Namespace) -> Answer:
 @command(
     {
         **PLANNED,
-        "--memory-budget SIZE": "peak of the whole training step: 8GiB, 8GB, bytes, or device for "
-        "the memory that is free here",
+        "--memory-budget SIZE": f"peak of the whole training step: 8GiB, 8GB, bytes, {FREE}",
         "--checkpoint PLAN=false": f"auto for the best plan of each size, {PLANS}",
         "--max-overhead RATIO": "with --checkpoint auto: at most so much more time, 0.2 for 20%%",
         "--vary AXIS...": "axes of the inputs that grow together; default: the batch",
@@ -156,12 +156,15 @@ def run_max_batch(options: argparse.Namespace) -> Answer:
 
 def _planning_arguments(spec: ModelSpec, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments that planning functions share, with the model built for its device."""
-    is_here = _is_here(options.device)
+    # what is free is asked where the weights are
+    asks_here = options.device is None and vars(options).get("memory_budget") == "device"
+    device = "cpu" if asks_here else options.device
+    is_here = _is_here(device)
     return {
-        "model": spec.build_on(options.device) if is_here else spec.build_unwritten(),
+        "model": spec.build_on(device) if is_here else spec.build_unwritten(),
         "inputs": spec.inputs_on("meta"),
         "optimizer": OPTIMIZERS[options.optimizer],
-        "device": None if is_here else options.device or "cpu",
+        "device": None if is_here else device or "cpu",
         "optimizer_in_backward": options.optimizer_in_backward,
     }
 

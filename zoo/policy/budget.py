@@ -139,8 +139,8 @@ class BudgetPlanner:
         least, baseline = self.points[0].peak, self.points[-1].peak
         text = (
             f"a training step needs at least {exact_bytes(least)}; the budget is "
-            f"{exact_bytes(budget)}; the baseline takes {exact_bytes(baseline)}. Raise the budget "
-            f"to {at_least(least)!r}, lower the batch size, or choose an optimizer of less state."
+            f"{exact_bytes(budget)}; the baseline takes {exact_bytes(baseline)}. "
+            f"{ways_out(least, ['lower the batch size'], self.optimizer)}"
         )
         if self.optimizer.updates is None and not isinstance(self.make, OptimizerBytes):
             other = self.in_backward().least.peak
@@ -184,7 +184,12 @@ class BudgetPlanner:
     def bytes_of(self, budget: Any) -> int:
         """Returns a budget in bytes."""
         if budget == "device":
-            return _free_bytes(self.place) + self.fixed.parameters + self.fixed.buffers
+            if self.device is not None and self.device.kind not in ("cpu", self.place.type):
+                raise ArgumentError(
+                    "memory_budget='device' is what is free where the model is, on "
+                    f"{self.place}, and device= plans for another one; give bytes such as '80GiB'"
+                )
+            return free_on(self.place) + self.fixed.parameters + self.fixed.buffers
         if isinstance(budget, float):
             return int(budget * self.baseline.peak)
         return parse_bytes(budget, "memory_budget")
@@ -286,6 +291,14 @@ class BudgetPlanner:
         return PeakBytes(phase, *parts, reserve=point.peak - sum(parts))
 
 
+def ways_out(least: int, others: Sequence[str], optimizer: OptimizerBytes) -> str:
+    """Says in a BudgetError how to go on: a budget of so many bytes, or one of the other ways."""
+    ways = [f"Raise the budget to {at_least(least)!r}", *others]
+    ways += ["choose an optimizer of less state"] * (optimizer.state > 0)
+    *first, last = ways
+    return f"{', '.join(first)}{',' * (len(first) > 1)} or {last}." if first else f"{last}."
+
+
 def only_in_backward(needed: int) -> str:
     """Says in a BudgetError that a step with the optimizer in the backward keeps to the budget."""
     return (
@@ -353,7 +366,7 @@ def _fixed_bytes(
     )
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_on(device: torch.device) -> int:
     """Returns the bytes that are free on a device, or cached by torch and not in use."""
     if device.type == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

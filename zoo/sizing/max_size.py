@@ -32,7 +32,7 @@ from zoo.invocation import (
     with_loss_errors,
 )
 from zoo.planner.plan import Plan
-from zoo.policy.budget import only_in_backward
+from zoo.policy.budget import free_on, only_in_backward, ways_out
 from zoo.policy.options import Checkpoint
 from zoo.profiling.optimizer_memory import MakeOptimizer
 from zoo.profiling.peak_memory import measure_step
@@ -41,7 +41,7 @@ from zoo.profiling.step_profile import ends_of, root_of
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within
-from zoo.units import at_least, exact_bytes, format_bytes, format_seconds
+from zoo.units import exact_bytes, format_bytes, format_seconds
 
 # seconds that a real step may take unless verify=True
 QUICK = 20.0
@@ -307,13 +307,16 @@ class _Search:
                 "verify=False to rely on the prediction."
             )
         count, least = self.estimates.smallest()
+        planner = self.estimates.known(count)
+        bound = self.estimates.max_overhead
+        way = "choose checkpoint='auto'" if bound is None else "raise max_overhead"
+        others = [way] * (planner.least.peak < least)
         least += excess
         shown = f", {format_bytes(excess)} of it as a real step showed" if excess else ""
         text = (
             f"a training step of size {count * self.estimates.unit} needs at least "
-            f"{exact_bytes(least)}{shown}; the budget is {exact_bytes(self.budget)}. Raise the "
-            f"budget to {at_least(least)!r}, choose checkpoint='auto', or an optimizer of less "
-            "state."
+            f"{exact_bytes(least)}{shown}; the budget is {exact_bytes(self.budget)}. "
+            f"{ways_out(least, others, planner.optimizer)}"
         )
         if not self.estimates.optimizer_in_backward:
             other = self.estimates.in_backward().needed(count)
@@ -323,10 +326,8 @@ class _Search:
 
     def _room(self) -> int:
         """Returns the bytes that are free beside the model where it is."""
-        if self.first.place.type != "cpu" and not counts_memory(self.first.place):
-            return 0
-        fixed = self.first.fixed
-        return self.first.bytes_of("device") - fixed.parameters - fixed.buffers
+        place = self.first.place
+        return free_on(place) if place.type == "cpu" or counts_memory(place) else 0
 
     def _measured(self, candidate: Largest) -> int | None:
         """Trains a copy of the model; its peak in bytes, None where memory runs out."""
