@@ -407,6 +407,8 @@ def test_wrong_arguments_are_refused() -> None:
         zoo.optimizer_in_backward(optimizer, model)
     with pytest.raises(ArgumentError, match="needs an optimizer, such as"):
         zoo.optimizer_in_backward(model, optim.AdamW)
+    with pytest.raises(ArgumentError, match=r"this SGD updates no parameter .* after the model is"):
+        zoo.optimizer_in_backward(copy.deepcopy(model), optim.SGD(nn.Linear(2, 2).parameters()))
     handle.remove()
 
 

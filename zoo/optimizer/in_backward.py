@@ -110,6 +110,11 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
             f"torch.optim.AdamW(model.parameters()); got {shortened(optimizer)}"
         )
     own = set(_parameters(optimizer))
+    if own.isdisjoint(model.parameters()):
+        raise ArgumentError(
+            f"this {type(optimizer).__name__} updates no parameter of this {type(model).__name__}; "
+            "make it of model.parameters() after the model is copied, converted or sharded"
+        )
     for other in _ATTACHED:
         if not own.isdisjoint(_parameters(other)):
             raise ArgumentError(
