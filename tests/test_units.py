@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from zoo.errors import ArgumentError
-from zoo.units import at_least, format_bytes, format_seconds, parse_bytes
+from zoo.units import at_least, counted, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,11 @@ from zoo.units import at_least, format_bytes, format_seconds, parse_bytes
 )
 def test_bytes_have_a_binary_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_one_of_a_kind_is_no_plural() -> None:
+    written = [counted(1, "step"), counted(0, "step"), counted(2, "loss")]
+    assert written == ["1 step", "0 steps", "2 losses"]
 
 
 @pytest.mark.parametrize(

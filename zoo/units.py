@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them; everything else in `zoo` keeps plain ints and floats."""
+"""Bytes, seconds and counts as people read them; all else in `zoo` keeps plain ints and floats."""
 
 import math
 import re
@@ -47,6 +47,12 @@ def _in_unit(count: int) -> tuple[float, str, int]:
 def format_seconds(seconds: float) -> str:
     """Writes seconds as '12.3 ms' or '1.23 s'."""
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def counted(count: int, noun: str) -> str:
+    """Writes a count and its noun: '1 step', '2 steps', '3 losses'."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
 
 
 def parse_bytes(value: object, what: str = "size") -> int:

@@ -103,7 +103,9 @@ def test_info_of_what_cannot_be_followed_lists_its_children_and_says_why(command
         ("unused", [], 2),
     ]
     assert "reads numbers out of tensors" in found["reason"]
-    assert found["reason"] in command(*counted, "2,3").out
+    told = command(*counted, "2,3").out
+    assert found["reason"] in told
+    assert "3 modules in 3 blocks\n\n| module " in told
     wrong = command(*counted, "2,7")
     assert (wrong.code, wrong.out) == (2, "")
 

@@ -95,7 +95,7 @@ MISTAKES = [
     (["info", "torch..Linear", "--input", "2"], "is no import path; write package.module:Name"),
     (["info", "torch.nn.Linear"], "is not in the catalog; give its inputs: --input"),
     (["info", "torch.nn.Linear", "--input", "2"], "cannot be built: TypeError: .*in_features"),
-    (["info", "torch.pi", "--input", "2"], "is a float, which cannot be called"),
+    (["info", "torch.pi", "--input", "2"], "is a value of type float, which cannot be called"),
     (["info", "torch.Size", "--input", "2"], "makes no torch.nn.Module but a value of type Size"),
     (["info", "torch.nn.Linear", "--args", "3", "4", "--input", "2,5"], "RuntimeError: "),
     (["plan", *RESIDUALS], "one of the arguments --memory-budget --max-overhead is required"),

@@ -64,7 +64,7 @@ def load(options: argparse.Namespace) -> Config:
 
 @command(
     COMPARED,
-    no="not exact, or saved less than the config says, a cell failed, or a peak has grown since "
+    no="not exact, saved less than the config says, a cell failed, or a peak has grown since "
     "--compare",
 )
 def run_compare(options: argparse.Namespace) -> Answer:

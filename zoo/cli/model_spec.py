@@ -129,7 +129,9 @@ def model_spec(options: argparse.Namespace, batch_size: int | None = None) -> Mo
     if isinstance(maker, nn.Module) and options.args is None:
         return ModelSpec(name, lambda: maker, inputs)
     if not callable(maker) or isinstance(maker, nn.Module):
-        raise ArgumentError(f"{name} is a {type(maker).__name__}, which cannot be called to build")
+        raise ArgumentError(
+            f"{name} is a value of type {type(maker).__name__}, which cannot be called to build"
+        )
     return ModelSpec(name, lambda: maker(*positional, **named), inputs)
 
 

@@ -27,7 +27,7 @@ from zoo.report.chain_axis import block_name
 from zoo.report.escaping import markdown_table
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.partition import Steps
-from zoo.units import format_bytes
+from zoo.units import counted, format_bytes
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def run_info(options: argparse.Namespace) -> Answer:
     model = spec.build_on_meta()
     invocation, reason = Invocation.of(spec.inputs_on("meta")), None
     try:
-        parts, noun = _steps(model, steps_of(model, invocation)), "steps"
+        parts, noun = _steps(model, steps_of(model, invocation)), "step"
     except TraceError as error:
-        parts, noun, reason = _children(model, invocation, error), "children", str(error)
+        parts, noun, reason = _children(model, invocation, error), "module", str(error)
     parameters = list(model.parameters())
     known = model_arguments(spec.name) if spec.name in list_models() else {}
     arguments = {name: _default(argument) for name, argument in known.items()}
@@ -106,7 +106,7 @@ def run_info(options: argparse.Namespace) -> Answer:
         f"{shapes_text(shapes(spec.inputs))}\n"
         f"{_count(parameters):,} parameters ({format_bytes(data['parameter_bytes'])}), "
         f"buffers {format_bytes(data['buffer_bytes'])}, "
-        f"{len(parts)} {noun} in {len({part.block for part in parts})} blocks"
+        f"{counted(len(parts), noun)} in {counted(len({part.block for part in parts}), 'block')}"
     )
     named = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     rows = [
@@ -117,7 +117,7 @@ def run_info(options: argparse.Namespace) -> Answer:
         )
         for part in (parts if options.steps else _by_block(parts))
     ]
-    table = markdown_table(("step", "outputs", "parameters"), rows)
+    table = markdown_table((noun, "outputs", "parameters"), rows)
     texts = (heading, table, reason, named and f"--args {named}")
     return Answer("\n\n".join(filter(None, texts)), data)
 

@@ -176,7 +176,7 @@ class Config:
     fresh: bool = False
     """measure again what was measured before"""
     memory_limit: Memory | None = None
-    """what a cell may take: 8GiB; see zoo/harness/processes.py for of what"""
+    """memory that a cell may take: 8GiB; zoo/harness/processes.py says what counts"""
     compare: FilePath | None = None
     """results of an earlier run (.jsonl), for the report; exit 1 when a peak has grown"""
     tolerance: Share = 0.01

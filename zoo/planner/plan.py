@@ -14,6 +14,7 @@ from typing import Any, TypeVar, Union
 
 from zoo.errors import PlanError, shortened
 from zoo.planner.typed_json import read_json
+from zoo.units import counted
 
 Item = Union[int, tuple["Item", ...]]
 Entry = TypeVar("Entry")
@@ -155,8 +156,8 @@ class Plan(tuple[Item, ...]):
         kept = runs.count(1)
         segments = sum(isinstance(item, tuple) for item in self)
         return (
-            f"{len(runs)} steps: {kept} kept, {len(runs) - kept} recomputed in {segments} "
-            f"segment{'s' * (segments != 1)}, "
+            f"{counted(len(runs), 'step')}: {kept} kept, {len(runs) - kept} recomputed in "
+            f"{counted(segments, 'segment')}, "
             f"{f'nested {depth} deep' if depth > 1 else 'not nested'}\n{self.text()}"
         )
 

@@ -18,7 +18,7 @@ from zoo.planner.plan import Plan, thinned
 from zoo.planner.typed_json import read, read_file, read_json
 from zoo.report.escaping import markdown_table
 from zoo.report.pictures import plots
-from zoo.units import format_bytes
+from zoo.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -336,10 +336,9 @@ class Frontier(Sequence[Point]):
             )
             for point in sorted(shown, key=lambda point: point.peak)
         ]
-        count = "1 best plan" if len(best) == 1 else f"{len(best)} best plans"
         left_out = f", {points} of them shown" if len(best) > points else ""
         return (
-            f"{self.title}, one training step: {count}{left_out}\n\n"
+            f"{self.title}, one training step: {counted(len(best), 'best plan')}{left_out}\n\n"
             f"{markdown_table(columns, rows)}\n\n"
             f"no plan goes below {format_bytes(self.lower_bound)}"
             f"{'' if self.kernels_measured else f'; {NO_WORKSPACES}'}"

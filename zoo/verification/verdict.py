@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from zoo.errors import VerifyError
 from zoo.planner.plan import Plan
+from zoo.units import counted
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,10 @@ class Report:
             subject += " and the optimizer in the backward"
         if self.first is not None:
             return f"not exact: {subject} differs from its baseline, first in {self.first}"
-        compared = ", ".join(_counted(kind, count) for kind, count in self.compared.items())
+        compared = ", ".join(counted(count, kind) for kind, count in self.compared.items())
         return (
             f"exact: {subject}, {self._recomputed()}, is bit for bit its baseline after each of "
-            f"{_counted('training step', self.steps)}: {compared}."
+            f"{counted(self.steps, 'training step')}: {compared}."
         )
 
     def _recomputed(self) -> str:
@@ -105,8 +106,3 @@ class Report:
         recomputed = sum(count > 1 for count in counts)
         count = f"{recomputed} of {len(counts)} steps" if recomputed else "no step"
         return f"{count} recomputed"
-
-
-def _counted(kind: str, count: int) -> str:
-    plural = f"{kind}es" if kind.endswith("s") else f"{kind}s"
-    return f"{count} {kind if count == 1 else plural}"
