@@ -24,6 +24,7 @@ from zoo.profiling.progress import shown
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.partition import Steps, check_switches, partition, paths_of
 from zoo.tracing.planned_forward import Patch, PatchedForward, named_steps, patched_forward
+from zoo.units import counted
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -57,6 +58,9 @@ def checkpoint(
     forked process. `inputs`, a tensor, a tuple of arguments or a dict of keyword arguments, has
     that done now. `steps` names the modules that count as blocks, with `*` for any name:
     `["encoder.layers.*"]`.
+
+    A budget counts AdamW, or the optimizer that steps in the backward, and of a loss outside of the
+    model nothing: `zoo.plan` takes the optimizer and the loss, and its report is an option here.
 
     A plan serves inputs of its size and smaller ones, which need no more memory by it; where
     several would, that of the fewest elements. Larger inputs, and those that take other steps, are
@@ -142,7 +146,8 @@ class ChainSummary:
 
     def __str__(self) -> str:
         rows = zip(self.blocks, self.names, strict=True)
-        lines = [f"{len(self.names)} steps in {len(set(self.blocks))} blocks"]
+        sizes = counted(len(self.names), "step"), counted(len(set(self.blocks)), "block")
+        lines = [" in ".join(sizes)]
         return "\n".join([*lines, *(f"{block:>4}  {name}" for block, name in rows)])
 
 
