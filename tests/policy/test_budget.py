@@ -387,6 +387,13 @@ def test_a_refusal_names_a_budget_that_is_granted() -> None:
     assert found.report(budget, None).predicted_peak <= 1.01 * found.points[0].peak
 
 
+def test_a_model_that_trains_nothing_is_not_planned_for() -> None:
+    frozen = Residuals().requires_grad_(False)
+    with pytest.raises(ArgumentError, match="depends on nothing that requires a gradient"):
+        planner_for(frozen, images())
+    assert planner_for(frozen, images().requires_grad_()).points
+
+
 def test_what_is_free_here_is_no_budget_of_another_device() -> None:
     with pytest.raises(ArgumentError, match=r"is, on cpu, and device= plans for another one; give"):
         planner_for(Residuals(), images(), device="a100").report("device", None)
@@ -502,8 +509,10 @@ def test_a_report_survives_a_file(tmp_path: Any) -> None:
         ("lots", None, "memory_budget='lots' is no size"),
         (0, None, "memory_budget=0 must be above 0"),
         (1.5, None, r"memory_budget=1\.5 is no fraction"),
-        (None, -0.1, r"max_overhead=-0\.1 is below 0"),
-        (None, "0.2", r"max_overhead='0\.2' is no number"),
+        (None, -0.1, r"max_overhead=-0\.1 is no number from 0"),
+        (None, "0.2", r"max_overhead='0\.2' is no number from 0"),
+        (None, True, "max_overhead=True is no number from 0"),
+        (None, float("nan"), "max_overhead=nan is no number from 0"),
     ],
 )
 def test_what_is_no_budget_is_refused(budget: Any, overhead: Any, message: str) -> None:
@@ -540,7 +549,9 @@ def test_a_budget_alone_means_auto_and_no_other_option() -> None:
     model = zoo.resnet18(classes=3, memory_budget="1GiB")
     model(torch.rand(2, 3, 32, 32))
     assert model.plan == Plan.keep_all(len(model.plan.flatten()))
-    with pytest.raises(ArgumentError, match="go with checkpoint='auto'; got 'sqrt'"):
+    with pytest.raises(
+        ArgumentError, match="memory_budget= goes with checkpoint='auto'; got 'sqrt'"
+    ):
         zoo.resnet18(checkpoint="sqrt", memory_budget="1GiB")
 
 

@@ -432,7 +432,10 @@ def test_a_slow_step_is_only_run_if_asked_for(
         ({"vary": lambda size: None}, "pass no sample beside it"),
         ({"sample": None}, "a sample of the inputs is needed"),
         ({"checkpoint": "sqr"}, "'sqr' is no scheme"),
-        ({"checkpoint": True, "max_overhead": 0.1}, "go with checkpoint='auto'; got True"),
+        (
+            {"checkpoint": True, "max_overhead": 0.1},
+            "max_overhead= goes with checkpoint='auto'; got True",
+        ),
         ({"model": len}, r"needs a torch\.nn\.Module; got builtin"),
         ({"device": "abacus"}, "device='abacus' is not in the table"),
         ({"device": "cuda:0"}, "move model and inputs to it"),

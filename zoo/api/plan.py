@@ -33,7 +33,15 @@ from zoo.api.track import CopiedStep, mean_of
 from zoo.chain import is_hooked
 from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError, BudgetError, OptimizerError, shortened
-from zoo.invocation import Inputs, Invocation, Loss, check_training, place_of, title_of
+from zoo.invocation import (
+    Inputs,
+    Invocation,
+    Loss,
+    check_training,
+    nothing_trained,
+    place_of,
+    title_of,
+)
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds, only_in_backward
 from zoo.policy.plan_report import Frontier, PlanReport, peak_table
@@ -131,6 +139,8 @@ def planner_for(
         shown(title_of(model, tuple(given.tensors))),
     ):
         found = steps_of(model, given, loss)
+        if not any(tensor.requires_grad for tensor in (*model.parameters(), *given.tensors)):
+            raise ArgumentError(nothing_trained(model))
         return BudgetPlanner(model, found.outline, found.state, loss=found.loss, **options)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from zoo.chain import Outline, State, step_names
 from zoo.engine.devices import counts_memory, free_bytes
 from zoo.engine.sharded import is_spread
-from zoo.errors import ArgumentError, BudgetError, Interrupted, needed
+from zoo.errors import ArgumentError, BudgetError, Interrupted, needed, shortened
 from zoo.invocation import place_of, title_of, with_loss
 from zoo.planner import schemes
 from zoo.planner.costs import Simulation, least_possible, simulate
@@ -303,7 +303,7 @@ def only_in_backward(needed: int) -> str:
     """Says in a BudgetError that a step with the optimizer in the backward keeps to the budget."""
     return (
         f" With the optimizer in the backward it needs {exact_bytes(needed)}: "
-        "zoo.optimizer_in_backward, and optimizer_in_backward=True here."
+        "zoo.optimizer_in_backward, and optimizer_in_backward=True here (--optimizer-in-backward)."
     )
 
 
@@ -322,12 +322,13 @@ def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
             )
     elif memory_budget not in (None, "device"):
         parse_bytes(memory_budget, "memory_budget")
-    if max_overhead is None:
-        return
-    if not isinstance(max_overhead, int | float):
-        raise ArgumentError(f"max_overhead={max_overhead!r} is no number; 0.2 allows a fifth more")
-    if not max_overhead >= 0:
-        raise ArgumentError(f"max_overhead={max_overhead} is below 0; 0.2 allows a fifth more time")
+    # True is an int, and not a number is in no order
+    is_number = isinstance(max_overhead, int | float) and not isinstance(max_overhead, bool)
+    if max_overhead is not None and not (is_number and max_overhead >= 0):
+        raise ArgumentError(
+            f"max_overhead={shortened(max_overhead)} is no number from 0; 0.2 allows a fifth more "
+            "time"
+        )
 
 
 def _loss_kept(plan: Plan, steps: int) -> Plan:

@@ -82,9 +82,9 @@ def runner_for(
         check_bounds(budget, max_overhead)
         return PlannedRunner("auto", budget, max_overhead)
     if bounded:
+        bound = "max_overhead" if memory_budget is None else "memory_budget"
         raise ArgumentError(
-            f"memory_budget and max_overhead go with checkpoint='auto'; got {checkpoint!r}, which "
-            "decides without them"
+            f"{bound}= goes with checkpoint='auto'; got {checkpoint!r}, which decides without it"
         )
     if checkpoint is False:
         return None

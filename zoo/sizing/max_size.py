@@ -26,7 +26,6 @@ from zoo.invocation import (
     Invocation,
     Loss,
     check_loss,
-    nothing_trained,
     own_loss,
     place_of,
     with_loss_errors,
@@ -205,9 +204,6 @@ class _Search:
             # one example may be too few for a norm
             self.start *= 2
         self.estimates, self.first = estimates, estimates.known(self.start)
-        inputs = estimates.make_inputs(self.start * estimates.unit, torch.device("meta"))
-        if not any(t.requires_grad for t in (*estimates.model.parameters(), *inputs.tensors)):
-            raise ArgumentError(nothing_trained(estimates.model))
         self.budget = self.first.bytes_of(memory_budget)
         # predictions up to so many bytes hold, as far as real steps have shown
         self.trusted = self.budget
