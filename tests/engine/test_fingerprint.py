@@ -158,3 +158,19 @@ def test_a_write_that_counts_as_a_version_is_exact() -> None:
 )
 def test_what_does_not_tell_has_no_fingerprint(change: Callable[[Tensor], Tensor]) -> None:
     assert fingerprint(change(torch.rand(3, 4).requires_grad_() * 1)) is None
+
+
+@pytest.mark.parametrize("size", [4, 5000])
+def test_zeros_that_take_no_memory_are_not_read(size: int) -> None:
+    def program(call: Call) -> Any:
+        weight = torch.rand(size, requires_grad=True)
+
+        def function(x: Tensor) -> Tensor:
+            zeros = torch._efficientzerotensor(size) * weight
+            assert read(zeros) == b""
+            return (zeros * weight + x * weight).exp()
+
+        call(function, torch.rand(size)).sum().backward()
+        return weight.grad
+
+    assert_exact(program)

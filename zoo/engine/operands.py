@@ -364,7 +364,10 @@ def read(tensor: Tensor) -> bytes:
 
 
 def read_memory(start: int, size: int) -> bytes:
-    """Returns bytes at places spread over some memory."""
+    """Returns bytes at places spread over some memory; b"" where there is none."""
+    if not start:
+        # tensors of zeros that autograd makes have sizes and no memory
+        return b""
     if size <= AT_ONCE:
         return _spread(ctypes.string_at(start, size))
     gap = _gap(size)
