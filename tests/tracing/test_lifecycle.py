@@ -1,9 +1,13 @@
 """A model under a plan is the same object, and itself again afterwards."""
 
 import copy
+import functools
 import inspect
 import io
 import pickle
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +18,10 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.models import Block, Net, Reader
 from tests.training import assert_same, images, train
+from zoo.chain import Outline
+from zoo.invocation import InputSpec, Invocation
+from zoo.policy.options import runner_for
+from zoo.tracing.planned_forward import patched_forward
 
 
 def batch() -> list[Tensor]:
@@ -153,6 +161,32 @@ def test_a_dataclass_within_containers_comes_back() -> None:
         assert (output["kind"], output["none"]) == ("net", (None, 3))
         output["answer"][0].logits.sum().backward()
     assert zoo.plan_of(model).depth() == 1
+
+
+@pytest.mark.parametrize("kind", ["module", "chain"])
+def test_threads_may_share_a_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, runner = zoo.checkpoint(Net(), 2), runner_for(2, None, None)
+    patched, steps = patched_forward(model), Outline((torch.sin, torch.cos), (0, 1))
+    assert runner is not None and patched is not None
+
+    def forward(size: int) -> None:
+        batch = torch.empty(size, 50 - size)
+        if kind == "chain":
+            runner.settle(zoo.Chain(), steps, (batch,))
+        else:
+            patched._traces_for(patched._spec(Invocation((batch,))))
+
+    # another thread runs meanwhile
+    for name in ("__hash__", "is_within"):
+        slow = functools.partialmethod(after_a_pause, getattr(InputSpec, name))
+        monkeypatch.setattr(InputSpec, name, slow)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(forward, range(50)))
+
+
+def after_a_pause(spec: InputSpec, ask: Callable[..., Any], *args: Any) -> Any:
+    time.sleep(1e-6)
+    return ask(spec, *args)
 
 
 def test_options_replace_each_other() -> None:

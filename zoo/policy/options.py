@@ -134,18 +134,20 @@ class PlannedRunner:
     def settle(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Puts the plan for inputs like these in force and returns it."""
         spec = _spec(chain, outline, inputs)
-        known = spec if spec in self.plans else spec.smallest_cover(self.plans)
+        # a copy, since other threads may add plans meanwhile
+        plans = self.plans.copy()
+        known = spec if spec in plans else spec.smallest_cover(plans)
         if known is None and not isinstance(self.checkpoint, Plan) and has_lazy(chain):
             # for this forward, which gives parameters the sizes by which to plan for the next
             return schemes.each_block(outline.blocks, outline.whole)
         if known is None:
             plan = self.decide(chain, outline, inputs)
             plan.check(len(outline.steps))
-            if len(self.plans) == MOST_PLANS:
-                del self.plans[next(iter(self.plans))]
             self.plans[spec] = plan
+            for oldest in [*self.plans][:-MOST_PLANS]:
+                self.plans.pop(oldest, None)
         else:
-            plan = self.plans[known]
+            plan = plans[known]
         if self.plan is not plan:
             self.force(plan)
         return plan

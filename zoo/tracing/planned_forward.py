@@ -233,7 +233,8 @@ class PatchedForward(Patch):
         with Conductor(traces.branches[::-1]) as conductor:
             outputs = given.on(self.__wrapped__)
         traces.strayed = conductor.lost
-        traces.branches.sort(key=lambda script: script is conductor.script)
+        # a list that is sorted in place is empty meanwhile, for other threads
+        traces.branches = sorted(traces.branches, key=lambda one: one is conductor.script)
         self.latest = traces.branches[-1] if traces.branches else None
         return outputs
 
@@ -245,15 +246,18 @@ class PatchedForward(Patch):
         return spec._replace(structure=(spec.structure, in_backward))
 
     def _traces_for(self, spec: InputSpec) -> Traces:
-        """Returns the traces for inputs like these, or begins with those of larger ones."""
+        """Returns the traces for inputs like these, or begins with those of larger ones.
+
+        Other threads may do so, too, so that nothing goes through the table while it changes.
+        """
         traces = self.traces.pop(spec, None)
         if traces is None:
-            planned = {known.spec: known.branches for known in self.traces.values()}
+            planned = {known.spec: known.branches for known in [*self.traces.values()]}
             cover = spec.smallest_cover(known for known, scripts in planned.items() if scripts)
             traces = Traces(spec) if cover is None else Traces(cover, [*planned[cover]])
         self.traces[spec] = traces
-        if len(self.traces) > MOST_KINDS:
-            del self.traces[next(iter(self.traces))]
+        for oldest in [*self.traces][:-MOST_KINDS]:
+            self.traces.pop(oldest, None)
         return traces
 
     @shown("zoo.checkpoint")
