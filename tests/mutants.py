@@ -486,7 +486,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a program's function modes do not see a replay",
-            "            _no_function_modes(),\n",
+            "            without_function_modes(),\n",
             "",
             "pitfalls/test_ambient pitfalls/test_transforms",
         ),

@@ -263,6 +263,26 @@ def test_kernels_of_lists_count_versions_where_the_plan_keeps(plan: Any) -> None
         y.sum().backward()
 
 
+def test_statistics_that_the_plan_keeps_to_move_are_read_as_they_were() -> None:
+    torch.manual_seed(0)
+    # too large to be copied when they are read
+    layer, norm, x = nn.Linear(4, 5000), nn.BatchNorm1d(5000), torch.rand(6, 4)
+
+    def forward() -> Tensor:
+        return norm((layer(x) - norm.running_mean).tanh().exp())
+
+    def trained(scripts: list[Script] | None) -> Any:
+        norm.reset_running_stats()
+        layer.zero_grad()
+        with nullcontext() if scripts is None else Conductor(scripts):
+            output = forward()
+        output.square().sum().backward()
+        return frozen([output, layer.weight.grad, norm.running_mean])
+
+    place = place_of(forward, "native_batch_norm")
+    compare(trained([script_of(forward, [place], [(0,), 1])]), trained(None))
+
+
 def test_where_a_forward_is_not_cut() -> None:
     assert conducts()
     with torch.no_grad():

@@ -1,12 +1,14 @@
 """Any module trains by any option bit for bit as it trains without."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import zoo
 from tests.tracing.models import Net, Reader, Skipper, Tagger, Teacher, UNet
@@ -243,3 +245,30 @@ def test_a_smaller_last_batch_goes_by_the_plan_there_is() -> None:
     plan = zoo.plan_of(model)
     model(images(2).requires_grad_()).sum().backward()
     assert zoo.plan_of(model) is plan, "nothing was planned anew"
+
+
+class Counting(TorchFunctionMode):
+    """Counts the functions that are called around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("build", [Net, lambda: zoo.resnet18(classes=4, in_channels=4)])
+@pytest.mark.parametrize("option", [True, "blocks"])
+def test_a_mode_of_the_user_sees_no_more_functions(
+    build: Callable[[], nn.Module], option: Any
+) -> None:
+    seen = []
+    for checkpoint in (False, option):
+        model, mode = zoo.checkpoint(build(), checkpoint), Counting()
+        with mode:
+            for _ in range(3):
+                model(images()).square().sum().backward()
+        seen.append(mode.calls)
+    assert seen[0] == seen[1]

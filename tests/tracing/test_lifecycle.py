@@ -167,7 +167,8 @@ def test_a_dataclass_within_containers_comes_back() -> None:
 def test_threads_may_share_a_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, runner = zoo.checkpoint(Net(), 2), runner_for(2, None, None)
     patched, steps = patched_forward(model), Outline((torch.sin, torch.cos), (0, 1))
-    assert runner is not None and patched is not None
+    assert runner is not None
+    assert patched is not None
 
     def forward(size: int) -> None:
         batch = torch.empty(size, 50 - size)

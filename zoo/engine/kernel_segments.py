@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
 from zoo.engine.operands import Outside, alive
-from zoo.engine.operators import effects_of
+from zoo.engine.operators import STATISTICS, TRAINING, effects_of
 from zoo.engine.recompute import HOOKS, records
 from zoo.engine.recording import (
     Recorder,
@@ -37,6 +37,7 @@ from zoo.engine.recording import (
     thread,
     written_by,
 )
+from zoo.engine.replay import without_function_modes
 from zoo.engine.saved_tensors import Handle, prune
 from zoo.planner.plan import Item, Plan
 
@@ -118,7 +119,10 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
 
     def _run_without_segment(self, func: Any, args: Any, kwargs: Any) -> Any:
         effects = effects_of(func)
-        for tensor in written_by(effects, args, kwargs) if effects.writes else ():
+        written = written_by(effects, args, kwargs) if effects.writes else []
+        if effects.norm and args[TRAINING]:
+            written = [args[place] for place in STATISTICS if args[place] is not None]
+        for tensor in written:
             self.before_write(tensor)
         out = func(*args, **kwargs)
         count_versions(effects, args, kwargs)
@@ -189,9 +193,10 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         same = itertools.takewhile(bool, map(operator.eq, self.path, path))
         shared = 0 if fresh else len(list(same))
         pending = self._pending() if len(self.path) > shared else []
-        if not shared:
-            for handle in pending:
-                handle.keep()
+        if not shared and pending:
+            with without_function_modes():
+                for handle in pending:
+                    handle.keep()
         for _ in self.path[shared:]:
             self._close()
         for _ in path[shared:]:
@@ -208,10 +213,10 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         assert part is not None, "a path has a segment for each number"
         part.end, thread.segment = part.recording.count, part.parent
         if part.parent is None:
-            read = [found for found in part.recording.outside if found.is_read]
+            read = [found for found in part.recording.outside if found.is_read and found.home]
             prune(part)
             for found in read:
-                self._readers[id(storage_of(found.tensor))].append(weakref.ref(found))
+                self._readers[id(found.home())].append(weakref.ref(found))
             for handle in part.all_handles():
                 if (original := handle.original()) is not None:
                     self._saved[id(storage_of(original))].append(weakref.ref(handle))

@@ -81,7 +81,7 @@ def replay(found: Iterable[Scheduled]) -> None:
         around.replaying = True
     try:
         with (
-            _no_function_modes(),
+            without_function_modes(),
             DisableAutocast(),
             BelowAutograd(),
         ):
@@ -115,8 +115,11 @@ def _run(found: Iterable[Scheduled]) -> None:
             write()
 
 
-def _no_function_modes() -> Any:
-    """Disables a program's function modes; fake tensors need them to know their device."""
+def without_function_modes() -> Any:
+    """Disables `__torch_function__` of a program's modes and tensors, which are to see its calls.
+
+    Fake tensors need it to know their device.
+    """
     fake = get_dispatch_mode(FAKE_MODE)
     return DisableTorchFunction() if fake is None else contextlib.nullcontext()
 

@@ -29,7 +29,7 @@ from zoo.engine.operands import (
     read,
 )
 from zoo.engine.recording import Segment, has_own_storage, thread
-from zoo.engine.replay import outside_of, replay, schedule
+from zoo.engine.replay import outside_of, replay, schedule, without_function_modes
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
 
@@ -134,7 +134,8 @@ class Handle:
             check_version(self.counter, self.version)
         with self.segment.recording.lock:
             if self.tensor is None:
-                fill(self.segment)
+                with without_function_modes():
+                    fill(self.segment)
             tensor = self.tensor
             assert tensor is not None, "a replay fills every living handle"
             if tensor._version != self.filled:
@@ -348,9 +349,10 @@ def _clear_all(segments: list[weakref.ref[Segment]]) -> None:
 def prune(segment: Segment) -> None:
     """Ends a forward: drops the nodes that no handle needs, and with them what they read."""
     handles = segment.all_handles()
-    for handle in handles:
-        handle.settle()
-    found = schedule(segment.backwards(), _goals(handles), ())
-    segment.recording.close([node for node, _ in found])
+    with without_function_modes():
+        for handle in handles:
+            handle.settle()
+        found = schedule(segment.backwards(), _goals(handles), ())
+        segment.recording.close([node for node, _ in found])
     if not segment.inner():
         segment.scheduled = len(handles), found

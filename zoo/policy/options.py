@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from zoo._torch import active_fake_mode, are_functorch_transforms_active, is_profiling
 from zoo.chain import Chain, Outline, State, Step, fold, step_names
 from zoo.engine.recompute import run_compiled, run_plan
+from zoo.engine.replay import without_function_modes
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError
 from zoo.invocation import InputSpec, Invocation
@@ -129,7 +130,9 @@ class PlannedRunner:
                 _settle_uncompiled(self, chain, outline, inputs)
             assert self.plan is not None
             return run_compiled(self.plan, self.compiled, outline.steps, inputs)
-        return run_plan(self.settle(chain, outline, inputs), outline.steps, inputs)
+        with without_function_modes():
+            plan = self.settle(chain, outline, inputs)
+        return run_plan(plan, outline.steps, inputs)
 
     def settle(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Puts the plan for inputs like these in force and returns it."""

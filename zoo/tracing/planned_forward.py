@@ -30,6 +30,7 @@ from zoo.chain import Chain, Runner
 from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
 from zoo.engine.operators import resolved
 from zoo.engine.recording import thread
+from zoo.engine.replay import without_function_modes
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, PlanError
 from zoo.invocation import InputSpec, Invocation
@@ -240,7 +241,8 @@ class PatchedForward(Patch):
 
     def _spec(self, given: Invocation) -> InputSpec:
         """Describes what a plan is made for."""
-        spec = InputSpec.of(given, self.module())
+        with without_function_modes():
+            spec = InputSpec.of(given, self.module())
         # an optimizer in the backward frees gradients
         in_backward = attached_to(self.module().parameters()) is not None
         return spec._replace(structure=(spec.structure, in_backward))
@@ -280,12 +282,14 @@ class PatchedForward(Patch):
         A warning says that there is no plan.
         """
         check_switches(self.module())
-        tracer, conductor = Tracer(self.module()), Conductor([])
+        with without_function_modes():
+            tracer, conductor = Tracer(self.module()), Conductor([])
         with tracer, conductor:
             outputs = given.on(self.__wrapped__)
         traces.strayed = False
         try:
-            tracer.note_outputs(outputs)
+            with without_function_modes():
+                tracer.note_outputs(outputs)
             self.latest = self._script(tracer.graph, conductor.operators, conductor.visits)
             traces.spec = spec
             traces.branches.append(self.latest)
@@ -300,8 +304,8 @@ class PatchedForward(Patch):
     def _script(self, graph: Graph, operators: Sequence[Any], visits: dict[Visit, int]) -> Script:
         """Plans for a forward that was traced."""
         module = self.module()
-        steps = partition(module, graph, paths_of(module, self.patterns))
-        with torch.enable_grad():
+        with without_function_modes(), torch.enable_grad():
+            steps = partition(module, graph, paths_of(module, self.patterns))
             plan = self.runner().settle(module, steps.outline, steps.state)  # type: ignore[arg-type]
         return Script(operators, steps.boundaries, plan, visits)
 

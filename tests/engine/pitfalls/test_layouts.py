@@ -1,6 +1,7 @@
 """Tensors that are no dense blocks of numbers: sparse, nested, quantized, and classes of users."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -269,6 +270,29 @@ def test_subclasses_without_a_dispatch_of_their_own(way: Way) -> None:
         y = way(call, model, x)
         y.square().sum().backward()
         return type(y).__name__, type(x.grad).__name__, frozen(x.grad), state_of(model)
+
+    assert_exact(program)
+
+
+CALLS: Counter[str] = Counter()
+
+
+class Counted(Tensor):
+    """Counts the functions that it is given to."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        CALLS[func.__name__] += 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_class_that_counts_its_functions(way: Way) -> None:
+    def program(call: Call) -> Any:
+        CALLS.clear()
+        x = torch.randn(6, 4).as_subclass(Counted)
+        way(call, net(nn.Dropout(0.3)), x * 2).square().sum().backward()
+        return dict(CALLS)
 
     assert_exact(program)
 
