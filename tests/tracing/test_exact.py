@@ -247,6 +247,41 @@ def test_a_smaller_last_batch_goes_by_the_plan_there_is() -> None:
     assert zoo.plan_of(model) is plan, "nothing was planned anew"
 
 
+class Mixture(Net):
+    """Draws from a distribution whose kernel has no derivative of torch's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.distributions.Dirichlet(super().forward(x).exp()).rsample()
+
+
+class Ragged(nn.Module):
+    """Computes with rows of different lengths, which fake tensors cannot have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, *rows: Tensor) -> Tensor:
+        x = torch.nested.as_nested_tensor([*rows], layout=torch.jagged)
+        for layer in self.layers:
+            x = layer(x).sin()
+        return torch.nested.to_padded_tensor(x, 0.0)
+
+
+def ragged() -> list[Tensor]:
+    return [torch.randn(3, 4), torch.randn(5, 4)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("build", "inputs"), [(Mixture, pictures), (Ragged, ragged)])
+def test_what_cannot_run_on_fake_tensors_as_it_is_keeps_to_a_budget(
+    build: Callable[[], nn.Module], inputs: Callable[[], Sequence[Tensor]]
+) -> None:
+    model = build()
+    other = zoo.checkpoint(copy.deepcopy(model), memory_budget="64MiB")
+    assert_same(train(other, inputs, 3), train(model, inputs, 3))
+
+
 class Counting(TorchFunctionMode):
     """Counts the functions that are called around it."""
 

@@ -51,7 +51,9 @@ MOST_MADE = 1 << 30
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 # what operators raise on fake tensors alone, and what it says where the kind is a common one
 OF_FAKES = (NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
-SAID_OF_FAKES = ("data pointer", ".numpy()", "data is not allocated yet")
+SAID_OF_FAKES = (
+    "data pointer", ".numpy()", "data is not allocated yet", "shape_env must not be None"
+)  # fmt: skip
 
 
 class TraceError(ArgumentError):

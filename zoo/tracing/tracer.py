@@ -77,6 +77,11 @@ REPLACED: dict[str, Callable[..., Any]] = {
 }
 
 
+def _lacks_derivative(tensor: Tensor) -> bool:
+    """Says whether torch knows no derivative of the operator that returned a tensor."""
+    return tensor.grad_fn is not None and tensor.grad_fn.name().endswith("NotImplemented")
+
+
 # no named tuple, into which `map_aggregate` would go
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -136,7 +141,13 @@ class Call:
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             if self.stands_in is not None:
                 return _StandIn.apply(self.stands_in, *args)
-            return (REPLACED.get(self.operator) or resolved(self.operator))(*args, **kwargs)
+            made = (REPLACED.get(self.operator) or resolved(self.operator))(*args, **kwargs)
+            if not any(map(_lacks_derivative, tensors_in(made) if self.grad else ())):
+                return made
+            # of a custom function, which has a derivative of its own
+            return _StandIn.apply(
+                tuple(map(TensorSpec.of, tensors_in(made))), *tensors_in((args, kwargs))
+            )
 
     @property
     def verb(self) -> str:
