@@ -19,6 +19,7 @@ import zoo
 from tests.tracing.models import Block, Net, Reader
 from tests.training import assert_same, images, train
 from zoo.chain import Outline
+from zoo.errors import ArgumentError
 from zoo.invocation import InputSpec, Invocation
 from zoo.policy.options import runner_for
 from zoo.tracing.planned_forward import patched_forward
@@ -44,6 +45,14 @@ def test_names_keys_and_the_signature_stay() -> None:
     assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
     assert type(model) is Net
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert model.forward.__name__ == plain.forward.__name__
+
+
+@pytest.mark.parametrize("path", ["", "blocks.0"])
+def test_a_forward_that_outlives_its_module_says_so(path: str) -> None:
+    forward = zoo.checkpoint(Net(), "blocks").get_submodule(path).forward
+    with pytest.raises(ArgumentError, match="the module of this forward is gone: a forward"):
+        forward(images())
 
 
 @pytest.mark.parametrize("build", [Net, Reader])

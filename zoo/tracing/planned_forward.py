@@ -52,6 +52,9 @@ _log = logging.getLogger("zoo")
 class Patch:
     """A callable in the place of a module's forward; `before` is an instance attribute it had."""
 
+    # as a method has one
+    __name__ = "forward"
+
     def __init__(self, module: nn.Module) -> None:
         # weakly, so that a model is freed without the garbage collector
         self.module: Callable[[], nn.Module] = weakref.ref(module)  # type: ignore[assignment]
@@ -60,7 +63,21 @@ class Patch:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The original forward, whose signature this has."""
-        return self._original(self.module())
+        return self._original(self._living())
+
+    def _living(self) -> nn.Module:
+        """Returns the module.
+
+        Raises:
+            ArgumentError: nobody holds it any more.
+        """
+        module: nn.Module | None = self.module()
+        if module is None:
+            raise ArgumentError(
+                "the module of this forward is gone: a forward that has a plan does not keep its "
+                "module alive. Keep the model, or call zoo.uncheckpoint before you take its forward"
+            )
+        return module
 
     def _original(self, module: nn.Module) -> Callable[..., Any]:
         if self.before is not None:
@@ -217,7 +234,7 @@ class PatchedForward(Patch):
         return self._run(args, kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        module, given = self.module(), Invocation(args, kwargs)
+        module, given = self._living(), Invocation(args, kwargs)
         if not module.training or not conducts():
             return given.on(self.__wrapped__)
         spec = self._spec(given)
