@@ -187,6 +187,35 @@ def test_inputs_that_another_model_made_warn_of_nothing() -> None:
         first(model)(made).sum().backward(retain_graph=True)
 
 
+class Recurrence(nn.Module):
+    """Writes its states into one tensor, so that nothing can be cut between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, states = torch.zeros_like(x[0]), torch.empty_like(x)
+        for place, row in enumerate(x):
+            states[place] = state = self.cell(row, state)
+        return states
+
+
+def test_a_block_that_a_write_in_place_holds_together_is_a_segment() -> None:
+    model = check(nn.Sequential(*(Recurrence() for _ in range(3))), rows_of_states, "blocks")
+    assert zoo.plan_of(model) == ((0,), (1,), (2,))
+
+
+def test_a_block_that_makes_no_more_than_its_result_is_none() -> None:
+    blocks = (nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(inplace=True)) for _ in range(3))
+    model = check(nn.Sequential(*blocks), pictures, "blocks")
+    assert zoo.plan_of(model) == (0, 1, 2)
+
+
+def rows_of_states() -> list[Tensor]:
+    return [torch.randn(5, 2, 4)]
+
+
 @pytest.mark.parametrize("build", [Net, Reader, Skipper])
 def test_less_memory_is_taken(build: Callable[..., Net]) -> None:
     inputs = torch.rand(4, 4, 32, 32)

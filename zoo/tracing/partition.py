@@ -142,8 +142,11 @@ class _Partition:
         of_calls = _blocks(self.calls, paths)
         runs = itertools.groupby(next(filter(None, of_calls[part]), "") for part in ranges)
         blocks = tuple(number for number, (_, run) in enumerate(runs) for _ in run)
+        # steps that a write in place holds together make more than their results
+        made = [sum(not _is_light(call) for call in calls) for calls in parts]
+        whole = frozenset(number for number, count in enumerate(made) if count > 1)
         return Steps(
-            Outline(steps, blocks, held=self._held(parts, live)),
+            Outline(steps, blocks, whole, self._held(parts, live)),
             self._fake_state(live[0]),
             None if loss is None else self._step(self.loss_calls, live[-1], [loss], "the loss"),
             [0, *(part[-1].index + 1 for part in parts)][: len(parts)],
