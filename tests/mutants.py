@@ -297,6 +297,12 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_saved_tensors test_recompute test_recording",
         ),
         (
+            "a view is not asked for its history",
+            "(tensor._base is not None or not tensor.is_leaf)",
+            "not tensor.is_leaf",
+            "pitfalls/test_autograd",
+        ),
+        (
             "a tensor without a gradient has no fingerprint",
             "if not tensor.requires_grad or not tensor.is_cpu or not _thread.on:",
             "if not tensor.is_cpu or not _thread.on:",
@@ -504,6 +510,12 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_recording test_saved_tensors",
         ),
         (
+            "a view of what requires a gradient is written without a history",
+            "            target.value.now().requires_grad_(False)\n",
+            "            pass\n",
+            "pitfalls/test_autograd",
+        ),
+        (
             "a result stays until its last reader",
             "    read = wanted | there\n",
             "    read = set()\n",
@@ -688,6 +700,12 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
     ],
     "kernel_segments.py": [
+        (
+            "what a closed segment saved is kept before it is written late",
+            "                handle.keep()\n        readers",
+            "                pass\n        readers",
+            "../tracing/test_exact",
+        ),
         (
             "kernels of lists count versions where the plan keeps",
             "        count_versions(effects, args, kwargs)\n",
