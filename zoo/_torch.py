@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 try:
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as no_transforms
     from torch._guards import active_fake_mode
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,

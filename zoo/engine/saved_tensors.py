@@ -14,6 +14,7 @@ from zoo._torch import (
     FakeTensor,
     current_backward,
     is_graph_kept,
+    no_transforms,
     queue_callback,
     sequence_number,
 )
@@ -134,7 +135,8 @@ class Handle:
             check_version(self.counter, self.version)
         with self.segment.recording.lock:
             if self.tensor is None:
-                with without_function_modes():
+                # the kernels ran outside of a vmap that is around the backward
+                with without_function_modes(), no_transforms():
                     fill(self.segment)
             tensor = self.tensor
             assert tensor is not None, "a replay fills every living handle"

@@ -194,6 +194,24 @@ def test_a_backward_inside_the_forward(create: bool) -> None:
     assert_exact(program)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_derivative_inside_the_forward_by_a_double_backward(way: Way) -> None:
+    class Directional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return self.second(x).tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            given = x.detach(), torch.ones_like(x)
+            return x + torch.autograd.functional.jvp(self.inner, *given, create_graph=True)[1]
+
+    assert_trains(Directional, way=way)
+
+
 @pytest.mark.parametrize("leaf", [True, False])
 def test_a_training_step_inside_the_forward(leaf: bool) -> None:
     """backward() of a detached part in the segment: no gradient may be added twice."""

@@ -103,6 +103,24 @@ def test_vmap_around_forward_and_backward_with_autograd() -> None:
     assert_exact(program)
 
 
+def test_vmap_around_a_backward_that_replays_draws() -> None:
+    """As the documents of torch.vmap compute a Jacobian matrix."""
+
+    def program(call: Call) -> Any:
+        model = nn.Sequential(nn.Linear(4, 100), nn.Dropout(0.5), nn.Tanh(), nn.Linear(100, 3))
+        x = torch.rand(20, 4, requires_grad=True)
+        y = call(model, x)
+
+        def product(vector: Tensor) -> Tensor:
+            return torch.autograd.grad(y, x, vector, retain_graph=True)[0]
+
+        found = torch.vmap(product)(torch.rand(5, 20, 3))
+        y.sum().backward()
+        return found, gradients(model)
+
+    assert_exact(program)
+
+
 class Offloading(nn.Module):
     """Saves what its inside saves on the CPU."""
 
