@@ -276,6 +276,29 @@ def test_a_smaller_last_batch_goes_by_the_plan_there_is() -> None:
     assert zoo.plan_of(model) is plan, "nothing was planned anew"
 
 
+class Jacobian(nn.Module):
+    """Has torch.vmap around a backward inside of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.first(x).detach().requires_grad_()
+        found = self.second(self.first(given).tanh()).sin()
+
+        def row(vector: Tensor) -> Tensor:
+            return torch.autograd.grad(found, given, vector, retain_graph=True)[0]
+
+        return x + torch.vmap(row)(torch.ones(3, *x.shape)).sum(0) + self.second(x).cos()
+
+
+@pytest.mark.parametrize("option", [True, "blocks", "cheap"])
+def test_a_backward_inside_of_vmap_inside_of_the_forward(option: Any) -> None:
+    model = nn.Sequential(*(Jacobian() for _ in range(3)), nn.Linear(4, 4))
+    check(model, lambda: [torch.randn(6, 4)], option)
+
+
 class Mixture(Net):
     """Draws from a distribution whose kernel has no derivative of torch's own."""
 

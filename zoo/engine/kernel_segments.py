@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo._torch import sequence_number, top_saved_tensors_hooks
+from zoo._torch import no_transforms, sequence_number, top_saved_tensors_hooks
 from zoo.engine.operands import Outside, alive
 from zoo.engine.operators import STATISTICS, TRAINING, effects_of
 from zoo.engine.recompute import HOOKS, records
@@ -194,7 +194,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         shared = 0 if fresh else len(list(same))
         pending = self._pending() if len(self.path) > shared else []
         if not shared and pending:
-            with without_function_modes():
+            with without_function_modes(), no_transforms():
                 for handle in pending:
                     handle.keep()
         for _ in self.path[shared:]:

@@ -351,7 +351,8 @@ def _clear_all(segments: list[weakref.ref[Segment]]) -> None:
 def prune(segment: Segment) -> None:
     """Ends a forward: drops the nodes that no handle needs, and with them what they read."""
     handles = segment.all_handles()
-    with without_function_modes():
+    # a forward may turn to another segment inside of a vmap around a backward of its own
+    with without_function_modes(), no_transforms():
         for handle in handles:
             handle.settle()
         found = schedule(segment.backwards(), _goals(handles), ())
