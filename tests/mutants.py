@@ -317,6 +317,12 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "saved_tensors.py": [
         (
+            "a program's function modes do not see a replay",
+            "                with without_modes():\n",
+            "                if True:\n",
+            "pitfalls/test_ambient pitfalls/test_transforms",
+        ),
+        (
             "a tensor whose object is gone was not written since",
             "        if self.is_written:\n",
             "        if False:\n",
@@ -489,12 +495,6 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "DisableAutocast()",
             "contextlib.nullcontext()",
             "test_executor pitfalls/test_ambient",
-        ),
-        (
-            "a program's function modes do not see a replay",
-            "            without_function_modes(),\n",
-            "",
-            "pitfalls/test_ambient pitfalls/test_transforms",
         ),
         (
             "an in-place kernel is replayed on scratch",
@@ -702,8 +702,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
     "kernel_segments.py": [
         (
             "what a closed segment saved is kept before it is written late",
-            "                handle.keep()\n        readers",
-            "                pass\n        readers",
+            "                    handle.keep()\n        readers",
+            "                    pass\n        readers",
             "../tracing/test_exact",
         ),
         (

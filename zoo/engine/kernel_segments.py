@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo._torch import no_transforms, sequence_number, top_saved_tensors_hooks
+from zoo._torch import sequence_number, top_saved_tensors_hooks
 from zoo.engine.operands import Outside, alive
 from zoo.engine.operators import STATISTICS, TRAINING, effects_of
 from zoo.engine.recompute import HOOKS, records
@@ -37,7 +37,7 @@ from zoo.engine.recording import (
     thread,
     written_by,
 )
-from zoo.engine.replay import without_function_modes
+from zoo.engine.replay import without_modes
 from zoo.engine.saved_tensors import Handle, prune
 from zoo.planner.plan import Item, Plan
 
@@ -136,9 +136,9 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         """
         storage = storage_of(tensor)
         for handle in alive(self._saved.pop(id(storage), ())):
-            original = handle.original()
-            if original is not None and storage_of(original) is storage:
-                handle.keep()
+            if handle.original() is not None and handle.reference.value.home() is storage:
+                with without_modes():
+                    handle.keep()
         readers = alive(self._readers.pop(id(storage), ()))
         readers = [reader for reader in readers if reader.home and reader.home() is storage]
         hold_readers(readers, storage, tensor)
@@ -194,7 +194,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         shared = 0 if fresh else len(list(same))
         pending = self._pending() if len(self.path) > shared else []
         if not shared and pending:
-            with without_function_modes(), no_transforms():
+            with without_modes():
                 for handle in pending:
                     handle.keep()
         for _ in self.path[shared:]:
@@ -218,8 +218,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             for found in read:
                 self._readers[id(found.home())].append(weakref.ref(found))
             for handle in part.all_handles():
-                if (original := handle.original()) is not None:
-                    self._saved[id(storage_of(original))].append(weakref.ref(handle))
+                if handle.original() is not None:
+                    self._saved[id(handle.reference.value.home())].append(weakref.ref(handle))
 
     def _pending(self) -> list[Handle]:
         """Returns what the operation saved that is about to run its kernel in another segment.

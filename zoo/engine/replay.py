@@ -17,7 +17,9 @@ from zoo._torch import (
     DisableAutocast,
     DisableTorchFunction,
     FakeTensor,
+    are_functorch_transforms_active,
     get_dispatch_mode,
+    no_transforms,
     set_grad_enabled,
 )
 from zoo.engine.devices import Streams
@@ -80,11 +82,7 @@ def replay(found: Iterable[Scheduled]) -> None:
     if around is not None:
         around.replaying = True
     try:
-        with (
-            without_function_modes(),
-            DisableAutocast(),
-            BelowAutograd(),
-        ):
+        with DisableAutocast(), BelowAutograd():
             _run(found)
     finally:
         thread.replaying = earlier
@@ -115,13 +113,19 @@ def _run(found: Iterable[Scheduled]) -> None:
             write()
 
 
-def without_function_modes() -> Any:
-    """Disables `__torch_function__` of a program's modes and tensors, which are to see its calls.
+def without_modes() -> Any:
+    """Leaves what a program's calls run in: function modes, classes of tensors, `torch.func`.
 
-    Fake tensors need it to know their device.
+    Fake tensors need `__torch_function__` to know their device.
     """
     fake = get_dispatch_mode(FAKE_MODE)
-    return DisableTorchFunction() if fake is None else contextlib.nullcontext()
+    functions = DisableTorchFunction() if fake is None else contextlib.nullcontext()
+    if not are_functorch_transforms_active():
+        return functions
+    both = contextlib.ExitStack()
+    both.enter_context(functions)
+    both.enter_context(no_transforms())
+    return both
 
 
 def _call(node: Node, drops: list[Value]) -> None:

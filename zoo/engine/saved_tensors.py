@@ -14,7 +14,6 @@ from zoo._torch import (
     FakeTensor,
     current_backward,
     is_graph_kept,
-    no_transforms,
     queue_callback,
     sequence_number,
 )
@@ -30,7 +29,7 @@ from zoo.engine.operands import (
     read,
 )
 from zoo.engine.recording import Segment, has_own_storage, thread
-from zoo.engine.replay import outside_of, replay, schedule, without_function_modes
+from zoo.engine.replay import outside_of, replay, schedule, without_modes
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
 
@@ -136,7 +135,7 @@ class Handle:
         with self.segment.recording.lock:
             if self.tensor is None:
                 # the kernels ran outside of a vmap that is around the backward
-                with without_function_modes(), no_transforms():
+                with without_modes():
                     fill(self.segment)
             tensor = self.tensor
             assert tensor is not None, "a replay fills every living handle"
@@ -352,7 +351,7 @@ def prune(segment: Segment) -> None:
     """Ends a forward: drops the nodes that no handle needs, and with them what they read."""
     handles = segment.all_handles()
     # a forward may turn to another segment inside of a vmap around a backward of its own
-    with without_function_modes(), no_transforms():
+    with without_modes():
         for handle in handles:
             handle.settle()
         found = schedule(segment.backwards(), _goals(handles), ())

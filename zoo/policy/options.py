@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from zoo._torch import active_fake_mode, are_functorch_transforms_active, is_profiling
 from zoo.chain import Chain, Outline, State, Step, fold, step_names
 from zoo.engine.recompute import run_compiled, run_plan
-from zoo.engine.replay import without_function_modes
+from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError
 from zoo.invocation import InputSpec, Invocation
@@ -130,7 +130,7 @@ class PlannedRunner:
                 _settle_uncompiled(self, chain, outline, inputs)
             assert self.plan is not None
             return run_compiled(self.plan, self.compiled, outline.steps, inputs)
-        with without_function_modes():
+        with without_modes():
             plan = self.settle(chain, outline, inputs)
         return run_plan(plan, outline.steps, inputs)
 

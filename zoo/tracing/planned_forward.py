@@ -30,7 +30,7 @@ from zoo.chain import Chain, Runner
 from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
 from zoo.engine.operators import resolved
 from zoo.engine.recording import thread
-from zoo.engine.replay import without_function_modes
+from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, PlanError
 from zoo.invocation import InputSpec, Invocation
@@ -258,7 +258,7 @@ class PatchedForward(Patch):
 
     def _spec(self, given: Invocation) -> InputSpec:
         """Describes what a plan is made for."""
-        with without_function_modes():
+        with without_modes():
             spec = InputSpec.of(given, self.module())
         # an optimizer in the backward frees gradients
         in_backward = attached_to(self.module().parameters()) is not None
@@ -299,13 +299,13 @@ class PatchedForward(Patch):
         A warning says that there is no plan.
         """
         check_switches(self.module())
-        with without_function_modes():
+        with without_modes():
             tracer, conductor = Tracer(self.module()), Conductor([])
         with tracer, conductor:
             outputs = given.on(self.__wrapped__)
         traces.strayed = False
         try:
-            with without_function_modes():
+            with without_modes():
                 tracer.note_outputs(outputs)
             self.latest = self._script(tracer.graph, conductor.operators, conductor.visits)
             traces.spec = spec
@@ -321,7 +321,7 @@ class PatchedForward(Patch):
     def _script(self, graph: Graph, operators: Sequence[Any], visits: dict[Visit, int]) -> Script:
         """Plans for a forward that was traced."""
         module = self.module()
-        with without_function_modes(), torch.enable_grad():
+        with without_modes(), torch.enable_grad():
             steps = partition(module, graph, paths_of(module, self.patterns))
             plan = self.runner().settle(module, steps.outline, steps.state)  # type: ignore[arg-type]
         return Script(operators, steps.boundaries, plan, visits)
