@@ -597,7 +597,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "../accelerator",
         ),
     ],
-    "operators.py": [
+    "operator_effects.py": [
         (
             "a precision that goes by a general one still does after a replay",
             "(own or read)()",

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo.engine.operators import NORMS, STATISTICS, UNDECLARED
+from zoo.engine.operator_effects import NORMS, STATISTICS, UNDECLARED
 from zoo.engine.recompute import recompute
 from zoo.engine.replay import replay
 

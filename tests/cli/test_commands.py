@@ -288,7 +288,7 @@ def test_max_batch_of_a_text_in_columns_varies_the_columns(command, monkeypatch)
         seen.append((vary, sample[0].shape))
         return zoo.largest(Residuals(), images(), memory_budget="2MiB", verify=False)
 
-    monkeypatch.setattr("zoo.cli.step_commands.largest", note)
+    monkeypatch.setattr("zoo.cli.planning_commands.largest", note)
     for more in ([], ["--vary", "0"]):
         command("max-batch", "lstm", "--size", "5", "--memory-budget", "2MiB", *more)
     command("max-batch", *RESIDUALS, "--memory-budget", "2MiB")

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import zoo
 from tests.training import Record, assert_same, everything, images, train
 from zoo.chain import Chain, outline
-from zoo.engine.operators import read_settings
+from zoo.engine.operator_effects import read_settings
 from zoo.engine.recording import thread
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet, basic

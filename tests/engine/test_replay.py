@@ -25,7 +25,7 @@ from tests.engine.pitfalls.program import (
     rows,
     state_of,
 )
-from zoo.engine.operators import read_settings
+from zoo.engine.operator_effects import read_settings
 from zoo.profiling.peak_memory import trace
 
 WEIGHT = nn.Parameter(torch.ones(4))

@@ -12,7 +12,7 @@ from tests.engine.kernels import bytes_left
 from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError
 from zoo.layers.language_head import cross_entropy, make_head
-from zoo.layers.shared_weight import SharedWeight
+from zoo.layers.weight_sharing import SharedWeight
 from zoo.profiling.peak_memory import trace
 
 TOKENS, C, V = 40, 6, 50

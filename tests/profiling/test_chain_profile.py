@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.training import Residuals, assert_same, everything, images
 from zoo.chain import Chain, Steps, outline
 from zoo.engine.recompute import run_plan
-from zoo.layers.shared_weight import SharedWeight
+from zoo.layers.weight_sharing import SharedWeight
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
 from zoo.profiling.chain_profile import Profile

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.runs import MODELS, Keeping, traced
 from zoo.chain import fold, step_names
-from zoo.engine.operators import resolved
+from zoo.engine.operator_effects import resolved
 from zoo.engine.recompute import segment
 from zoo.invocation import Invocation, own_loss, with_loss
 from zoo.planner.costs import StepCosts, simulate

@@ -36,11 +36,11 @@ COMMANDS = {
     "list": ("models", "list the models of the catalog"),
     "info": ("models", "list the steps of a model: parameters, output shapes"),
     "compare": ("comparison", "train with and without checkpointing: memory, time, exactness"),
-    "plan": ("step_commands", "find the fastest plan within a memory budget"),
-    "frontier": ("step_commands", "list what each memory budget costs in time"),
-    "anatomy": ("step_commands", "show where the memory of a training step goes"),
-    "max-batch": ("step_commands", "find the largest batch within a memory budget"),
-    "verify": ("step_commands", "train with and without checkpointing and compare every bit"),
+    "plan": ("planning_commands", "find the fastest plan within a memory budget"),
+    "frontier": ("planning_commands", "list what each memory budget costs in time"),
+    "anatomy": ("planning_commands", "show where the memory of a training step goes"),
+    "max-batch": ("planning_commands", "find the largest batch within a memory budget"),
+    "verify": ("planning_commands", "train with and without checkpointing and compare every bit"),
     "report": ("comparison", "rewrite the report of a comparison from its results"),
 }
 USAGE = """\

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from zoo.engine.devices import accelerator
 from zoo.errors import ArgumentError, nearest, shortened
+from zoo.planner.json_reader import read_file
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import check_name
-from zoo.planner.typed_json import read_file
 from zoo.policy.budget import Budget, check_bounds
 from zoo.policy.options import Checkpoint
 from zoo.policy.plan_report import PlanReport

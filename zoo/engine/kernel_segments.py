@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
 from zoo.engine.operands import Outside, alive
-from zoo.engine.operators import STATISTICS, TRAINING, effects_of
+from zoo.engine.operator_effects import STATISTICS, TRAINING, effects_of
 from zoo.engine.recompute import HOOKS, records
 from zoo.engine.recording import (
     Recorder,

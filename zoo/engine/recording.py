@@ -60,7 +60,7 @@ from zoo.engine.operands import (
     sample,
     version_of,
 )
-from zoo.engine.operators import (
+from zoo.engine.operator_effects import (
     DENORMAL,
     KNOWN,
     ONE,

@@ -24,7 +24,7 @@ from zoo._torch import (
 )
 from zoo.engine.devices import Streams
 from zoo.engine.operands import REFERENCES, Listed, Outside, Reference, Value, View
-from zoo.engine.operators import read_settings, write_settings
+from zoo.engine.operator_effects import read_settings, write_settings
 from zoo.engine.recording import Node, flat, thread
 
 

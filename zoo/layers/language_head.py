@@ -34,7 +34,13 @@ from zoo._torch import FakeTensor
 from zoo.chain import Steps
 from zoo.errors import ArgumentError
 from zoo.layers.checks import IGNORED
-from zoo.layers.shared_weight import SharedWeight, Total, is_eager, is_first_order, is_last_backward
+from zoo.layers.weight_sharing import (
+    SharedWeight,
+    Total,
+    is_eager,
+    is_first_order,
+    is_last_backward,
+)
 
 HEADS = ("inplace", "plain", "fused")
 # the widths of a token that a layer's backward holds at least: of a transformer's MLP 4 before its

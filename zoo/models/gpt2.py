@@ -23,8 +23,8 @@ from zoo.chain import Chain, Steps, spread
 from zoo.layers.checks import check_arguments, check_choice, check_tokens
 from zoo.layers.drop_path import drop_path_rates
 from zoo.layers.language_head import HEADS, choose_chunk_tokens, make_head
-from zoo.layers.shared_weight import SharedWeight
 from zoo.layers.transformer import TransformerBlock
+from zoo.layers.weight_sharing import SharedWeight
 
 # Hugging Face's names and ours; its `c_*` weights are transposed
 RENAMED = {

@@ -30,7 +30,7 @@ from zoo.chain import Chain, State, Steps
 from zoo.errors import ArgumentError, InputError
 from zoo.layers.checks import IGNORED, check_arguments, check_choice, check_tokens
 from zoo.layers.language_head import HEADS, choose_chunk_tokens, make_head
-from zoo.layers.shared_weight import SharedWeight
+from zoo.layers.weight_sharing import SharedWeight
 
 Carried = Tensor | tuple[Tensor, ...]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, Union
 
 from zoo.errors import PlanError, shortened
-from zoo.planner.typed_json import read_json
+from zoo.planner.json_reader import read_json
 from zoo.units import counted
 
 Item = Union[int, tuple["Item", ...]]

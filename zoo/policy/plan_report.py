@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from zoo.errors import PlanError
+from zoo.planner.json_reader import read, read_file, read_json
 from zoo.planner.plan import Plan, thinned
-from zoo.planner.typed_json import read, read_file, read_json
 from zoo.report.escaping import markdown_table
 from zoo.report.pictures import plots
 from zoo.units import counted, format_bytes

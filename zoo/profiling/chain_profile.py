@@ -33,7 +33,7 @@ from zoo._torch import (
     unset_fake_temporarily,
 )
 from zoo.chain import HOOKS, Held, NamedStep, Outline, PassThrough, State, Step
-from zoo.engine.operators import CONSTANTS
+from zoo.engine.operator_effects import CONSTANTS
 from zoo.engine.sharded import copy_sharded, is_spread, whole_parameters
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts

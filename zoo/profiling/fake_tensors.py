@@ -42,7 +42,7 @@ from zoo._torch import (
     pytree,
     unset_fake_temporarily,
 )
-from zoo.engine.operators import effects_of
+from zoo.engine.operator_effects import effects_of
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
 from zoo.profiling.tensor_spec import VALUES, KernelSpec, tensors_in
 

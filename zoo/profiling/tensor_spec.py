@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo._torch import is_traceable_wrapper_subclass, pytree
-from zoo.engine.operators import CONSTANTS, KERNELS, resolved
+from zoo.engine.operator_effects import CONSTANTS, KERNELS, resolved
 from zoo.optimizer.in_backward import FreedGradient
 from zoo.profiling.caching_allocator import rounded_up
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zoo.errors import ArgumentError
-from zoo.planner.typed_json import read, read_file, read_json, read_row
+from zoo.planner.json_reader import read, read_file, read_json, read_row
 from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, Block, CachingAllocator, CudaPeaks
 from zoo.report.pictures import plots
 from zoo.units import format_bytes

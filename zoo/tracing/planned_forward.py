@@ -28,7 +28,7 @@ from torch import nn
 from zoo._torch import active_fake_mode
 from zoo.chain import Chain, Runner
 from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
-from zoo.engine.operators import resolved
+from zoo.engine.operator_effects import resolved
 from zoo.engine.recording import thread
 from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread

@@ -37,7 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zoo._torch import FakeTensor
 from zoo.engine.kernel_segments import Visit
-from zoo.engine.operators import CONSTANTS, effects_of, name_of, resolved
+from zoo.engine.operator_effects import CONSTANTS, effects_of, name_of, resolved
 from zoo.engine.recording import (
     KernelMode,
     has_own_storage,

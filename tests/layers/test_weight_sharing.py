@@ -13,7 +13,7 @@ from torch.func import functional_call
 from zoo.chain import fold, outline
 from zoo.engine.recompute import recompute
 from zoo.layers.language_head import Head, cross_entropy
-from zoo.layers.shared_weight import SharedWeight
+from zoo.layers.weight_sharing import SharedWeight
 from zoo.profiling.peak_memory import trace
 
 V, C = 50, 6

@@ -13,7 +13,7 @@ import zoo
 from tests.policy.test_plan_report import curve, report
 from zoo import Plan, PlanReport
 from zoo.errors import ArgumentError, FileError, PlanError, ZooError
-from zoo.planner.typed_json import DEEPEST, LONGEST, read, read_json
+from zoo.planner.json_reader import DEEPEST, LONGEST, read, read_json
 from zoo.policy.plan_report import Frontier
 from zoo.profiling.timeline import Allocation, Mark, Timeline
 
