@@ -61,6 +61,7 @@ def _private(path: str) -> Any:
 # how attributes of a module begin in which FSDP2 has its state
 STATE_OF_FSDP = "__composable_api_state_key"
 DisableTorchFunction: Any = _private("_C.DisableTorchFunction")
+EnableTorchFunction: Any = _private("_C._EnableTorchFunction")
 DispatchKey: Any = _private("_C.DispatchKey")
 DispatchKeySet: Any = _private("_C.DispatchKeySet")
 BelowAutograd: Any = _private("_C._AutoDispatchBelowAutograd")

@@ -44,6 +44,7 @@ OPTIONS = (True, 2, "sqrt", "blocks", "cheap")
 WAYS = ("blocks", "cuts", "checkpoint")
 BACKWARDS = ("once", "once", "retained", "partial", "two", "double", "summed")
 BRANCHES = ("by a number", "by the step", "by chance", "twice")
+AROUND = ("in a segment", "without gradients")
 
 
 @dataclass(frozen=True)
@@ -339,9 +340,15 @@ def operations(compiled: bool) -> st.SearchStrategy[Operation]:
     makes, python = of([*MAKES]), of([*PYTHON, *COMPILED] if compiled else [*PYTHON])
     writes = of([f"write {name}" for name in WRITES])
     simple = st.one_of(makes, makes, makes, makes, writes, of([*VIEWS]), python, python)
-    parts = st.lists(simple, min_size=1, max_size=2).map(tuple)
-    branch = st.builds(Operation, st.sampled_from(BRANCHES), place, place, parts)
-    return st.one_of(*[simple] * 6, branch)
+    found = simple
+    for most in (2, 4):
+        parts = st.lists(found, min_size=1, max_size=most).map(tuple)
+        found = st.one_of(
+            *[simple] * 6,
+            st.builds(Operation, st.sampled_from(BRANCHES), place, place, parts),
+            st.builds(Operation, st.sampled_from(AROUND), place, place, parts),
+        )
+    return found
 
 
 @st.composite
@@ -403,12 +410,24 @@ class Block(nn.Module):
     def run(self, line: Operation, tensors: list[Tensor]) -> None:
         """Runs a line, or those of a branch as often as it is taken now."""
         one, other = tensors[line.one % len(tensors)], tensors[line.other % len(tensors)]
-        if line.parts:
+        if line.kind == "in a segment":
+            tensors.append(self.shared.call(functools.partial(self.last, line.parts), *tensors))
+        elif line.kind == "without gradients":
+            with torch.no_grad():
+                tensors.append(self.last(line.parts, *tensors))
+        elif line.parts:
             for _ in range(self.times(line.kind, one)):
                 for part in line.parts:
                     self.run(part, tensors)
         elif (made := LINES[line.kind](self, one, other)) is not None:
             tensors.append(made)
+
+    def last(self, lines: tuple[Operation, ...], *tensors: Tensor) -> Tensor:
+        """Runs lines on a list of their own and returns what is last in it then."""
+        found = list(tensors)
+        for line in lines:
+            self.run(line, found)
+        return found[-1]
 
     def times(self, kind: str, one: Tensor) -> int:
         """Returns how often a branch is taken now."""

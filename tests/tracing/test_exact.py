@@ -351,6 +351,9 @@ class Counting(TorchFunctionMode):
 def test_a_mode_of_the_user_sees_no_more_functions(
     build: Callable[[], nn.Module], option: Any
 ) -> None:
+    # of another model: whether an optimizer steps in this one's backward is asked then, too
+    other = nn.Linear(2, 2)
+    attached = zoo.optimizer_in_backward(other, torch.optim.SGD(other.parameters(), 0.1))
     seen = []
     for checkpoint in (False, option):
         model, mode = zoo.checkpoint(build(), checkpoint), Counting()
@@ -358,4 +361,36 @@ def test_a_mode_of_the_user_sees_no_more_functions(
             for _ in range(3):
                 model(images()).square().sum().backward()
         seen.append(mode.calls)
+    attached.remove()
     assert seen[0] == seen[1]
+
+
+class Doubling(TorchFunctionMode):
+    """Makes ranges in double precision, as a default device makes them elsewhere."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {"dtype": torch.float64} if func is torch.arange else {}
+        return func(*args, **given, **(kwargs or {}))
+
+
+class Positions(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])
+        assert positions.dtype is torch.float64
+        return x.sin() + positions.float()
+
+
+@pytest.mark.parametrize("option", [{}, {"memory_budget": "1GiB"}])
+def test_the_steps_of_a_chain_are_measured_under_the_modes_of_the_program(option: Any) -> None:
+    class Net(zoo.Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4), *(Positions() for _ in range(3))])
+
+        def steps(self) -> list[list[nn.Module]]:
+            return [[part] for part in self.parts]
+
+    with Doubling():
+        model = zoo.checkpoint(Net(), **option)
+        model(torch.rand(2, 4)).sum().backward()
+    assert model.parts[0].weight.grad is not None

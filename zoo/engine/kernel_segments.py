@@ -97,7 +97,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         # the next operator, the segments around the one before, and the blocks that run
         self.place, self.path, self.depth = 0, Path(), 0
         self._counts: Counter[str] = Counter()
-        # by the ids of storages what closed segments read of them, and what is saved of them there
+        # by the ids of storages what closed segments read and saved of them
         self._readers: defaultdict[int, list[weakref.ref[Outside]]] = defaultdict(list)
         self._saved: defaultdict[int, list[weakref.ref[Handle]]] = defaultdict(list)
         self._sequence = -1
@@ -131,19 +131,24 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
     def before_write(self, tensor: Tensor) -> None:
         """Is told that a kernel is about to write a tensor, which earlier segments may have read.
 
-        They get a copy: the forward may write until it ends, as for a moving average. Autograd
-        would see the write in what it saved, so that is kept.
+        They get a copy: the forward may write until it ends, as for a moving average. What autograd
+        saved is kept as it is: without a segment it would have what is written.
         """
         storage = storage_of(tensor)
+        if storage is not None:
+            self._keep_late(tensor, storage)
+        if self.recording is not None:
+            super().before_write(tensor)
+
+    def _keep_late(self, tensor: Tensor, storage: Any) -> None:
+        """Keeps what closed segments read and saved of a storage that is about to be written."""
         for handle in alive(self._saved.pop(id(storage), ())):
-            if handle.original() is not None and handle.reference.value.home() is storage:
+            if handle.reference.value.home() is storage:
                 with without_modes():
-                    handle.keep()
+                    handle.lose()
         readers = alive(self._readers.pop(id(storage), ()))
         readers = [reader for reader in readers if reader.home and reader.home() is storage]
         hold_readers(readers, storage, tensor)
-        if self.recording is not None:
-            super().before_write(tensor)
 
     def _advance(self, func: Any) -> None:
         """Counts an operator, and turns to the segments that it belongs to."""
@@ -216,10 +221,12 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             read = [found for found in part.recording.outside if found.is_read and found.home]
             prune(part)
             for found in read:
-                self._readers[id(found.home())].append(weakref.ref(found))
+                if (home := found.home()) is not None:
+                    self._readers[id(home)].append(weakref.ref(found))
             for handle in part.all_handles():
-                if handle.original() is not None:
-                    self._saved[id(handle.reference.value.home())].append(weakref.ref(handle))
+                home = handle.reference.value.home()
+                if home is not None and handle.original() is not None:
+                    self._saved[id(home)].append(weakref.ref(handle))
 
     def _pending(self) -> list[Handle]:
         """Returns what the operation saved that is about to run its kernel in another segment.

@@ -140,6 +140,9 @@ class View:
         """Returns the tensor in a replay that has made its value."""
         made = self.value.made
         assert made is not None, "a replay makes what a node reads before the node"
+        # a view of what requires a gradient would require one, too
+        if made.requires_grad and not self.trains:
+            made = detached(made)
         found = self.geometry.on(made)
         return found.requires_grad_() if self.trains else found
 
@@ -164,8 +167,8 @@ class Outside:
     def cut(self) -> None:
         """Lets go of the tensor's graph."""
         tensor = self.tensor
-        # a view that is asked whether it is a leaf gets its history anew where its base was
-        # written, which changes the order of the backward, or refuses to
+        # asked whether a view is a leaf, autograd makes its history anew if its base was written:
+        # one more node, which changes the order of the backward, or an error
         if tensor.requires_grad and (tensor._base is not None or not tensor.is_leaf):
             self.tensor = detached(tensor).requires_grad_()
 

@@ -114,9 +114,11 @@ def _run(found: Iterable[Scheduled]) -> None:
 
 
 def without_modes() -> Any:
-    """Leaves what a program's calls run in: function modes, classes of tensors, `torch.func`.
+    """Disables in a `with` block what a program has around its calls.
 
-    Fake tensors need `__torch_function__` to know their device.
+    These are function modes, `__torch_function__` of tensor classes, and the transforms of
+    `torch.func`, which end before the block begins. Fake tensors keep `__torch_function__`, by
+    which they know their device.
     """
     fake = get_dispatch_mode(FAKE_MODE)
     functions = DisableTorchFunction() if fake is None else contextlib.nullcontext()

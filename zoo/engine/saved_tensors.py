@@ -28,7 +28,7 @@ from zoo.engine.operands import (
     fingerprint,
     read,
 )
-from zoo.engine.recording import Segment, has_own_storage, thread
+from zoo.engine.recording import Segment, has_own_storage, storage_of, thread
 from zoo.engine.replay import outside_of, replay, schedule, without_modes
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
@@ -90,7 +90,9 @@ class Handle:
 
     def lose(self) -> None:
         """Is told that the storage of the tensor is about to be written unrecorded."""
-        if self.original() is not None:
+        original = self.original()
+        # `Tensor.data` may have given it other memory
+        if original is not None and storage_of(original) is self.reference.value.home():
             self.keep()
         else:
             self.is_written = True

@@ -184,7 +184,8 @@ class BudgetPlanner:
     def bytes_of(self, budget: Any) -> int:
         """Returns a budget in bytes."""
         if budget == "device":
-            if self.device is not None and self.device.kind not in ("cpu", self.place.type):
+            kinds = {self.place.type, "cpu" if self.place.type == "meta" else self.place.type}
+            if self.device is not None and self.device.kind not in kinds:
                 raise ArgumentError(
                     "memory_budget='device' is what is free where the model is, on "
                     f"{self.place}, and device= plans for another one; give bytes such as '80GiB'"
@@ -303,7 +304,7 @@ def only_in_backward(needed: int) -> str:
     """Says in a BudgetError that a step with the optimizer in the backward keeps to the budget."""
     return (
         f" With the optimizer in the backward it needs {exact_bytes(needed)}: "
-        "zoo.optimizer_in_backward, and optimizer_in_backward=True here (--optimizer-in-backward)."
+        "zoo.optimizer_in_backward, and optimizer_in_backward=True here."
     )
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import (
+    EnableTorchFunction,
     FakeTensor,
     FakeTensorMode,
     disable_current_modes,
@@ -284,7 +285,9 @@ def _run_steps(
         real = [v for v in (*inputs, *owned) if v is not None and type(v) in REAL]
         for storage in (tensor.untyped_storage() for tensor in (*fakes, *real)):
             propagation.around.outside[storage._cdata] = storage, 0
-        return propagation.run(steps, outline.held)
+        # the steps are the program's, whose function modes they may need
+        with EnableTorchFunction():
+            return propagation.run(steps, outline.held)
 
 
 def _copies(

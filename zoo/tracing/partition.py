@@ -142,7 +142,7 @@ class _Partition:
         of_calls = _blocks(self.calls, paths)
         runs = itertools.groupby(next(filter(None, of_calls[part]), "") for part in ranges)
         blocks = tuple(number for number, (_, run) in enumerate(runs) for _ in run)
-        # steps that a write in place holds together make more than their results
+        # a step of several kernels, which a write in place holds together, saves memory by itself
         made = [sum(not _is_light(call) for call in calls) for calls in parts]
         whole = frozenset(number for number, count in enumerate(made) if count > 1)
         return Steps(

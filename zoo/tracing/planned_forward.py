@@ -260,8 +260,8 @@ class PatchedForward(Patch):
         """Describes what a plan is made for."""
         with without_modes():
             spec = InputSpec.of(given, self.module())
-        # an optimizer in the backward frees gradients
-        in_backward = attached_to(self.module().parameters()) is not None
+            # an optimizer in the backward frees gradients
+            in_backward = attached_to(self.module().parameters()) is not None
         return spec._replace(structure=(spec.structure, in_backward))
 
     def _traces_for(self, spec: InputSpec) -> Traces:
