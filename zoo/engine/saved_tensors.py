@@ -106,7 +106,8 @@ class Handle:
             if self.kept is not None:
                 return
             self.before_write()
-            if self.fingerprint is not None:
+            # a write that counts is refused where this one is opened, and only there
+            if self.fingerprint is not None and original._version == self.version:
                 # code that torch does not see may have written it since
                 self.fingerprint = fingerprint(original)
         reference = self.reference

@@ -110,6 +110,21 @@ def test_a_view_whose_base_was_written_keeps_its_history(function: Any) -> None:
     assert_exact(program)
 
 
+def test_what_was_written_after_it_was_saved_is_refused_only_where_it_is_needed() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        needed, written = x.sin().exp(), x.tanh()
+        written[:, 1:] = 0.25
+        return needed, written
+
+    def program(call: Call) -> Any:
+        (x,) = rows()
+        needed, written = call(function, x)
+        needed.sum().backward()
+        return written, x.grad
+
+    assert_exact(program)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_retained_graph(way: Way) -> None:
     """retain_graph=True: a replay per backward, with norm and dropout, three times."""
