@@ -137,20 +137,20 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a norm that is replayed writes no statistics",
-            "elif effects.norm and args[TRAINING]:",
+            "elif statistics := statistics_of(effects, args):",
             "elif False:",
             "test_executor pitfalls/test_statistics",
         ),
         (
             "statistics are copied before a norm writes them",
-            "                self.before_write(tensor)\n                is_alike",
-            "                is_alike",
+            "            self.before_write(tensor)\n            is_alike",
+            "            is_alike",
             "pitfalls/test_statistics",
         ),
         (
             "a norm in evaluation reads its statistics",
-            "elif effects.norm and args[TRAINING]:",
-            "elif effects.norm:",
+            "if not (effects.norm and args[TRAINING]):",
+            "if not effects.norm:",
             "test_executor pitfalls/test_statistics",
         ),
         (

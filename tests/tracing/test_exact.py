@@ -1,7 +1,6 @@
 """Any module trains by any option bit for bit as it trains without."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import zoo
+from tests.engine.pitfalls.program import Counting
 from tests.tracing.models import Net, Reader, Skipper, Tagger, Teacher, UNet
 from tests.training import assert_same, images, train
 from zoo.profiling.peak_memory import measure_step, trace
@@ -332,18 +332,6 @@ def test_what_cannot_run_on_fake_tensors_as_it_is_keeps_to_a_budget(
     model = build()
     other = zoo.checkpoint(copy.deepcopy(model), memory_budget="64MiB")
     assert_same(train(other, inputs, 3), train(model, inputs, 3))
-
-
-class Counting(TorchFunctionMode):
-    """Counts the functions that are called around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("build", [Net, lambda: zoo.resnet18(classes=4, in_channels=4)])

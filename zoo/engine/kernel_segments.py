@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
 from zoo.engine.operands import Outside, alive
-from zoo.engine.operator_effects import STATISTICS, TRAINING, effects_of
+from zoo.engine.operator_effects import effects_of
 from zoo.engine.recompute import HOOKS, records
 from zoo.engine.recording import (
     Recorder,
@@ -33,6 +33,7 @@ from zoo.engine.recording import (
     count_versions,
     has_own_storage,
     hold_readers,
+    statistics_of,
     storage_of,
     thread,
     written_by,
@@ -120,9 +121,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
     def _run_without_segment(self, func: Any, args: Any, kwargs: Any) -> Any:
         effects = effects_of(func)
         written = written_by(effects, args, kwargs) if effects.writes else []
-        if effects.norm and args[TRAINING]:
-            written = [args[place] for place in STATISTICS if args[place] is not None]
-        for tensor in written:
+        for tensor in (*written, *statistics_of(effects, args).values()):
             self.before_write(tensor)
         out = func(*args, **kwargs)
         count_versions(effects, args, kwargs)

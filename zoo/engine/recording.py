@@ -596,8 +596,8 @@ class Recorder(KernelMode):
         given = kwargs
         if written:
             given = self._put_writes(node, effects, targets, kwargs)
-        elif effects.norm and args[TRAINING]:
-            self._leave_out_statistics(node, args)
+        elif statistics := statistics_of(effects, args):
+            self._leave_out_statistics(node, statistics)
         self._encode(node, given)
         if node.is_kept:
             return self._run_kept(func, effects, written, args, kwargs)
@@ -658,17 +658,15 @@ class Recorder(KernelMode):
             self._append(node, effects, out)
         return out
 
-    def _leave_out_statistics(self, node: Node, args: Any) -> None:
+    def _leave_out_statistics(self, node: Node, statistics: dict[int, Tensor]) -> None:
         """Has the replay of a norm update no running statistics, which it does not read.
 
         Statistics of another data type choose another kernel, which gets scratch memory for them.
         """
-        for place in STATISTICS:
-            tensor = args[place]
-            if tensor is not None:
-                self.before_write(tensor)
-                is_alike = tensor.dtype is args[0].dtype
-                node.args[place] = None if is_alike else Blank(tensor)
+        for place, tensor in statistics.items():
+            self.before_write(tensor)
+            is_alike = tensor.dtype is node.args[0].dtype
+            node.args[place] = None if is_alike else Blank(tensor)
 
     def _encode(self, node: Node, kwargs: Any) -> None:
         """Puts references in the place of tensors among the arguments of a kernel."""
@@ -791,6 +789,13 @@ def written_by(effects: Effects, args: Any, kwargs: Any) -> list[Tensor]:
         elif value is not None:
             found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return found
+
+
+def statistics_of(effects: Effects, args: Any) -> dict[int, Tensor]:
+    """Returns by their places the running statistics that a norm updates, in training alone."""
+    if not (effects.norm and args[TRAINING]):
+        return {}
+    return {place: args[place] for place in STATISTICS if args[place] is not None}
 
 
 def count_versions(effects: Effects, args: Any, kwargs: Any) -> None:

@@ -136,7 +136,7 @@ def _call(node: Node, drops: list[Value]) -> None:
         write.scratch = _scratch(write.target, drops)
     # most are values, and calls are what a replay costs
     args = [
-        value.made
+        (made if (made := value.made) is not None else value.now())
         if type(value) is Value
         else (value.now() if type(value) in REFERENCES else value)
         for value in node.args

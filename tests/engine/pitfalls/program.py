@@ -8,13 +8,14 @@ that are the streams of torch, Python and NumPy. Both runs start from the same s
 
 import dataclasses
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import zoo
 
@@ -85,6 +86,18 @@ def train(
         record.append(frozen([output, loss, gradients, state_of(model)]))
         optimizer.step()
     return [*record, state_of(model)]
+
+
+class Counting(TorchFunctionMode):
+    """Counts the functions that are called around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

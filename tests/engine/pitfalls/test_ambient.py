@@ -2,7 +2,6 @@
 
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 import zoo
 from tests.engine.pitfalls.program import (
     WAYS,
     Call,
+    Counting,
     Way,
     assert_exact,
     net,
@@ -321,18 +320,6 @@ def test_no_warning_without_a_gradient_of_the_input() -> None:
         zoo.recompute(model, torch.rand(3, 4)).sum().backward()
     assert not found
     assert model[0].weight.grad is not None
-
-
-class Counting(TorchFunctionMode):
-    """Counts the functions that are called around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("way", WAYS)
