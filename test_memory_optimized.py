@@ -23,7 +23,7 @@ from typing import Any
 try:
     from zoo.cli.comparison import in_ranks, is_one_of_many, run_compare
     from zoo.cli.main import exit_code
-    from zoo.harness.cells import expand
+    from zoo.harness.comparison_cells import expand
     from zoo.harness.config import config_folder, read
     from zoo.harness.worker import work
     from zoo.report.rows import rows

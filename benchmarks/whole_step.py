@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from zoo.api.plan import planner_for
-from zoo.harness.cells import Cell, Kind, expand
+from zoo.harness.comparison_cells import Cell, Kind, expand
 from zoo.harness.config import read
 from zoo.harness.data import Batch, batches
 from zoo.harness.training import OPTIMIZERS, Training, step_digests

@@ -16,7 +16,7 @@ from tests.training import Record, Residuals, images, needs_numpy, train
 from zoo.engine import devices
 from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError
-from zoo.harness.cells import expand
+from zoo.harness.comparison_cells import expand
 from zoo.harness.config import config_folder, read
 from zoo.harness.worker import work
 from zoo.policy.budget import free_on

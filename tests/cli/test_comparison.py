@@ -16,7 +16,7 @@ from tests.harness.command_line import load
 from zoo.cli.comparison import in_ranks, is_one_of_many
 from zoo.cli.main import run
 from zoo.errors import ConfigError
-from zoo.harness.cells import expand
+from zoo.harness.comparison_cells import expand
 from zoo.harness.results import Results, comparisons
 from zoo.report.rows import rows
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from zoo.cli.comparison import beside, read_earlier
 from zoo.errors import ConfigError
-from zoo.harness.cells import expand
+from zoo.harness.comparison_cells import expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.results import comparisons
 from zoo.report.text_report import has_grown

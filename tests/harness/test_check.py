@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.harness.command_line import load
-from zoo.harness.cells import expand
+from zoo.harness.comparison_cells import expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.worker import first_fault
 from zoo.profiling.peak_memory import spending

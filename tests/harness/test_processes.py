@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zoo.errors import ConfigError
-from zoo.harness.cells import expand
+from zoo.harness.comparison_cells import expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.processes import check_limit, limited, outcome, ran_out
 from zoo.harness.run import run_cell

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.command_line import load
 from tests.report.recorded import WHERE, comparison
 from zoo.errors import LONGEST
-from zoo.harness.cells import KINDS
+from zoo.harness.comparison_cells import KINDS
 from zoo.harness.results import Results, comparisons, parse
 from zoo.report.html_page import page
 from zoo.report.rows import differences, heading

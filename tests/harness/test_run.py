@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.harness.test_results import records as recorded
 from zoo.errors import ConfigError
 from zoo.harness import run as module
-from zoo.harness.cells import KINDS
+from zoo.harness.comparison_cells import KINDS
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.results import Results, comparisons
 from zoo.harness.run import names_left, results_of, run

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from zoo.harness import worker
-from zoo.harness.cells import expand
+from zoo.harness.comparison_cells import expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.run import run_cell
 from zoo.harness.worker import work
@@ -20,7 +20,7 @@ SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chun
 MODEL = ModelConfig("lstm", "stream", 4, 20, SMALL, repeats=3)
 MEASURE = """
 import json, sys
-from zoo.harness.cells import expand
+from zoo.harness.comparison_cells import expand
 from zoo.harness.config import find_config, read
 from zoo.harness.worker import work
 changes = {"batch_size": 1, "threads": int(sys.argv[1])}

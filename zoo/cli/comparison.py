@@ -21,7 +21,7 @@ from torch import distributed
 from zoo.cli.output import plain_signs
 from zoo.cli.parser import Answer, command
 from zoo.errors import ArgumentError, ConfigError, file_errors_as, shortened, shortened_text
-from zoo.harness.cells import expand
+from zoo.harness.comparison_cells import expand
 from zoo.harness.config import KEYS, Config, find_config, option, read
 from zoo.harness.results import Comparison, Record, Results, comparisons
 from zoo.harness.run import results_of, run

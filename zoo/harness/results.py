@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
 from zoo.errors import ConfigError, file_errors_as, shortened_text
-from zoo.harness.cells import Kind
+from zoo.harness.comparison_cells import Kind
 from zoo.harness.config import Count, Share, Size, reason
 from zoo.planner.plan import Plan
 from zoo.profiling.timeline import RENAMED

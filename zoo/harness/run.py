@@ -24,7 +24,7 @@ from rich.table import Column
 
 from zoo.engine.devices import is_available
 from zoo.errors import ConfigError
-from zoo.harness.cells import Cell, expand
+from zoo.harness.comparison_cells import Cell, expand
 from zoo.harness.config import Config
 from zoo.harness.processes import check_limit, outcome
 from zoo.harness.results import Comparison, Record, Results

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zoo.catalog import create
 from zoo.engine.devices import read_streams
-from zoo.harness.cells import Cell, Kind
+from zoo.harness.comparison_cells import Cell, Kind
 from zoo.harness.data import Batch
 from zoo.optimizer.in_backward import FreedGradient, OptimizerInBackward, optimizer_in_backward
 from zoo.planner.plan import Plan

@@ -19,7 +19,7 @@ from zoo.api.track import track
 from zoo.catalog import create
 from zoo.engine.devices import synchronize
 from zoo.errors import ZooError, in_a_line
-from zoo.harness.cells import Cell, Kind
+from zoo.harness.comparison_cells import Cell, Kind
 from zoo.harness.data import Batch, batches
 from zoo.harness.environment import environment
 from zoo.harness.processes import limited

@@ -39,6 +39,16 @@ from zoo.engine.sharded import copy_sharded, is_spread, whole_parameters
 from zoo.errors import PlanError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.caching_allocator import rounded_up
+from zoo.profiling.chain_step_profile import (
+    REAL,
+    GradientSpec,
+    StepRun,
+    Strided,
+    Surroundings,
+    Update,
+    UpdateBytes,
+    run_step,
+)
 from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, copied, import_for_fakes, put_tensors
 from zoo.profiling.isolation import isolated
 from zoo.profiling.kernel_costs import (
@@ -50,16 +60,6 @@ from zoo.profiling.kernel_costs import (
     measure_kernels,
 )
 from zoo.profiling.progress import shown
-from zoo.profiling.step_profile import (
-    REAL,
-    GradientSpec,
-    StepRun,
-    Strided,
-    Surroundings,
-    Update,
-    UpdateBytes,
-    run_step,
-)
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, TensorSpec
 from zoo.verification.state_comparison import BOOKKEEPING
 

@@ -16,9 +16,15 @@ from zoo._torch import DataDependentOutputException, FakeTensorMode, devices_wit
 from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
 from zoo.profiling.caching_allocator import block_of, rounded_up
+from zoo.profiling.chain_step_profile import (
+    AllocationMode,
+    Form,
+    Surroundings,
+    UpdateBytes,
+    form_of,
+)
 from zoo.profiling.fake_tensors import FakeTensorFixes, import_for_fakes
 from zoo.profiling.isolation import isolated
-from zoo.profiling.step_profile import AllocationMode, Form, Surroundings, UpdateBytes, form_of
 from zoo.profiling.tensor_spec import tensors_in
 
 # steps after which no optimizer does anything for the first time: RAdam rectifies from its sixth on

@@ -33,10 +33,10 @@ from zoo.invocation import (
 from zoo.planner.plan import Plan
 from zoo.policy.budget import free_on, only_in_backward, ways_out
 from zoo.policy.options import Checkpoint
+from zoo.profiling.chain_step_profile import ends_of, root_of
 from zoo.profiling.optimizer_memory import MakeOptimizer
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import shown
-from zoo.profiling.step_profile import ends_of, root_of
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within

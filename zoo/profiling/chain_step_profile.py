@@ -18,7 +18,7 @@ from zoo._torch import sequence_number
 from zoo.chain import Step
 from zoo.engine.operands import detached
 from zoo.engine.recording import SMALL, KernelMode
-from zoo.profiling.backward_walk import gradients_of
+from zoo.profiling.autograd_interpreter import gradients_of
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.fake_tensors import LIFT, QUESTIONS, as_data
 from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zoo
 from zoo._torch import sequence_number
-from zoo.profiling.backward_walk import gradients_of
+from zoo.profiling.autograd_interpreter import gradients_of
 
 
 def tower() -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zoo.harness.cells import expand
+from zoo.harness.comparison_cells import expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.planner.plan import Plan
 
