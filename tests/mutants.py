@@ -329,6 +329,18 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_saved_tensors",
         ),
         (
+            "a saved tensor that somebody holds is the one that is there",
+            "        self.tensor = tensor = self._as_it_is(tensor)\n",
+            "        self.tensor = tensor\n",
+            "pitfalls/test_unseen_writes",
+        ),
+        (
+            "memory that is left of a saved tensor was not written since",
+            "            if self.fingerprint != read_memory(",
+            "            if False and read_memory(",
+            "pitfalls/test_unseen_writes",
+        ),
+        (
             "a tensor that is replayed was not written since",
             "            check_version(self.counter, self.version)\n",
             "            pass\n",
@@ -700,6 +712,12 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
     ],
     "kernel_segments.py": [
+        (
+            "what closed segments saved is known by its memory, also where nobody has the tensor",
+            "                if home is not None:\n",
+            "                if home is not None and handle.original() is not None:\n",
+            "pitfalls/test_unseen_writes",
+        ),
         (
             "what a closed segment saved is kept before it is written late",
             "                    handle.lose()\n",

@@ -224,7 +224,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
                     self._readers[id(home)].append(weakref.ref(found))
             for handle in part.all_handles():
                 home = handle.reference.value.home()
-                if home is not None and handle.original() is not None:
+                if home is not None:
                     self._saved[id(home)].append(weakref.ref(handle))
 
     def _pending(self) -> list[Handle]:

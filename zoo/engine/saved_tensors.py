@@ -27,11 +27,15 @@ from zoo.engine.operands import (
     detached,
     fingerprint,
     read,
+    read_memory,
 )
 from zoo.engine.recording import Segment, has_own_storage, storage_of, thread
 from zoo.engine.replay import outside_of, replay, schedule, without_modes
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
+
+
+WRITTEN = "a tensor that this gradient needs was changed in place after it was saved. Change a copy."
 
 
 class Handle:
@@ -129,10 +133,7 @@ class Handle:
         if self.kept is not None:
             return self.kept.unpack()
         if self.is_written:
-            raise RecomputeError(
-                "a tensor that this gradient needs was changed in place after it was saved. Change "
-                "a copy."
-            )
+            raise RecomputeError(WRITTEN)
         if self.counter is not None:
             check_version(self.counter, self.version)
         with self.segment.recording.lock:
@@ -166,7 +167,24 @@ class Handle:
                 "the forward: code that torch does not see wrote it in place, or a kernel is not "
                 "deterministic. Leave that code outside of the segment, or let it write a copy."
             )
-        self.tensor, self.filled = tensor, tensor._version
+        self.tensor = tensor = self._as_it_is(tensor)
+        self.filled = tensor._version
+
+    def _as_it_is(self, replayed: Tensor) -> Tensor:
+        """Returns the tensor itself where somebody has it: what torch does not see may write it.
+
+        Raises:
+            RecomputeError: somebody has its memory alone, where other numbers are now.
+        """
+        original, home = self.original(), self.reference.value.home()
+        if original is not None:
+            is_here = storage_of(original) is home or not self.is_result
+            return detached(original) if is_here and type(original) is not FakeTensor else replayed
+        start = replayed.storage_offset() * replayed.itemsize
+        if home is not None and self.fingerprint and start + replayed.nbytes <= home.nbytes():
+            if self.fingerprint != read_memory(home.data_ptr() + start, replayed.nbytes):
+                raise RecomputeError(WRITTEN)
+        return replayed
 
 
 @functools.cache

@@ -395,3 +395,73 @@ def test_gelu_is_that_of_the_library_that_the_forward_chose() -> None:
         return [y, model.weight.grad]
 
     assert_exact(run)
+
+
+def by_data(tensor: Tensor) -> None:
+    tensor.data.mul_(0.9)
+
+
+def one_element_by_numpy(tensor: Tensor) -> None:
+    tensor.detach().numpy()[0, 0] *= 0.5
+
+
+@pytest.mark.parametrize("write", [by_data, one_element_by_numpy])
+@pytest.mark.parametrize("kind", ["argument", "result"])
+def test_what_is_saved_and_held_has_the_numbers_that_it_has_in_the_backward(
+    kind: str, write: Callable[[Tensor], None]
+) -> None:
+    """Nothing tells of the write, and 64 bytes of a large tensor may miss it."""
+
+    def run(call: Call) -> list[Any]:
+        model, held = nn.Linear(4, LARGE), []
+
+        def function(x: Tensor) -> Tensor:
+            made = model(x) * 2 if kind == "argument" else model(x).tanh()
+            held.append(made)
+            return made.square() if kind == "argument" else made + 1
+
+        y = call(function, *rows())
+        write(held[0])
+        y.square().sum().backward()
+        return [y, model.weight.grad]
+
+    assert_exact(run)
+
+
+class Sharing(nn.Module):
+    """Returns beside its result the memory of what autograd saved, which nobody else holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.linear(x).tanh()
+        return made.sin(), made.data.view(-1)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Sharing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = []
+        for part in self.parts:
+            x, shared = part(x)
+            memory.append(shared)
+        for shared in memory:
+            shared.mul_(0.9)
+        return x
+
+
+@pytest.mark.parametrize("when", ["after the segment", "at the end of the forward"])
+def test_a_write_into_the_memory_of_a_saved_tensor_that_is_gone_is_refused(when: str) -> None:
+    (x,) = rows()
+    if when == "after the segment":
+        y, memory = zoo.recompute(Sharing(), x)
+        memory.mul_(0.9)
+    else:
+        y = zoo.checkpoint(Blocks(), "blocks")(x)
+    with pytest.raises(zoo.RecomputeError, match="was changed in place after it was saved"):
+        y.sum().backward()
