@@ -452,7 +452,7 @@ def attention() -> nn.Module:
         ),
         (attention, (2, 64, 32)),
         (Tagger, (20, 4, 16)),
-        (Recurrent, (20, 4, 16)),
+        (Recurrent, (5, 4, 16)),
     ],
 )
 def test_meta_inputs_give_the_plans_of_real_ones(
@@ -462,10 +462,11 @@ def test_meta_inputs_give_the_plans_of_real_ones(
     model, x = build(), torch.rand(shape)
     with torch.device("meta"):
         nowhere = build()
-    for asked in ({"max_overhead": 0.2}, {"memory_budget": 1.0}):
-        planned = functools.partial(zoo.plan, device="a100", **asked)
-        real = planned(model, x)
-        assert planned(model, x.to("meta")) == planned(nowhere, x.to("meta")) == real
+    given = ((model, x), (model, x.to("meta")), (nowhere, x.to("meta")))
+    options: Any = {"device": "a100", "optimizer": torch.optim.AdamW}
+    real, on_meta, all_on_meta = (planner_for(*some, **options) for some in given)
+    for bounds in ((None, 0.2), (1.0, None)):
+        assert on_meta.report(*bounds) == all_on_meta.report(*bounds) == real.report(*bounds)
 
 
 def test_overhead_asks_for_the_least_memory_in_that_time() -> None:
