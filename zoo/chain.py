@@ -101,7 +101,8 @@ class Held(NamedTuple):
 class Outline:
     """The fine steps of a chain in order, and for each the number of the block it belongs to.
 
-    `whole` are those that call a module of several parts: a block that is compiled, or has hooks.
+    `whole` are the steps that are each worth a segment: one that calls a module of several parts (a
+    block that is compiled, or has hooks), or runs kernels that a write in place holds together.
     `held` says what the user's forward holds during each step; nothing where it is empty.
     """
 

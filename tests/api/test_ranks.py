@@ -169,7 +169,7 @@ def test_a_group_that_is_there_is_left_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"world_size": 0}, "world_size=0 is no number from 1"),
+        ({"world_size": 0}, "world_size=0 must be a number from 1"),
         ({"strategy": "fsdp"}, "'fsdp' is neither 'fsdp2' nor 'ddp' nor a function"),
         ({"strategy": "ddp", "optimizer_in_backward": True}, "combines gradients after an optim"),
         ({"strategy": ["ddp"]}, "is neither 'fsdp2' nor 'ddp' nor a function"),

@@ -100,7 +100,7 @@ MISTAKES = [
     (["info", "torch.nn.Linear", "--args", "3", "4", "--input", "2,5"], "RuntimeError: "),
     (["plan", *RESIDUALS], "one of the arguments --memory-budget --max-overhead is required"),
     (["plan", *RESIDUALS, "--memory-budget", "8GBi"], "'8GBi' is no size; write bytes"),
-    (["plan", *RESIDUALS, "--memory-budget", "1.5"], r"=1\.5 is no fraction of the baseline"),
+    (["plan", *RESIDUALS, "--memory-budget", "1.5"], r"=1\.5 is no fraction of the baseline's"),
     (["plan", *RESIDUALS, "--memory-budget", "0%"], r"=0\.0 is no fraction of the baseline"),
     (["plan", *RESIDUALS, "--max-overhead", "-1"], "takes a number from 0, such as 0.2; got"),
     (["plan", *RESIDUALS, "--max-overhead", "nan"], "takes a number from 0, such as 0.2; got"),

@@ -508,12 +508,13 @@ def test_a_report_survives_a_file(tmp_path: Any) -> None:
         (None, None, "one of memory_budget and max_overhead"),
         ("1GiB", 0.2, "one of memory_budget and max_overhead"),
         ("lots", None, "memory_budget='lots' is no size"),
+        ("50%", None, "memory_budget='50%' is no size; .* 0.5 for half of it"),
         (0, None, "memory_budget=0 must be above 0"),
         (1.5, None, r"memory_budget=1\.5 is no fraction"),
-        (None, -0.1, r"max_overhead=-0\.1 is no number from 0"),
-        (None, "0.2", r"max_overhead='0\.2' is no number from 0"),
-        (None, True, "max_overhead=True is no number from 0"),
-        (None, float("nan"), "max_overhead=nan is no number from 0"),
+        (None, -0.1, r"max_overhead=-0\.1 must be a number, 0 or more"),
+        (None, "0.2", r"max_overhead='0\.2' must be a number, 0 or more"),
+        (None, True, "max_overhead=True must be a number, 0 or more"),
+        (None, float("nan"), "max_overhead=nan must be a number, 0 or more"),
     ],
 )
 def test_what_is_no_budget_is_refused(budget: Any, overhead: Any, message: str) -> None:

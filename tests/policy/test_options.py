@@ -256,11 +256,6 @@ def test_steps_that_cannot_be_measured_are_refused_with_a_way_out() -> None:
     attach(Branches(), 2)(torch.rand(2, 3)).sum().backward()
 
 
-def test_only_chains_take_a_plan() -> None:
-    with pytest.raises(ArgumentError, match=r"needs a zoo\.Chain; got Linear"):
-        attach(nn.Linear(3, 3), True)  # type: ignore[type-var]
-
-
 def test_a_chain_inside_keeps_its_own_plan() -> None:
     class Outer(Chain):
         def __init__(self, checkpoint: Any) -> None:

@@ -380,7 +380,7 @@ def test_where_real_steps_take_more_the_refusal_names_the_user_s_budget_and_one_
 ) -> None:
     monkeypatch.setattr(f"{SEARCH}.train_twice", lambda *given: train_twice(*given) + 2**20)
     find = functools.partial(largest, Residuals(), images(2, 4, 16), optimizer=sgd)
-    with pytest.raises(BudgetError, match=r"as a real step showed; .*is 1\.00 MiB \(") as error:
+    with pytest.raises(BudgetError, match=r"real training step showed; .*is 1\.00 MiB \(") as error:
         find(memory_budget="1MiB")
     assert find(memory_budget=suggested(error.value)).measured_peak is not None
 
@@ -417,7 +417,7 @@ def test_a_slow_step_is_only_run_if_asked_for(
     with caplog.at_level(logging.INFO, "zoo.largest"):
         found = find(optimizer=sgd)
     assert found.measured_peak is None
-    assert re.search(r"not measured \(a step takes about .* ms; verify=True", str(found))
+    assert re.search(r"not measured \(a training step takes about .* ms; verify=True", str(found))
     assert f"size {found.size} needs " in caplog.text
     assert find(optimizer=sgd, verify=True).measured_peak is not None
 
@@ -427,7 +427,7 @@ def test_a_slow_step_is_only_run_if_asked_for(
     [
         ({"memory_budget": 0.5}, r"memory_budget=0\.5, a float, is a fraction"),
         ({"memory_budget": "lots"}, "memory_budget='lots' is no size"),
-        ({"multiple_of": 0}, "multiple_of=0 is no number from 1"),
+        ({"multiple_of": 0}, "multiple_of=0 must be a whole number, 1 or more"),
         ({"vary": 4}, r"vary=4 is no dimension of an input of shape \(2, 4, 16, 16\)"),
         ({"vary": (0, 2)}, r"dimensions 0, 2 of the inputs have sizes \[2, 16\]"),
         ({"vary": lambda size: None}, "pass no sample beside it"),
@@ -461,7 +461,7 @@ def test_a_plan_for_other_steps_and_sizes_between_which_there_are_none_are_refus
 
 def test_a_budget_of_the_model_s_own_is_no_part_of_a_search() -> None:
     model = zoo.checkpoint(Residuals(6), "auto", memory_budget="1MiB")
-    with pytest.raises(ArgumentError, match=r"already has a budget.*pass checkpoint='auto'"):
+    with pytest.raises(ArgumentError, match=r"has a budget of its own.*pass checkpoint='auto'"):
         on_paper(model, images(2, 4, 16), memory_budget="2MiB")
 
 

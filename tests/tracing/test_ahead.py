@@ -141,7 +141,7 @@ def test_numbers_that_are_not_there_are_refused_where_it_is_large(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead, "LARGEST", 10)
-    with pytest.raises(ArgumentError, match=r"reads numbers out of tensors.*first step"):
+    with pytest.raises(ArgumentError, match=r"reads numbers out of tensors.*first training step"):
         graph_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
     monkeypatch.setattr(ahead, "LARGEST", 1 << 20)
     monkeypatch.setattr(ahead, "MOST_MADE", 10)
@@ -242,7 +242,7 @@ def test_hooks_for_all_modules_act(forks: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_parameters_without_a_size_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="parameters without a size; call it once"):
+    with pytest.raises(ArgumentError, match="lazy parameters, which have no size yet; call it"):
         graph_of(nn.LazyLinear(3), Invocation((torch.rand(4, 6),)))
 
 

@@ -48,24 +48,26 @@ def checkpoint(
       budget is what is free on the device. A budget alone means "auto";
     - an int k: k segments of equal numbers of blocks, all but the last recomputed;
     - `"sqrt"`, `"blocks"`, `"cheap"`: a scheme of `zoo.planner.schemes`;
-    - a `Plan`, nested tuple or `PlanReport`: just that.
+    - a `Plan`, nested tuple or `PlanReport`: that plan.
 
     The model's own forward runs, once and as it is written; a plan decides which of the tensors
     that it saves stay in memory. The steps are those of a `zoo.Chain`; of any other model they are
-    ranges of its kernels (`zoo.chain_of` shows them). Its first training forward runs block by
-    block and is traced, and the plan is in force from the next on; a budget and a plan of your own
-    are in force from the first on, for which the forward is traced ahead on fake tensors in a
-    forked process. `inputs`, a tensor, a tuple of arguments or a dict of keyword arguments, has
-    that done now. `steps` names the modules that count as blocks, with `*` for any name:
-    `["encoder.layers.*"]`.
+    ranges of its kernels (`zoo.chain_of` shows them). The first training forward of such a model
+    runs block by block and is traced, and the plan is in force from the next one on. A budget and a
+    plan of your own are in force from the first one on: for them the forward is traced ahead, on
+    fake tensors in a forked process. Where `inputs` are given (a tensor, a tuple of arguments or a
+    dict of keyword arguments), this call does so and plans for them, whatever the option. `steps`
+    names the modules that count as blocks, with `*` for any name: `["encoder.layers.*"]`. A
+    `zoo.Chain` has its own blocks, and plans at its first training forward.
 
-    A budget counts AdamW, or the optimizer that steps in the backward, and of a loss outside of the
-    model nothing: `zoo.plan` takes the optimizer and the loss, and its report is an option here.
+    A budget counts the state of AdamW, or that of the optimizer that steps in the backward, and
+    nothing of a loss outside of the model: `zoo.plan` takes the optimizer and the loss, and the
+    report that it returns is an option here.
 
-    A plan serves inputs of its size and smaller ones, which need no more memory by it; where
-    several would, that of the fewest elements. Larger inputs, and those that take other steps, are
-    planned for when they come. A fraction of the baseline, an overhead and the least peak are those
-    of the size that was planned for.
+    A plan serves inputs of the size that it was made for and smaller ones, which need no more
+    memory; where several plans would serve, the one for the fewest elements does. Larger inputs,
+    and those that take other steps, are planned for when they come. A fraction of the baseline, an
+    overhead and the least peak are those of the size that was planned for.
 
     Raises:
         ArgumentError: none of these options, no module, a model that checkpoints itself; for a
@@ -80,7 +82,10 @@ def checkpoint(
         return attach(model, checkpoint, memory_budget=memory_budget, max_overhead=max_overhead)
     check_module(model, "zoo.checkpoint")
     if hasattr(model, "_orig_mod"):
-        raise ArgumentError("this model is compiled; call zoo.checkpoint on the model before")
+        raise ArgumentError(
+            "this model is compiled; call zoo.checkpoint before torch.compile, or zoo.recompute in "
+            "its forward, which compiles with the rest"
+        )
     if runner_for(*option) is None:
         return uncheckpoint(model)
     check_switches(model)

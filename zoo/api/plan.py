@@ -77,8 +77,9 @@ def plan(
             device. Targets are among them where the model takes them: `(tokens, targets)` for
             GPT-2, `(tokens, None, targets)` for an LSTM, `{"input_ids": tokens, "labels": tokens}`
             for transformers, whose loss is then the output of that name.
-        memory_budget: the peak of the whole step: bytes, "8GiB", "8GB", "device" for what is free
-            where the model is, or a fraction of the baseline's peak, `0.5`.
+        memory_budget: the peak of the whole training step: bytes, "8GiB", "8GB", "device" for what
+            is free where the model is, or a float, the fraction of the baseline's peak: `0.5` for
+            half of it.
         max_overhead: instead, `0.2` asks for the least memory in at most 1.2 times the baseline's
             time.
         optimizer: makes the optimizer whose state is counted; None counts none. The step is assumed
@@ -262,7 +263,7 @@ def plan_rank(
         )
     if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
         raise ArgumentError(
-            f"world_size={shortened(world_size)} is no number from 1 to {MOST_RANKS}; for more "
+            f"world_size={shortened(world_size)} must be a number from 1 to {MOST_RANKS}; for more "
             "ranks plan for that many, of which one takes hardly less"
         )
     name, spread = _spreading(strategy)

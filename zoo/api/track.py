@@ -45,6 +45,7 @@ from zoo.tracing.planned_forward import named_steps, runner_of
 
 # see profiling.source_location
 IS_TRAINING_LOOP = True
+NO_LOSS = "the model returns no floating-point tensor; pass loss=, a function to a scalar of it"
 
 
 def track(
@@ -301,7 +302,7 @@ def mean_of(outputs: Any) -> Tensor:
     floating = (tensor for tensor in tensors_in(outputs) if tensor.is_floating_point())
     means = [tensor.mean() if tensor.ndim else tensor for tensor in floating]
     if not means:
-        raise ArgumentError("the model returns no floating tensor; pass loss= a scalar of its own")
+        raise ArgumentError(NO_LOSS)
     return sum(means[1:], means[0])
 
 

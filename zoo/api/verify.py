@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.api.checkpoint import checkpoint as put_in_force, plan_of, uncheckpoint
-from zoo.api.track import optimizer_of, own_copy, train_step
+from zoo.api.track import NO_LOSS, optimizer_of, own_copy, train_step
 from zoo.chain import Chain, Outline, Runner, State, fold, step_names
 from zoo.engine.devices import random_state_restored, read_streams, set_streams
 from zoo.engine.operands import without_fingerprints
@@ -63,10 +63,10 @@ def verify(
     Args:
         model: in training mode; a plan of its own is ignored, those of modules in it count.
         inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a function of the
-            step of training, from 0, that returns one of these. Gradients of those that require
-            them are compared.
+            number of the training step, from 0 on, that returns one of these. Gradients of those
+            that require them are compared.
         checkpoint: what `zoo.create` takes.
-        steps: steps of training.
+        steps: training steps to compare.
         loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a sum over
             every element of every floating output, each with a weight of its own.
         optimizer: is called with the list of parameters; SGD with momentum by default.
@@ -80,7 +80,7 @@ def verify(
     """
     check_training(model, "verify", loss)
     if type(steps) is not int or steps < 1:
-        raise ArgumentError(f"verify needs steps of at least 1; got {steps!r}")
+        raise ArgumentError(f"verify needs at least 1 training step; got steps={steps!r}")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ArgumentError(
             f"this {type(model).__name__} is on the meta device, which has no bits to compare; "
@@ -135,7 +135,7 @@ def weighted_sum(outputs: Any) -> Tensor:
             weights = weights.to(numbers.device, dtype) / max(numbers.numel(), 1) ** 0.5
             parts.append((numbers.to(dtype).reshape(-1) * weights).sum())
     if not parts:
-        raise ArgumentError("the model returns no floating tensor; pass loss= a scalar of its own")
+        raise ArgumentError(NO_LOSS)
     return sum((part.to(parts[0]) for part in parts[1:]), parts[0])
 
 

@@ -35,17 +35,17 @@ PLANNED = {
     **IN_BACKWARD,
     "--device DEVICE_OR_RATED": "a device of torch, such as cpu or cuda: measure each kind of "
     "kernel here, its time and workspace; "
-    f"{', '.join(RATED)}: an analytical estimate from that device's peak rates; default: the same "
-    "for a small CPU",
+    f"{', '.join(RATED)}: an analytical estimate from that device's peak rates; default: such an "
+    "estimate for a small CPU",
 }
-FREE = "or device for the memory that is free on --device, or on the CPU"
+FREE = "or device: all that is free on --device, without it on the CPU"
 
 
 @command(
     {
         **PLANNED,
         "--memory-budget SIZE": "peak of the whole training step: 8GiB, 8GB, bytes, 0.5 or 50%% of "
-        f"the baseline, {FREE}",
+        f"the baseline's peak, {FREE}",
         "--max-overhead RATIO": "instead of a budget: the plan of least memory that takes at most "
         "so much more time, 0.2 for 20%%",
         "--world-size COUNT": "plan for each of so many simulated ranks; --input is that of one",

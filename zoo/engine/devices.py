@@ -139,7 +139,7 @@ def restorable_stream(device: torch.device) -> RandomStream:
         raise ArgumentError(
             f"random numbers on {device} cannot be drawn again: torch.{device.type} has neither "
             "default_generators nor get_rng_state and set_rng_state. Plan, compare and verify on "
-            "another device; training by a plan keeps what is drawn here"
+            "another device; training by a plan works here and keeps what was drawn"
         )
     return found
 
@@ -384,7 +384,7 @@ def cpu_events() -> Iterator[list[tuple[int, int, int]]]:
         raise ArgumentError(
             "memory on the CPU is measured by torch's profiler, which is at work already: put "
             "the block outside of it, and not inside of another; where a plan for a budget is "
-            "made at the first step, run that step before"
+            "made at the first training step, run that step before"
         )
     events: list[tuple[int, int, int]] = []
     profiler: Any = profile(use_cpu=True, profile_memory=True)

@@ -168,7 +168,7 @@ class Outside:
         """Lets go of the tensor's graph."""
         tensor = self.tensor
         # asked whether a view is a leaf, autograd makes its history anew if its base was written:
-        # one more node, which changes the order of the backward, or an error
+        # one autograd node more, which changes the order of the backward, or an error
         if tensor.requires_grad and (tensor._base is not None or not tensor.is_leaf):
             self.tensor = detached(tensor).requires_grad_()
 

@@ -5,7 +5,7 @@ autograd (`recording`) and replayed in the backward (`replay`) when the first of
 is asked for (`saved_tensors`). The function itself runs once, as it is written: whatever it reads,
 writes, counts, prints or draws happens once, as in the baseline.
 
-    forward   segment( a b c )          nodes of a, b, c; handles in the place of saved tensors
+    forward   segment( a b c )          kernels of a, b, c recorded; handles for saved tensors
     backward  opens a handle of c   ->  a b c are replayed as far as the handles need, which all
                                         hold their tensors now; autograd frees each as it passes
 

@@ -4,7 +4,7 @@
 everything as it was. Here the user's Python runs once. A dispatch mode below autograd writes down
 each kernel, and each tensor that autograd saves becomes a handle, a note of how to make it:
 
-    kernel        node: the operator, its arguments, what it made and wrote
+    kernel        a node of the recording: the operator, its arguments, what it made and wrote
     storage       a value for each of its versions; a write makes the next one
     tensor        a reference: a value and a geometry (sizes, strides, offset, dtype)
     view          no node: another geometry

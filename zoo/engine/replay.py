@@ -1,7 +1,8 @@
-"""Replays recorded kernels: from the last node to the first for what is needed, then forwards.
+"""Replays recorded kernels: from the last to the first for what is needed, then forwards.
 
-Only the nodes are called that a living handle needs, on scratch memory, and each result is dropped
-after its last reader, so that a replay holds what the backward is about to take and little more.
+Only those are called that a living handle needs, on scratch memory, and each result is dropped
+after its last reader, so that a replay holds what the backward is about to take and little more. A
+node is one of the recording, never one of autograd's graph.
 """
 
 import contextlib

@@ -24,7 +24,10 @@ from torch.optim import Optimizer
 
 from zoo._torch import DisableAutocast, current_backward, queue_callback
 from zoo.errors import ArgumentError, OptimizerError, shortened
-from zoo.optimizer.independence import check_independent, step_alone
+from zoo.optimizer.independence import STEP_AFTER, check_independent, step_alone
+
+HANDLE = "the handle that zoo.optimizer_in_backward returned"
+REMOVE = f"call remove() of {HANDLE}"
 
 
 class FreedGradient(Tensor):
@@ -55,9 +58,8 @@ class FreedGradient(Tensor):
         raise OptimizerError(
             f"{func} uses a gradient that the optimizer has used in the backward and freed "
             "(zoo.optimizer_in_backward). Call optimizer.step() and optimizer.zero_grad() after "
-            "each backward; what needs all gradients at once (clipping by a global norm, a "
-            "GradScaler, accumulation over several backwards) needs the optimizer's own step: "
-            "remove() the handle"
+            "each backward; for what needs all gradients at once (clipping by a global norm, a "
+            f"GradScaler, accumulation over several backwards) {REMOVE}"
         )
 
 
@@ -119,7 +121,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
         if not own.isdisjoint(_parameters(other)):
             raise ArgumentError(
                 f"a {type(other).__name__} steps in the backward for these parameters already; "
-                "remove() its handle before another call"
+                f"first {REMOVE}"
             )
     _check_wrappers({cls.__name__ for module in model.modules() for cls in type(module).__mro__})
     check_independent(optimizer)
@@ -250,13 +252,13 @@ class OptimizerInBackward:
         if isinstance(gradient, FreedGradient):
             raise OptimizerError(
                 f"{self._name(parameter)} has been updated by an earlier backward. Call "
-                "optimizer.step() and optimizer.zero_grad() after each backward, or remove() the "
-                "handle to accumulate gradients over several"
+                "optimizer.step() and optimizer.zero_grad() after each backward; to accumulate "
+                f"gradients over several {REMOVE}"
             )
         if gradient is not None and gradient.requires_grad:
             raise OptimizerError(
                 "a backward with create_graph=True needs the parameters as they were; use "
-                "torch.autograd.grad for it, or remove() the handle"
+                f"torch.autograd.grad for it, or {REMOVE}"
             )
 
     def _check_ended(self) -> None:
@@ -274,7 +276,7 @@ class OptimizerInBackward:
         return OptimizerError(
             f"the last backward has updated {len(names)} of {total} parameters "
             f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}), but {why}. "
-            "Load weights and optimizer state from before it and call reset() of the handle"
+            f"Load weights and optimizer state from before it and call reset() of {HANDLE}"
         )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -284,7 +286,7 @@ class OptimizerInBackward:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise OptimizerError(
                 "step(closure) runs the backward itself; call backward() and then step(), or "
-                "remove() the handle"
+                f"{REMOVE}"
             )
         self._check_finished()
         for parameter in _parameters(self.optimizer):
@@ -365,8 +367,8 @@ def _check_wrappers(names: set[str]) -> None:
     """Refuses classes that combine gradients of several processes after the backward."""
     for name in names & {"DistributedDataParallel", "FullyShardedDataParallel"}:
         raise OptimizerError(
-            f"{name} combines gradients after they are complete here; use FSDP2 (fully_shard), or "
-            "the optimizer's own step"
+            f"{name} combines gradients of several processes when the optimizer has used them "
+            f"already; use FSDP2 (fully_shard), or {STEP_AFTER}"
         )
 
 
@@ -378,5 +380,5 @@ def _check_forward(model: nn.Module, args: Any) -> None:
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16:
         raise OptimizerError(
             "float16 autocast needs a GradScaler, which divides all gradients after the backward; "
-            "use bfloat16, or remove() the handle"
+            f"use bfloat16, or {REMOVE}"
         )

@@ -17,6 +17,7 @@ from zoo._torch import pytree
 from zoo.errors import OptimizerError
 
 STEPS = 3
+STEP_AFTER = "leave out zoo.optimizer_in_backward and call step() after the backward"
 
 
 def step_alone(optimizer: Optimizer, group: dict[str, Any], *parameters: Tensor) -> None:
@@ -39,9 +40,11 @@ def check_independent(optimizer: Optimizer) -> None:
     """Raises OptimizerError for an optimizer that does not update each parameter by itself."""
     name = type(optimizer).__name__
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise OptimizerError(f"{name}(differentiable=True) makes its step part of a graph")
+        raise OptimizerError(
+            f"{name}(differentiable=True) makes its step part of a graph; {STEP_AFTER}"
+        )
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-        raise OptimizerError(f"{name} steps another optimizer; pass that one, or call its own step")
+        raise OptimizerError(f"{name} steps another optimizer; pass that one, or {STEP_AFTER}")
     try:
         try:
             is_independent = _is_independent(optimizer, sparse=False)
@@ -51,12 +54,12 @@ def check_independent(optimizer: Optimizer) -> None:
     except Exception as error:
         raise OptimizerError(
             f"{name} cannot step for one parameter at a time ({type(error).__name__}: {error}); "
-            "call its own step"
+            f"{STEP_AFTER}"
         ) from error
     if not is_independent:
         raise OptimizerError(
             f"{name} looks at several parameters at once: a step for each by itself gives other "
-            "numbers. Call its own step"
+            f"numbers; {STEP_AFTER}"
         )
 
 

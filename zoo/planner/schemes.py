@@ -40,7 +40,7 @@ def sqrt(blocks: Sequence[int]) -> Plan:
 def each_block(blocks: Sequence[int], whole: Container[int] = ()) -> Plan:
     """Makes each block of several steps a segment, as timm and torchvision do.
 
-    A single step is a segment if it is in `whole`: it calls a whole module.
+    A block of one step is a segment if that step is in `whole`, those of several parts or kernels.
     """
     return Plan([group if group[0] in whole else _segment(group) for group in _grouped(blocks)])
 

@@ -69,8 +69,8 @@ class BudgetPlanner:
     ) -> None:
         if any(map(is_spread, model.parameters())):
             raise ArgumentError(
-                f"the parameters of {type(model).__name__} are spread over processes, and "
-                "gathering them is not counted. Plan before they are, with zoo.plan_rank, or "
+                f"the parameters of {type(model).__name__} are spread over processes (DTensor), "
+                "and gathering them is not counted. Plan before they are, with zoo.plan_rank, or "
                 "choose checkpoint=True or a scheme"
             )
         self.title = title_of(model, state)
@@ -297,7 +297,8 @@ def ways_out(least: int, others: Sequence[str], optimizer: OptimizerBytes) -> st
     ways = [f"Raise the budget to {at_least(least)!r}", *others]
     ways += ["choose an optimizer of less state"] * (optimizer.state > 0)
     *first, last = ways
-    return f"{', '.join(first)}{',' * (len(first) > 1)} or {last}." if first else f"{last}."
+    others = f"{', '.join(first)}{',' * (len(first) > 1)} or " if first else ""
+    return f"{others}{last}."
 
 
 def only_in_backward(needed: int) -> str:
@@ -318,17 +319,22 @@ def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
     if isinstance(memory_budget, float):
         if not 0 < memory_budget <= 1:
             raise ArgumentError(
-                f"memory_budget={memory_budget} is no fraction of the baseline; give one above 0 "
-                "and up to 1, an int of bytes, or text such as '8GiB'"
+                f"memory_budget={memory_budget} is no fraction of the baseline's peak; give one "
+                "above 0 and up to 1, an int of bytes, or text such as '8GiB'"
             )
+    elif isinstance(memory_budget, str) and memory_budget.endswith("%"):
+        raise ArgumentError(
+            f"memory_budget={shortened(memory_budget)} is no size; give a part of the baseline's "
+            "peak as a fraction, such as 0.5 for half of it"
+        )
     elif memory_budget not in (None, "device"):
         parse_bytes(memory_budget, "memory_budget")
     # True is an int, and not a number is in no order
     is_number = isinstance(max_overhead, int | float) and not isinstance(max_overhead, bool)
     if max_overhead is not None and not (is_number and max_overhead >= 0):
         raise ArgumentError(
-            f"max_overhead={shortened(max_overhead)} is no number from 0; 0.2 allows a fifth more "
-            "time"
+            f"max_overhead={shortened(max_overhead)} must be a number, 0 or more; 0.2 allows a "
+            "fifth more time than the baseline's"
         )
 
 

@@ -58,15 +58,10 @@ def attach(
     forward, and for inputs that are larger than those before.
 
     Raises:
-        ArgumentError: no such option, no chain, or a budget beside another option.
+        ArgumentError: no such option, or a budget beside another option.
         BudgetError: at that forward, when no plan keeps to the budget.
         PlanError: a malformed plan; one that does not fit raises at the first forward.
     """
-    if not isinstance(chain, Chain):
-        raise ArgumentError(
-            f"checkpoint= needs a zoo.Chain; got {type(chain).__name__}. Write the model as a "
-            "chain, or call its parts through zoo.recompute"
-        )
     chain.runner = runner_for(checkpoint, memory_budget, max_overhead)
     return chain
 

@@ -1,8 +1,8 @@
-"""The backward of a graph, node by node, in this thread and without autograd's engine.
+"""Runs the backward of an autograd graph node by node, in this thread, without autograd's engine.
 
 The engine has threads, which a forked process does not inherit: once a process has run a backward,
-autograd refuses one in its children. What is walked here are the same nodes in the same order (the
-latest first), without gradients of gradients and without hooks on tensors. A function of Python's
+autograd refuses one in its children. What runs here are the same nodes in the same order (the
+latest first), without gradients of gradients and without hooks on tensors. An `autograd.Function`
 gets zeros for a gradient that is not there, also where it asked for None. A block of
 `torch.utils.checkpoint`'s inside is counted as if recomputed for each of its saved tensors.
 """
@@ -69,7 +69,7 @@ def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient
     while ready:
         node = heapq.heappop(ready)[-1]
         given = pending.pop(node)
-        # a function of Python's may have an attribute of that name
+        # an autograd.Function may have an attribute of that name
         leaf = None if hasattr(node, "apply") else getattr(node, "variable", None)
         if leaf is not None:
             if given.gradients[0] is not None:
@@ -108,7 +108,7 @@ def _run(node: Any, given: list[Tensor | None]) -> Sequence[Tensor | None]:
     if not hasattr(node, "apply"):
         made = node(*given)
         return made if isinstance(made, tuple) else (made,)
-    # a function of Python's, in which a gradient that is not there is taken for one of zeros
+    # an autograd.Function, in which a gradient that is not there is taken for one of zeros
     gradients = (
         torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device) if one is None else one
         for one, kind in zip(given, node._input_metadata, strict=True)

@@ -120,7 +120,7 @@ class Profile:
             found: ChainRun = isolated(
                 functools.partial(_run_steps, chain, outline, inputs, block),
                 lambda text: PlanError(
-                    f"the steps of {type(chain).__name__} could not be measured on fake tensors "
+                    f"the chain of {type(chain).__name__} could not be measured on fake tensors "
                     f"({text}). Where the model takes these inputs, pass checkpoint= a number of "
                     "segments or a Plan, which need no measuring"
                 ),

@@ -1,4 +1,4 @@
-"""One step on fake tensors: what its forward and its backward allocate, save and compute.
+"""One step of a chain on fake tensors: what its forward and backward allocate, save and compute.
 
 A dispatch mode sees every storage that an operation makes, and a weak reference sees it freed.
 torch's profilers see only real memory; the formulas for operations are those of
@@ -90,7 +90,7 @@ class Update(NamedTuple):
     # bytes of the gradient of a cast that autocast caches, which became this one and was freed at
     # once; 0 where there is none
     cast: int
-    is_shared: bool  # other steps add to it, through a node that was made before this step
+    is_shared: bool  # other steps add to it, through an autograd node made before this step
     is_view: bool  # autograd's first addition to it (to that of the cast) is not in place
 
 
@@ -99,7 +99,7 @@ class StepRun:
     """What a step did. Storages are numbered: those of its inputs first, then new ones.
 
     `backward` is above the saved tensors and the incoming gradients. Both are freed on the way, as
-    autograd frees them: a gradient when it was used, a saved tensor when its node is done.
+    autograd frees them: a gradient when it was used, a saved tensor when its autograd node is done.
     Gradients of tensors that the step only hands on are already there.
     """
 

@@ -49,9 +49,10 @@ class OptimizerBytes:
 def check_maker(make: object) -> None:
     """Raises ArgumentError unless `make` can be called: an optimizer itself cannot."""
     if not callable(make):
+        name = type(make).__name__
         raise ArgumentError(
-            "optimizer= makes an optimizer, such as torch.optim.AdamW or a function of the "
-            f"parameters; got {type(make).__name__ if hasattr(make, 'step') else repr(make)}"
+            "optimizer= is what makes an optimizer, such as torch.optim.AdamW or a function of the "
+            f"parameters; got {'an instance of ' + name if hasattr(make, 'step') else repr(make)}"
         )
 
 

@@ -167,9 +167,9 @@ def pictures(
 
 
 def moments(plan: Plan) -> list[tuple[int, str, dict[int, str]]]:
-    """Lists what a step runs, in order: the node, the phase, and whose inputs are held, and why.
+    """Lists what a training step runs, in order: node, phase, and whose inputs are held, and why.
 
-    Nodes are taken as alike, each with one input that its backward needs.
+    The nodes of the chain are taken as alike, each with one input that its backward needs.
     """
     held: dict[int, str] = {}
     found: list[tuple[int, str, dict[int, str]]] = []

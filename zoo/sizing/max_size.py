@@ -26,6 +26,7 @@ from zoo.invocation import (
     Invocation,
     Loss,
     check_loss,
+    check_module,
     own_loss,
     place_of,
     with_loss_errors,
@@ -79,7 +80,7 @@ class Largest:
         if self.measured_peak is not None:
             measured = f"measured {format_bytes(self.measured_peak)}"
         elif self.predicted_seconds is not None:
-            step = f"a step takes about {format_seconds(self.predicted_seconds)}"
+            step = f"a training step takes about {format_seconds(self.predicted_seconds)}"
             measured = f"not measured ({step}; verify=True runs two)"
         if self.next_peak is not None:
             excess = format_bytes(self.next_peak - self.budget)
@@ -135,7 +136,7 @@ def largest(
     """Finds the largest size whose whole training step keeps to a budget in bytes.
 
     The returned size keeps to it and the next two do not, which makes it exact where bytes grow
-    with the size. The model does not change; only a real step allocates memory of its size. Ctrl-C
+    with the size. The model does not change; only real steps allocate memory of its size. Ctrl-C
     during the search raises `Interrupted`, a KeyboardInterrupt whose `found` is the largest size
     known to fit.
 
@@ -152,11 +153,12 @@ def largest(
             as `(2, 3, 4)` for a volume; or, without a sample, a function of the size that makes the
             inputs, best of meta tensors.
         multiple_of: only multiples of this are sizes.
-        verify: whether a copy of the model trains at the returned size, if the device is here and
-            has room beside the model. If that takes more than the budget, the size is lowered. By
-            default it does where kernels were measured and a step takes less than 20 seconds.
-        optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`, as in
-            `zoo.plan`; the real step is, too.
+        verify: whether a copy of the model trains two real steps at the returned size, if the
+            device is here and has room beside the model. If that takes more than the budget, the
+            size is lowered. By default it does where kernels were measured and a training step
+            takes less than 20 seconds.
+        optimizer_in_backward: training steps, predicted and real, are those with
+            `zoo.optimizer_in_backward`, as in `zoo.plan`.
 
     Raises:
         ArgumentError: no module, one that cannot be traced, or an argument of no such form.
@@ -165,15 +167,14 @@ def largest(
         InputError: the model does not take inputs like the sample.
         OptimizerError: a real step's optimizer cannot step in the backward.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"a largest size needs a torch.nn.Module; got {type(model).__name__}")
+    check_module(model, "zoo.largest")
     if isinstance(memory_budget, float):
         raise ArgumentError(
             f"memory_budget={memory_budget}, a float, is a fraction of the baseline's peak, which "
             "grows with the size; give an int of bytes, '8GiB' or 'device'"
         )
     if type(multiple_of) is not int or multiple_of < 1:
-        raise ArgumentError(f"multiple_of={multiple_of!r} is no number from 1")
+        raise ArgumentError(f"multiple_of={multiple_of!r} must be a whole number, 1 or more")
     check_loss(loss)
     make_inputs, start = input_sizes(sample, vary)
     estimates = SizeEstimates(
@@ -252,7 +253,7 @@ class _Search:
         predicted = [count for count, needed in needs if needed <= self.trusted]
         if self.fitted is not None:
             fits = self.fitted.size
-            how = f"size {fits} fits in {exact_bytes(self.budget)}, as a real step showed"
+            how = f"size {fits} fits in {exact_bytes(self.budget)}, as a real training step showed"
         elif predicted:
             fits = max(predicted) * self.estimates.unit
             how = f"size {fits} is predicted to fit in {exact_bytes(self.budget)}"
@@ -308,7 +309,7 @@ class _Search:
         way = "choose checkpoint='auto'" if bound is None else "raise max_overhead"
         others = [way] * (planner.least.peak < least)
         least += excess
-        shown = f", {format_bytes(excess)} of it as a real step showed" if excess else ""
+        shown = f", {format_bytes(excess)} of it as a real training step showed" if excess else ""
         text = (
             f"a training step of size {count * self.estimates.unit} needs at least "
             f"{exact_bytes(least)}{shown}; the budget is {exact_bytes(self.budget)}. "
@@ -329,7 +330,7 @@ class _Search:
         """Trains a copy of the model; its peak in bytes, None where memory runs out."""
         _log.info("size %d: a real step", candidate.size)
         estimates = self.estimates
-        with random_state_restored(), shown(f"a real step of size {candidate.size}"):
+        with random_state_restored(), shown(f"a training step of size {candidate.size}"):
             try:
                 model, loss = copy.deepcopy((estimates.model, estimates.loss))
                 place = place_of(model)

@@ -57,7 +57,7 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
     runner = runner_for(checkpoint, None, max_overhead) if is_given else runner_of(model)
     if not isinstance(runner, PlannedRunner | None):
         raise ArgumentError(
-            f"the plans of a {type(runner).__name__} are not known; pass checkpoint="
+            f"the plans of this model's {type(runner).__name__} are not known; pass checkpoint="
         )
 
     @functools.cache
@@ -71,7 +71,8 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
             return planner.of_model(planner.point(plan))
         except BudgetError as error:
             raise ArgumentError(
-                "the model already has a budget, which ends the search; pass checkpoint='auto'"
+                "the model already has a budget of its own, which no plan keeps at this size; pass "
+                "checkpoint='auto' to search within the one given here"
             ) from error
 
     return lambda planner, budget: decided(planner)

@@ -57,7 +57,7 @@ SAID_OF_FAKES = (
 
 
 class TraceError(ArgumentError):
-    """A model's forward cannot be traced ahead of a step.
+    """A model's forward cannot be traced ahead of a training step.
 
     Attributes:
         raised: whether the forward raised an error of its own, so that it may take other inputs.
@@ -79,12 +79,12 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
     name = type(model).__name__
     if any(map(is_spread, model.parameters())):
         raise ArgumentError(
-            f"the parameters of {name} are spread over processes (DTensor); trace the model ahead "
-            "before they are"
+            f"the parameters of {name} are spread over processes (DTensor), so that its forward "
+            "cannot be traced ahead; plan before they are, or choose checkpoint=True or a scheme"
         )
     if any(map(is_lazy, model.parameters())):
         raise ArgumentError(
-            f"{name} has parameters without a size; call it once, then trace it ahead"
+            f"{name} has lazy parameters, which have no size yet; call it once before"
         )
     forward = _Forward(model, given, loss)
     with shown("tracing the forward"):
@@ -116,7 +116,7 @@ class _Forward:
             # not the forward raised it but the graph, on its way here
             lambda text: TraceError(
                 f"{name} cannot be traced ahead ({text}). zoo.checkpoint without a budget traces a "
-                "real step instead"
+                "real training step instead"
             ),
             fires_hooks=True,
         )
@@ -208,9 +208,9 @@ class _Forward:
             return TraceError(str(error))
         if isinstance(error, NumbersNeeded):
             return TraceError(
-                f"the forward of {name} reads numbers out of tensors that have none yet. Only "
-                "tracing ahead lacks them: zoo.checkpoint without a budget needs none, and plans "
-                "by the first step that runs for real."
+                f"the forward of {name} reads numbers out of tensors, which have none while it is "
+                "traced ahead. zoo.checkpoint without a budget traces the first training step "
+                "instead, in which they have."
             )
         if isinstance(error, SystemExit):
             code = "" if error.code is None else shortened(error.code)
@@ -249,8 +249,8 @@ class _Limits(KernelMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "namespace", "") in COLLECTIVE:
             raise ArgumentError(
-                f"the forward calls {func}, for which other processes would wait. Trace the model "
-                "ahead before it is distributed"
+                f"the forward calls {func}, for which other processes would wait, so that it "
+                "cannot be traced ahead. Plan before the model is distributed"
             )
         result = func(*args, **(kwargs or {}))
         if self.most_made is not None and not getattr(func, "is_view", False):
