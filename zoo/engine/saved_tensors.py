@@ -34,8 +34,9 @@ from zoo.engine.replay import outside_of, replay, schedule, without_modes
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
 
-
-WRITTEN = "a tensor that this gradient needs was changed in place after it was saved. Change a copy."
+WRITTEN = (
+    "a tensor that this gradient needs was changed in place after it was saved. Change a copy."
+)
 
 
 class Handle:
@@ -181,9 +182,13 @@ class Handle:
             is_here = storage_of(original) is home or not self.is_result
             return detached(original) if is_here and type(original) is not FakeTensor else replayed
         start = replayed.storage_offset() * replayed.itemsize
-        if home is not None and self.fingerprint and start + replayed.nbytes <= home.nbytes():
-            if self.fingerprint != read_memory(home.data_ptr() + start, replayed.nbytes):
-                raise RecomputeError(WRITTEN)
+        if (
+            home is not None
+            and self.fingerprint
+            and start + replayed.nbytes <= home.nbytes()
+            and self.fingerprint != read_memory(home.data_ptr() + start, replayed.nbytes)
+        ):
+            raise RecomputeError(WRITTEN)
         return replayed
 
 
