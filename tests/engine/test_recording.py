@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zoo
 from tests.engine.kernels import Made, bytes_left
@@ -493,6 +494,39 @@ def test_what_a_user_keeps_is_all_that_stays(keep: bool) -> None:
         assert made.alive(y, *kept) == []
         y.sum().backward(retain_graph=True)
         assert made.alive(y, x.grad, *kept) == []
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_what_is_made_in_inference_mode_is_freed_as_without() -> None:
+    """A teacher inside of a segment: autograd saves none of it."""
+    (x,), most = rows(), list[int]()
+
+    def function(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            target = x.detach()
+            for _ in range(9):
+                target = (target @ target.T @ target).tanh()
+                most.append(len(made.alive()))
+        return (x - target.clone()).square()
+
+    with Made() as made:
+        zoo.recompute(function, x).sum().backward()
+    assert max(most) <= 4
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_what_only_kernels_read_that_no_gradient_needs_is_freed() -> None:
+    (x,), big = rows(), [torch.rand(1 << 13)]
+
+    def function(x: Tensor) -> Tensor:
+        metric = (big[0] * x.sum()).mean()
+        return x.sin().exp() + metric.detach()
+
+    y = zoo.recompute(function, x)
+    reference = StorageWeakRef(big[0].untyped_storage())
+    big.clear()
+    assert reference.expired()
+    y.sum().backward()
 
 
 def test_a_forward_without_gradients_is_not_recorded() -> None:

@@ -137,6 +137,27 @@ def test_a_retained_graph_is_replayed_by_each_backward() -> None:
     assert replayed(loss.backward) == {"sin": 1, "exp": 1, "tanh": 1}
 
 
+class ReadsTwice(torch.autograd.Function):
+    """Asks twice for what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (first,), (again,) = ctx.saved_tensors, ctx.saved_tensors
+        return gradient * (first + again)
+
+
+def test_of_a_retained_graph_only_what_was_freed_is_replayed_again() -> None:
+    (x,) = rows()
+    loss = zoo.recompute(lambda x: x.cos().exp().tanh() + ReadsTwice.apply(x.sin()), x).sum()
+    found = replayed(lambda: loss.backward(retain_graph=True))
+    assert found == {"sin": 2, "cos": 1, "exp": 1, "tanh": 1}
+
+
 def test_each_output_of_a_retained_graph_replays_once() -> None:
     (x,) = rows()
     one, two = zoo.recompute(lambda x: (x.sin().exp(), x.sin().tanh()), x)

@@ -464,6 +464,14 @@ def test_saved_tensors_that_are_asked_for_one_by_one_are_replayed_once() -> None
     assert replayed(lambda: y.sum().backward())["tanh"] == 1
 
 
+def test_a_look_outside_of_a_backward_leaves_no_memory() -> None:
+    (x,) = rows()
+    y = zoo.recompute(lambda x: x.sin().exp().tanh().cos(), x)
+    with Made() as made:
+        assert y.grad_fn._saved_self.shape == x.shape
+        assert made.alive() == []
+
+
 def test_a_program_of_all_of_them_ends_where_it_did() -> None:
     """The same program twice: nothing of a first one reaches the next."""
 

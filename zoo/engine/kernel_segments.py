@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
-from zoo.engine.operands import Outside, alive
+from zoo.engine.operands import Outside, alive, parts_of
 from zoo.engine.operator_effects import effects_of
 from zoo.engine.recompute import HOOKS, records
 from zoo.engine.recording import (
@@ -136,6 +136,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         storage = storage_of(tensor)
         if storage is not None:
             self._keep_late(tensor, storage)
+        for part in parts_of(tensor):
+            self._keep_late(part, part.untyped_storage())
         if self.recording is not None:
             super().before_write(tensor)
 

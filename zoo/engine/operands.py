@@ -3,6 +3,7 @@
 Value      a storage as a recorded kernel left it, in the geometry of the tensor that it made
 View       another tensor of a value
 Outside    a tensor that no recorded kernel made, held as it is or as a copy
+Sparse     one of these that consists of others: indices and values
 Write      an argument that the kernel writes
 Blank      memory that a kernel writes and nobody reads
 Listed     a list with references in it
@@ -21,7 +22,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,6 +89,7 @@ class Value:
     after: "Value | None" = None  # the next version of the storage, and the one before
     before: Callable[[], "Value | None"] | None = None
     saved: list[weakref.ref[Any]] | None = None  # handles, to be told when it is written
+    readers: "Sequence[Outside]" = ()  # parts of sparse tensors, to have a copy before that
     trains: bool | None = None  # whether it requires a gradient, for which some kernels do more
     made: Tensor | None = None  # the tensor again, in a replay
 
@@ -153,12 +155,18 @@ class Outside:
     is_read = False  # whether a kernel has read it
     copy: Any = None  # its storage before a kernel wrote it, and where it lay there
     geometry: Geometry | None = None
+    parts: "Sequence[Outside]" = ()  # what a sparse one consists of
 
     def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
         self.tensor = tensor
         self.home = home  # its storage
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether a part of a sparse tensor was written since."""
+        return any(part.geometry is not None for part in self.parts)
 
     def hold(self, copy: Any) -> None:
         """Has a replay read a copy of the storage."""
@@ -196,6 +204,54 @@ class Outside:
             return self.unpack()
         with DisableTorchDispatch():
             return self.geometry.of_storage(self.copy, self.tensor.device)
+
+
+class Sparse(Outside):
+    """A sparse tensor from outside.
+
+    It shares memory with the tensors that it was made of, whose writes its version does not count.
+    """
+
+    def __init__(self, tensor: Tensor, parts: list[Outside]) -> None:
+        super().__init__(tensor)
+        self.parts = parts
+        self.samples = [sample(part.tensor.untyped_storage()) for part in parts]
+        self.is_coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+
+    def now(self) -> Tensor:
+        """Returns the tensor as the forward read it; raises as `unpack`."""
+        parts = [part.now() for part in self.parts]
+        for part, found in zip(self.parts, self.samples, strict=True):
+            if part.geometry is None and sample(part.tensor.untyped_storage()) != found:
+                raise RecomputeError(
+                    f"a sparse tensor {tuple(self.tensor.shape)} shares its memory with a tensor "
+                    "that was changed in place after the forward. Change it after the backward, or "
+                    "change a copy."
+                )
+        if not self.is_copied:
+            return self.unpack()
+        size, layout = self.tensor.size(), self.tensor.layout
+        given: dict[str, Any] = {"layout": layout}
+        make: Callable[..., Tensor] = torch.sparse_compressed_tensor
+        if layout is torch.sparse_coo:
+            make, given = torch.sparse_coo_tensor, {"is_coalesced": self.is_coalesced}
+        with DisableTorchDispatch():
+            return make(*parts, size, check_invariants=False, **given)
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Returns the indices and values that a sparse tensor consists of, which have storages."""
+    layout = tensor.layout
+    if layout is torch.strided or isinstance(tensor, FakeTensor):
+        return []
+    with DisableTorchDispatch():
+        if layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
 
 
 class Blank:
@@ -241,7 +297,7 @@ def no_tensor() -> None:
 # what stands for a tensor that a recorded kernel made
 Reference = Value | View
 # all that makes an argument in a replay; asked for each, a set of types is faster than isinstance
-REFERENCES = {Value, View, Outside, Write, Blank, Listed}
+REFERENCES = {Value, View, Outside, Sparse, Write, Blank, Listed}
 
 # what a thread's dispatch is outside of all modes
 _KEYS = DispatchKey
@@ -328,23 +384,35 @@ def fingerprint(tensor: Tensor) -> bytes | None:
 _marks = itertools.count(1)
 
 
-def mark(storage: Any) -> bytes:
-    """Returns `sample` of memory without content, where it puts bytes that nobody else writes.
+def new_mark() -> bytes:
+    """Returns bytes that nobody else writes, which are small numbers of any type."""
+    number = next(_marks) * 0x9E3779B97F4A7C15 & 0x3F3F3F3F3F3F3F3F
+    return number.to_bytes(8, "little")
 
-    Memory that is used again may hold just what code that nobody sees is about to write. Where
-    torch fills such memory, that is its mark.
+
+def fill(storage: Any, mark: bytes) -> None:
+    """Writes a mark into memory without content at the places of `sample`, and zeros elsewhere.
+
+    Memory that is used again may hold just what code that nobody sees is about to write; and what
+    a program reads there without having written it is the same in a replay. Where torch fills such
+    memory, it stays as that left it.
     """
     if storage.device.type != "cpu" or _fills_empty_memory():
-        return sample(storage)
+        return
     start, size = storage.data_ptr(), storage.nbytes()
-    number = (next(_marks) * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little")
     if size > AT_ONCE:
+        ctypes.memset(start, 0, size)
         for place in range(PLACES):
-            ctypes.memmove(start + place * _gap(size), number * 2, WIDTH)
-        return number * (2 * PLACES)
-    content = (number * (size // 8 + 1))[:size]
-    ctypes.memmove(start, content, size)
-    return _spread(content)
+            ctypes.memmove(start + place * _gap(size), mark * 2, WIDTH)
+    else:
+        ctypes.memmove(start, mark * (size // 8 + 1), size)
+
+
+def filled_empty(size: Any, stride: Any, mark: bytes, **kwargs: Any) -> Tensor:
+    """Returns memory without content again, in a replay."""
+    found = torch.empty_strided(size, stride, **kwargs)
+    fill(found.untyped_storage(), mark)
+    return found
 
 
 def _fills_empty_memory() -> bool:

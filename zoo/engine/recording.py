@@ -51,12 +51,16 @@ from zoo.engine.operands import (
     Listed,
     Outside,
     Reference,
+    Sparse,
     Value,
     View,
     Write,
     alive,
-    mark,
+    fill,
+    filled_empty,
+    new_mark,
     no_tensor,
+    parts_of,
     sample,
     version_of,
 )
@@ -79,8 +83,6 @@ SMALL = 1 << 14
 SEQUENCES = (list, tuple)
 # arguments without tensors, which most are
 ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.layout}
-# what makes memory without content in a replay
-EMPTY_STRIDED = torch.ops.aten.empty_strided.default._op
 # tensors whose storage is their own; any other kind is taken apart by its own dispatch
 PLAIN = {Tensor, Parameter, FakeTensor}
 
@@ -297,6 +299,7 @@ class Recording:
             return None
         for handle in value.handles():
             handle.before_write()
+        hold_readers(value.readers, storage, tensor)
         if value.blank:
             is_known = value.blank == sample(storage)
         else:
@@ -312,6 +315,7 @@ class Recording:
         if value is not None:
             self.forget(tensor)
         while value is not None:
+            hold_readers(value.readers, storage_of(tensor), tensor)
             for handle in value.handles():
                 handle.lose()
             value = None if value.before is None else value.before()
@@ -356,12 +360,41 @@ class Recording:
     def _refer_outside(self, tensor: Tensor, storage: Any, latest: Any) -> Outside:
         home = None if storage is None else weakref.ref(storage)
         found = self.known.get(id(tensor))
-        # `Tensor.data` may have given it another storage
-        if found is not None and found.home is home and found.version == version_of(tensor):
+        if (
+            found is not None
+            # `Tensor.data` may have given it another storage
+            and found.home is home
+            and found.version == version_of(tensor)
+            and not found.is_copied
+        ):
             return found
-        found = self.known[id(tensor)] = Outside(tensor, home, latest)
+        if tensor.is_inference():
+            # autograd never saves it and no node reads it
+            return Outside(tensor, home)
+        parts = parts_of(tensor) if home is None else []
+        found = (
+            Sparse(tensor, [*map(self._refer_part, parts)])
+            if parts
+            else Outside(tensor, home, latest)
+        )
+        self.known[id(tensor)] = found
         self.outside.append(found)
         if home is not None:
+            self.storages[id(storage)] = found
+        return found
+
+    def _refer_part(self, tensor: Tensor) -> Outside:
+        """Returns what stands for a part of a sparse tensor, whose storage may be another's."""
+        storage = tensor.untyped_storage()
+        latest = self.find(storage)
+        found = Outside(
+            tensor, weakref.ref(storage), latest if isinstance(latest, Outside) else None
+        )
+        found.is_read = True
+        self.outside.append(found)
+        if isinstance(latest, Value):
+            latest.readers = [*latest.readers, found]
+        else:
             self.storages[id(storage)] = found
         return found
 
@@ -394,9 +427,18 @@ class Recording:
             found.hold(_copied(tensor.untyped_storage(), tensor) if copy is None else copy)
 
     def before_write(self, tensor: Tensor) -> None:
-        """Copies a storage from outside that is about to be written, if it was read before."""
+        """Copies a storage from outside that is about to be written, if it was read before.
+
+        One that a recorded kernel made comes from outside from then on.
+        """
         storage = storage_of(tensor)
+        if storage is None:
+            for part in parts_of(tensor):
+                self.before_write(part)
+            return
         latest = self.find(storage)
+        if type(latest) is Value:
+            self.lose(tensor)
         if type(latest) is not Outside:
             return
         # mostly there is one, and no kernel read it
@@ -651,9 +693,11 @@ class Recorder(KernelMode):
         out = func._op(*args, **kwargs)
         # a norm on the CPU reserves no bytes, which to record would cost more than to keep
         if out.layout is torch.strided and (out.dtype is not torch.uint8 or out.numel()):
-            layout = out.size(), out.stride()
+            mark = new_mark()
+            fill(out.untyped_storage(), mark)
             settings = self.recording.settings_for(effects)
-            node = Node(EMPTY_STRIDED, self.recording.count, settings, layout)
+            layout = out.size(), out.stride(), mark
+            node = Node(filled_empty, self.recording.count, settings, layout)
             node.kwargs = {"dtype": out.dtype, "device": out.device}
             self._append(node, effects, out)
         return out
@@ -768,7 +812,7 @@ class Recorder(KernelMode):
         if effects.blank and storage.nbytes() > 0:
             value.is_empty = effects.empty
             if not isinstance(tensor, FakeTensor):
-                value.blank = mark(storage) if effects.empty else sample(storage)
+                value.blank = sample(storage)
         return value
 
 

@@ -83,6 +83,73 @@ def test_a_sparse_tensor_with_a_gradient() -> None:
     assert_exact(program)
 
 
+def coordinates(values: Tensor) -> Tensor:
+    indices = torch.tensor([[0, 1, 2, 3, 5], [1, 2, 0, 4, 5]])
+    return torch.sparse_coo_tensor(indices, values, (6, 6), is_coalesced=True)
+
+
+def compressed(values: Tensor) -> Tensor:
+    return torch.sparse_csr_tensor(
+        torch.tensor([0, 1, 2, 3, 4, 4, 5]), torch.tensor([1, 2, 0, 4, 5]), values, (6, 6)
+    )
+
+
+def its_source(values: Tensor, given: Tensor) -> None:
+    values.mul_(3)
+
+
+def its_values(values: Tensor, given: Tensor) -> None:
+    given.values().add_(1)
+
+
+def itself(values: Tensor, given: Tensor) -> None:
+    given.mul_(2)
+
+
+def its_structure(values: Tensor, given: Tensor) -> None:
+    given.add_(torch.eye(6).to_sparse() if given.is_sparse else torch.eye(6).to_sparse_csr())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("made_inside", [True, False])
+@pytest.mark.parametrize("make", [coordinates, compressed])
+@pytest.mark.parametrize("write", [its_source, its_values, itself, its_structure])
+def test_a_sparse_tensor_written_after_it_was_read(
+    write: Callable[..., None], make: Callable[[Tensor], Tensor], made_inside: bool, way: Way
+) -> None:
+    """It shares its memory with the values that it was made of, and no version."""
+
+    def program(call: Call) -> Any:
+        layer, values, x = nn.Linear(4, 4), torch.rand(5), torch.rand(6, 4)
+
+        def forward(x: Tensor) -> Tensor:
+            own = values.sin() if made_inside else values
+            given = make(own)
+            h = layer(given @ x)
+            write(own, given)
+            return h.sin() * (given @ x).cos()
+
+        model = nn.Module()
+        model.layer, model.forward = layer, forward  # type: ignore
+        way(call, model, x).square().sum().backward()
+        return values, state_of(layer)
+
+    assert_exact(program)
+
+
+@pytest.mark.parametrize("make", [coordinates, compressed])
+def test_a_sparse_tensor_whose_memory_is_written_after_the_forward(
+    make: Callable[[Tensor], Tensor],
+) -> None:
+    layer, values = nn.Linear(4, 4), torch.rand(5)
+    given = make(values)
+    loss = zoo.recompute(lambda x: layer(given @ x).sin(), torch.rand(6, 4)).sum()
+    values.mul_(2)
+    with pytest.raises(zoo.RecomputeError, match="changed in place after"):
+        loss.backward()
+    assert layer.weight.grad is None
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_sparse_gradients_of_tables(way: Way) -> None:
     def program(call: Call) -> Any:

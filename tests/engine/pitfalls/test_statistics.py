@@ -197,6 +197,55 @@ class Functional(nn.Module):
         return torch.tanh(y * self.variance.clone())
 
 
+def norm(h: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return F.batch_norm(h, mean, variance, training=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("times", [1, 2])
+def test_statistics_that_the_segment_makes(times: int, read_before: bool, way: Way) -> None:
+    """A norm writes them without saying so: who reads them later has them as it left them."""
+
+    def program(call: Call) -> Any:
+        layer, (x,) = nn.Linear(4, 4), rows()
+
+        def forward(x: Tensor) -> Tensor:
+            mean, variance = x.detach().mean(0), x.detach().var(0)
+            h = layer(x)
+            if read_before:
+                h = (h * mean).sin() * variance.exp()
+            for _ in range(times):
+                h = norm(h, mean, variance)
+                h = (h * mean).sin() * variance.exp()
+            return h
+
+        model = nn.Module()
+        model.layer, model.forward = layer, forward  # type: ignore
+        way(call, model, x).square().sum().backward()
+        return x.grad, state_of(layer)
+
+    assert_exact(program)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_of_buffers_that_a_functional_call_moves(way: Way) -> None:
+    def program(call: Call) -> Any:
+        layer, bn, (x,) = nn.Linear(4, 4), nn.BatchNorm1d(4), rows()
+
+        def forward(x: Tensor) -> Tensor:
+            copies = {name: buffer.clone() for name, buffer in bn.named_buffers()}
+            h = torch.func.functional_call(bn, copies, (layer(x),))
+            return (h * copies["running_mean"]).sin() * copies["running_var"].exp()
+
+        model = nn.Module()
+        model.layer, model.forward = layer, forward  # type: ignore
+        way(call, model, x).square().sum().backward()
+        return x.grad, state_of(layer), state_of(bn)
+
+    assert_exact(program)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_functional_batch_norm_moves_its_buffers_once(way: Way) -> None:
     """pytorch#96136 without a norm that could be recognized."""

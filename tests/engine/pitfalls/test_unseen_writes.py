@@ -465,3 +465,50 @@ def test_a_write_into_the_memory_of_a_saved_tensor_that_is_gone_is_refused(when:
         y = zoo.checkpoint(Blocks(), "blocks")(x)
     with pytest.raises(zoo.RecomputeError, match="was changed in place after it was saved"):
         y.sum().backward()
+
+
+def a_slice(y: Tensor, rows: int) -> Tensor:
+    made = y.new_empty(rows, y.shape[1])
+    made[: len(y)] = y
+    return made
+
+
+def by_index(y: Tensor, rows: int) -> Tensor:
+    made = torch.empty(rows, y.shape[1], dtype=y.dtype)
+    made[torch.arange(len(y))] = y
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("fill", [a_slice, by_index])
+def test_memory_that_is_filled_in_part_and_read_whole(
+    fill: Callable[..., Tensor], size: int, dtype: torch.dtype
+) -> None:
+    """What nobody wrote is masked out in the end, and is until then the same in a replay."""
+
+    def run(call: Call) -> list[Any]:
+        x = torch.rand(3, size, dtype=dtype).requires_grad_()
+
+        def function(x: Tensor) -> Tensor:
+            padded = fill(x.sin(), 9).clamp(-1, 1).cos().exp()
+            return torch.where(torch.arange(9)[:, None] < 3, padded, 0) * 2
+
+        y = call(function, x)
+        y.sum().backward()
+        return [y, x.grad]
+
+    compare(outcome(run, zoo.recompute), outcome(run, plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_marks_are_small_numbers(dtype: torch.dtype) -> None:
+    """So that a mask of zeros takes them away, as it does the zeros that fresh memory has."""
+
+    def function(x: Tensor) -> Tensor:
+        padded = a_slice(x, 9)
+        return padded * (torch.arange(9)[:, None] < 3)
+
+    for _ in range(100):
+        y = zoo.recompute(function, torch.rand(3, 5, dtype=dtype).requires_grad_())
+        assert y[3:].eq(0).all()
