@@ -26,6 +26,7 @@ from tests.engine.pitfalls.program import (
     state_of,
 )
 from zoo.engine.operator_effects import read_settings
+from zoo.engine.recording import thread as of_engine
 from zoo.profiling.peak_memory import trace
 
 WEIGHT = nn.Parameter(torch.ones(4))
@@ -218,6 +219,21 @@ def test_a_backward_inside_of_the_forward_replays_the_inner_segment() -> None:
 
     zoo.recompute(function, *rows()).sum().backward()
     assert found["cos"] == 1
+
+
+def test_a_replay_inside_of_a_forward_is_not_recorded() -> None:
+    """Its kernels would be kept until the forward ends, and replayed once more."""
+    counts: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp().cos()
+        for _ in range(2):
+            counts.append(of_engine.segment.recording.count)  # type: ignore[union-attr]
+            assert y.grad_fn._saved_self.shape == x.shape  # type: ignore[union-attr]
+        return y
+
+    assert replayed(lambda: zoo.recompute(function, *rows())) == {"sin": 2, "exp": 2}
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("wrt", ["input", "inside", "parameter"])

@@ -67,7 +67,8 @@ class Geometry:
 
     def on(self, base: Tensor) -> Tensor:
         """Returns the tensor of this geometry on the storage of another."""
-        if base.dtype is self.dtype and not (self.negative or self.dtype.is_complex):
+        is_plain = not (self.negative or base.is_neg() or self.dtype.is_complex)
+        if base.dtype is self.dtype and is_plain:
             return base.as_strided(self.sizes, self.strides, self.offset)
         return self.of_storage(base.untyped_storage(), base.device)
 

@@ -83,6 +83,11 @@ def effects_of(operator: Any) -> Effects:
     return found
 
 
+def is_view(operator: Any) -> bool:
+    """Says whether an operator returns a view of its argument; higher-order ones do not say."""
+    return bool(getattr(operator, "is_view", False))
+
+
 def _read(operator: Any) -> Effects:
     schema = getattr(operator, "_schema", None)
     if schema is None:

@@ -629,7 +629,7 @@ class Recorder(KernelMode):
             keeps = segment.count_draw(written)
         draws = draws_of(args, kwargs) if effects.seeded and not keeps else None
         if keeps or (effects.seeded and draws is None):
-            return self._run_kept(func, effects, written, args, kwargs)
+            return self._run_outside(func, effects, written, args, kwargs)
         targets = [(tensor, recording.target(tensor, effects)) for tensor in written]
         if written and not effects.makes and not any(value for _, value in targets):
             # all that it writes comes from outside and is there
@@ -642,7 +642,7 @@ class Recorder(KernelMode):
             self._leave_out_statistics(node, statistics)
         self._encode(node, given)
         if node.is_kept:
-            return self._run_kept(func, effects, written, args, kwargs)
+            return self._run_outside(func, effects, written, args, kwargs)
         outside = [tensor for tensor, value in targets if value is None]
         out = self._run_outside(func, effects, outside, args, kwargs)
         if draws:
@@ -670,18 +670,10 @@ class Recorder(KernelMode):
                 found.append((stream, PackedState(state, stream.device)))
             last_draws[id(stream)] = LastDraw(stream, node, after)
 
-    def _run_kept(
-        self, func: Any, effects: Effects, written: list[Tensor], args: Any, kwargs: Any
-    ) -> Any:
-        """Runs a kernel whose results, and what it writes, come from outside from now on."""
-        for tensor in written:
-            self.recording.lose(tensor)
-        return self._run_outside(func, effects, written, args, kwargs)
-
     def _run_outside(
         self, func: Any, effects: Effects, outside: list[Tensor], args: Any, kwargs: Any
     ) -> Any:
-        """Runs a kernel that writes tensors from outside."""
+        """Runs a kernel that writes tensors which come from outside, at least from now on."""
         for tensor in outside:
             self.before_write(tensor)
         out = getattr(func, "_op", func)(*args, **kwargs)
@@ -751,10 +743,7 @@ class Recorder(KernelMode):
         kwargs: dict[str, Any],
     ) -> dict[str, Any]:
         """Puts a Write in the place of each target; returns the keyword arguments with them."""
-        writes: dict[int, Write] = {}
-        for tensor, value in targets:
-            if id(tensor) not in writes:
-                writes[id(tensor)] = self._target(node, tensor, value)
+        writes = {id(tensor): self._target(node, tensor, value) for tensor, value in targets}
         node.writes = list(writes.values())
         kwargs = {**kwargs}
         for position, name in effects.writes:

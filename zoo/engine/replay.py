@@ -24,7 +24,7 @@ from zoo._torch import (
     set_grad_enabled,
 )
 from zoo.engine.devices import Streams
-from zoo.engine.operands import REFERENCES, Listed, Outside, Reference, Value, View
+from zoo.engine.operands import REFERENCES, Geometry, Listed, Outside, Reference, Value, View
 from zoo.engine.operator_effects import read_settings, write_settings
 from zoo.engine.recording import Node, flat, thread
 
@@ -176,5 +176,4 @@ def _scratch(target: Reference | Outside, drops: list[Value]) -> Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor.clone()
     storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
-    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return found.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return Geometry(tensor).of_storage(storage, tensor.device)

@@ -22,7 +22,7 @@ from zoo.profiling.autograd_interpreter import gradients_of
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.fake_tensors import LIFT, QUESTIONS, as_data
 from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas
-from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, tensors_in
+from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, storages_of, tensors_in
 
 # tensors that are not fake, nor made of others
 REAL = (Tensor, nn.Parameter)
@@ -46,6 +46,22 @@ class Surroundings:
     def bytes_of(self, storage: Any) -> int:
         """Returns the bytes of a storage, in whole blocks."""
         return rounded_up(storage.nbytes(), self.block)
+
+    def bytes_in(self, tensor: Tensor) -> int:
+        """Returns the bytes of the storages of a tensor; sparse ones have several."""
+        return sum(map(self.bytes_of, storages_of(tensor)))
+
+
+def key_of(tensor: Tensor) -> int:
+    """Returns the address of a tensor's storage, of a sparse one that of its values."""
+    return int(storages_of(tensor)[-1]._cdata)
+
+
+def bytes_moved(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor's numbers, of a sparse one with its indices."""
+    if tensor.layout is torch.strided:
+        return int(tensor.nbytes)
+    return sum(storage.nbytes() for storage in storages_of(tensor))
 
 
 class GradientSpec(NamedTuple):
@@ -181,9 +197,10 @@ def run_step(step: Step, state: StateSpec, strided: Strided, around: Surrounding
 
 
 def _gradient_spec(gradient: Tensor, around: Surroundings) -> GradientSpec:
-    storage = gradient.untyped_storage()
-    stride = None if gradient.is_contiguous() else gradient.stride()
-    return GradientSpec(storage._cdata, around.bytes_of(storage), stride)
+    is_dense = gradient.layout is not torch.strided or gradient.is_contiguous()
+    return GradientSpec(
+        key_of(gradient), around.bytes_in(gradient), None if is_dense else gradient.stride()
+    )
 
 
 def _updates(
@@ -192,11 +209,11 @@ def _updates(
     mode: "AllocationMode",
 ) -> tuple[Update, ...]:
     # gradients of one storage are freed with the last of them
-    last = {gradient.untyped_storage()._cdata: leaf for leaf, gradient, *_ in complete}
+    last = {key_of(gradient): leaf for leaf, gradient, *_ in complete}
     updates = []
     for leaf, gradient, is_shared, moment in complete:
-        storage = gradient.untyped_storage()
-        born = mode.born(storage)
+        key = key_of(gradient)
+        born = mode.born(key)
         cast, is_view = 0, gradient._is_view()
         if born >= 0 and id(leaf) in cast_weights:
             cast, is_view = mode.converted(born) or (0, is_view)
@@ -206,7 +223,7 @@ def _updates(
                 form=form_of(leaf),
                 born=born,
                 done=moment - mode.backward,
-                size=mode.around.bytes_of(storage) if last[storage._cdata] is leaf else 0,
+                size=mode.around.bytes_in(gradient) if last[key] is leaf else 0,
                 cast=cast,
                 is_shared=is_shared,
                 is_view=is_view and not is_shared,
@@ -308,12 +325,12 @@ class AllocationMode(KernelMode):
             return func(*args, **kwargs)
         inputs, outside = tensors_in((args, kwargs)), self.around.outside
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
-        given = {tensor.untyped_storage()._cdata for tensor in inputs}
+        given = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
         for tensor in inputs:
             # the code makes the numbers of `torch.tensor` itself
             if type(tensor) in REAL and func is not LIFT:
-                storage = tensor.untyped_storage()
-                outside.setdefault(storage._cdata, (storage, self.around.bytes_of(storage)))
+                for storage in storages_of(tensor):
+                    outside.setdefault(storage._cdata, (storage, self.around.bytes_of(storage)))
         starts_kernel = not (func.is_view or func in _FREE)
         # before it runs, since one that writes in place may change what it was given
         number = self._number(func, args, kwargs) if starts_kernel else 0
@@ -323,7 +340,7 @@ class AllocationMode(KernelMode):
             self._conversions[self.now] = args[0]._is_view()
         # a view of a fake tensor that stands in for the real one
         is_outside = func.is_view and not outside.keys().isdisjoint(given)
-        for storage in (tensor.untyped_storage() for tensor in outputs):
+        for storage in (storage for tensor in outputs for storage in storages_of(tensor)):
             if is_outside:
                 outside.setdefault(storage._cdata, (storage, 0))
             elif storage._cdata not in given:
@@ -334,7 +351,7 @@ class AllocationMode(KernelMode):
             self.read |= given
             count = flop_formulas().get(func._overloadpacket)
             flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-            moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+            moved = sum(bytes_moved(tensor) for tensor in (*inputs, *outputs))
             self.events.append(Kernel(number, flops, moved))
         return result
 
@@ -373,9 +390,9 @@ class AllocationMode(KernelMode):
         event = self.events[place] if place < self.now else (-1, 0)
         return 0 if isinstance(event, Kernel) else event[1]
 
-    def born(self, storage: Any) -> int:
+    def born(self, key: int) -> int:
         """Returns which event of the backward made a storage; -1 if it was made before."""
-        return max(self._births.get(storage._cdata, -1) - self.backward, -1)
+        return max(self._births.get(key, -1) - self.backward, -1)
 
     def freed(self, births: Container[int]) -> int:
         """Returns which event of the backward freed what these events made; -1 if none."""
@@ -393,7 +410,7 @@ class AllocationMode(KernelMode):
 
     def births_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Returns the storages of tensors, by the places of the events that made them."""
-        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        storages = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
         return {self._births[storage] for storage in storages if storage in self._births}
 
 

@@ -42,7 +42,7 @@ from zoo._torch import (
     pytree,
     unset_fake_temporarily,
 )
-from zoo.engine.operator_effects import effects_of
+from zoo.engine.operator_effects import effects_of, is_view
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
 from zoo.profiling.tensor_spec import VALUES, KernelSpec, tensors_in
 
@@ -162,7 +162,7 @@ class FakeTensorFixes(KernelMode):
                 raise
             raise NumbersNeeded from error
         numbers = sum(tensor.numel() for tensor in tensors_in(result))
-        is_followed = is_known and (func.is_view or numbers <= self.most)
+        is_followed = is_known and (is_view(func) or numbers <= self.most)
         if not (is_followed and self._follow(func, args, kwargs, result)):
             for tensor in written_by(effects_of(func), args, kwargs):
                 self.forget(tensor)
@@ -317,7 +317,7 @@ def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> A
     tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
     if not tensors or tensors[0] is not args[0] or not _is_plain(tensors[0]):
         return NotImplemented
-    if func.is_view and len(tensors) == 1 and func is not LIFT:
+    if is_view(func) and len(tensors) == 1 and func is not LIFT:
         return _view(mode, func, args, kwargs)
     if func in _BATCH_NORMS:
         return _BATCH_NORMS[func](mode, *args)

@@ -25,6 +25,7 @@ from zoo._torch import (
 )
 from zoo.chain import Chain
 from zoo.engine.operands import detached
+from zoo.engine.operator_effects import is_view
 from zoo.engine.recording import KernelMode, thread
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, ZooError, shortened
@@ -253,7 +254,7 @@ class _Limits(KernelMode):
                 "cannot be traced ahead. Plan before the model is distributed"
             )
         result = func(*args, **(kwargs or {}))
-        if self.most_made is not None and not getattr(func, "is_view", False):
+        if self.most_made is not None and not is_view(func):
             self.made += sum(tensor.nbytes for tensor in tensors_in(result))
             if self.made > self.most_made:
                 raise NumbersNeeded

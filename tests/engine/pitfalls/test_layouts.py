@@ -163,6 +163,58 @@ def test_sparse_gradients_of_tables(way: Way) -> None:
     assert_exact(program)
 
 
+def pairs(numbers: Tensor) -> Tensor:
+    return torch.view_as_complex(numbers.view(-1, 2, 2))
+
+
+def an_imaginary_part(numbers: Tensor) -> None:
+    pairs(numbers).conj().imag.mul_(2)
+
+
+def an_imaginary_part_as_a_result(numbers: Tensor) -> None:
+    torch.exp(numbers[:, :2], out=pairs(numbers).conj().imag)
+
+
+def a_negative(numbers: Tensor) -> None:
+    negative = torch._neg_view(numbers)
+    negative.sin_()
+    numbers.cos_()
+    negative[:, 1] = 3
+
+
+def a_conjugate(numbers: Tensor) -> None:
+    pairs(numbers).conj().mul_(2 + 1j)
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "write", [an_imaginary_part, an_imaginary_part_as_a_result, a_negative, a_conjugate]
+)
+def test_writes_through_negative_and_conjugate_views(
+    write: Callable[[Tensor], None], depth: int, read_before: bool
+) -> None:
+    """What lies in memory is not what the view shows; an inner segment writes a copy of it."""
+
+    def program(call: Call) -> Any:
+        (x,), constants = rows(), torch.rand(6, 4)
+
+        def outer(x: Tensor) -> Tensor:
+            numbers = constants.sin()
+
+            def inner(x: Tensor) -> Tensor:
+                y = x * numbers.clone() if read_before else x
+                write(numbers)
+                return y * numbers * pairs(numbers).imag.repeat(1, 2)
+
+            return call(inner, x) if depth == 2 else inner(x)
+
+        call(outer, x).sum().backward()
+        return x.grad
+
+    assert_exact(program)
+
+
 def jagged(*parts: Tensor) -> Tensor:
     return torch.nested.as_nested_tensor([*parts], layout=torch.jagged)
 

@@ -501,6 +501,23 @@ def test_memory_that_is_filled_in_part_and_read_whole(
     compare(outcome(run, zoo.recompute), outcome(run, plain))
 
 
+def test_memory_that_grew_and_is_read_whole() -> None:
+    """What lies behind the end that it had is nobody's."""
+
+    def run(call: Call) -> list[Any]:
+        (x,) = rows()
+
+        def function(x: Tensor) -> Tensor:
+            made = x.detach().sin().mul_(2).resize_(12, 4)
+            return (x.repeat(2, 1) * torch.where(torch.arange(12)[:, None] < 6, made, 0)).exp()
+
+        y = call(function, x)
+        y.sum().backward()
+        return [y, x.grad]
+
+    compare(outcome(run, zoo.recompute), outcome(run, plain))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_marks_are_small_numbers(dtype: torch.dtype) -> None:
     """So that a mask of zeros takes them away, as it does the zeros that fresh memory has."""
