@@ -255,7 +255,8 @@ PROGRAMS: list[Function] = [
     chain_in_place, two_views_in_place, a_view_of_a_view, by_index, by_scatter, filled_row_by_row,
     filled_zeros, partly_without_gradients, through_data_before_it_is_read,
     through_data_after_it_was_saved, a_view_through_data_after_it_was_saved, data_replaced,
-    set_in_place, resized, transposed_in_place, written_and_transposed_in_place, swapped_halves, overlapping, unsafe_chunks,
+    set_in_place, resized, transposed_in_place, written_and_transposed_in_place,
+    swapped_halves, overlapping, unsafe_chunks,
     conjugate, negative, written_conjugate, of_another_type, written_as_another_type, by_out,
     by_out_that_grows, lists, sorted_and_unique, read_numbers, of_nothing, expanded,
 ]  # fmt: skip
