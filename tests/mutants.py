@@ -620,6 +620,38 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "pitfalls/test_distributed",
         ),
     ],
+    "dispatch_keys.py": [
+        (
+            "a kernel that calls operators sees autocast as without a recording",
+            "            keys = keys | DispatchKeySet(_KEYS[key])\n",
+            "",
+            "test_dispatch_keys",
+        ),
+        (
+            "a kernel that calls operators resolves conjugate tensors as without a recording",
+            "    keys, dtypes = _LAZY, {}\n",
+            '    keys, dtypes = DispatchKeySet(_KEYS["Negative"]), {}\n',
+            "test_dispatch_keys",
+        ),
+        (
+            "a replay casts to the type of the forward",
+            "                torch.set_autocast_dtype(kind, dtype)\n            with",
+            "                pass\n            with",
+            "test_dispatch_keys",
+        ),
+        (
+            "a replay leaves the type that autocast casts to",
+            "            for kind, dtype in earlier:\n",
+            "            for kind, dtype in ():\n",
+            "test_dispatch_keys",
+        ),
+        (
+            "a replay leaves no cast in autocast's cache",
+            "        torch.set_autocast_cache_enabled(False)\n",
+            "",
+            "test_dispatch_keys",
+        ),
+    ],
     "devices.py": [
         (
             "a peak is that of its device",

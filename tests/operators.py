@@ -3,8 +3,9 @@
     make operators                               # all of it, about half an hour on one core
     python -m tests.operators --samples 3 add    # three samples of operators whose name begins so
 
-A sample is run plainly and in a segment that is replayed in the backward: the operator as it is, in
-place, and into tensors that are given as `out=`, of the right size and of none. Outputs, gradients,
+A sample is run plainly and in a segment that is replayed in the backward: the operator as it is,
+under autocast, in place, and into tensors that are given as `out=`, of the right size and of none.
+Outputs, gradients,
 arguments after the call and the random state must be equal. What comes out is multiplied by
 something trained, so that the operator is replayed even where nothing flows through it.
 
@@ -41,13 +42,14 @@ from zoo.engine.replay import replay
 WITHOUT_CONTENT = (
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
 )  # fmt: skip
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
 # for the operators that know none of these
-OTHERS = (torch.int64, torch.bool, torch.complex64)
+OTHERS = (torch.int64, torch.bool)
 SEED = 7
 NOT_REPEATED = "plain torch does not repeat it"
 OTHER_BELOW_MODES = "torch computes it otherwise below any dispatch mode"
 REFUSED = "plain torch refuses it"
+BY_TWO_NAMES = "autocast casts for one of the two names of a kernel, and a recording refuses both"
 NO_CONTENT = "it returns memory that nobody wrote"
 
 Operator = Callable[..., Any]
@@ -239,9 +241,11 @@ def _is_listed(func: Any, position: int, name: str) -> bool:
     return (position, name) in UNDECLARED.get(operator, ())
 
 
-def variants(info: Any) -> Iterator[tuple[str, Operator]]:
+def variants(info: Any, dtype: torch.dtype) -> Iterator[tuple[str, Operator]]:
     """Yields the functions of an operator: as it is, in place, into tensors that are given."""
     yield "", info.op
+    if dtype is torch.float32:
+        yield "(autocast)", torch.autocast("cpu", torch.bfloat16)(info.op)
     if info.inplace_variant is not None:
         yield "_", info.inplace_variant
     if info.supports_out:
@@ -295,7 +299,7 @@ def check(info: Any, dtype: torch.dtype, samples: Iterable[Any]) -> Outcome:
     if info.name in WITHOUT_CONTENT:
         found.left_out[info.full_name, NO_CONTENT] += 1
         return found
-    for suffix, operator in variants(info):
+    for suffix, operator in variants(info, dtype):
         for number, sample in enumerate(samples):
             if suffix == "_" and getattr(sample, "broadcasts_input", False):
                 continue
@@ -320,6 +324,8 @@ def _check_sample(found: Outcome, title: str, operator: Operator, sample: Any, w
     what = difference(one, recomputed)
     if what and not is_same_below_modes and not difference(watched, recomputed):
         found.left_out[title, OTHER_BELOW_MODES] += 1
+    elif "differ under autocast" in recomputed.error:
+        found.left_out[title, BY_TWO_NAMES] += 1
     elif what:
         found.differing.append(f"{title} {which}: {what}")
     elif one.error:

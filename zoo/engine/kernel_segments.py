@@ -33,6 +33,7 @@ from zoo.engine.recording import (
     count_versions,
     has_own_storage,
     hold_readers,
+    kernel_of,
     statistics_of,
     storage_of,
     thread,
@@ -123,7 +124,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         written = written_by(effects, args, kwargs) if effects.writes else []
         for tensor in (*written, *statistics_of(effects, args).values()):
             self.before_write(tensor)
-        out = func(*args, **kwargs)
+        out = kernel_of(func, effects, args, kwargs)(*args, **kwargs)
         count_versions(effects, args, kwargs)
         return out
 

@@ -44,6 +44,7 @@ from zoo.engine.devices import (
     indexed,
     is_same_state,
 )
+from zoo.engine.dispatch_keys import surrounded
 from zoo.engine.operands import (
     REFERENCES,
     Blank,
@@ -623,18 +624,19 @@ class Recorder(KernelMode):
         if effects.empty:
             return self._run_empty(func, effects, args, kwargs)
         recording = self.recording
+        kernel = kernel_of(func, effects, args, kwargs)
         written = written_by(effects, args, kwargs)
         keeps, segment = effects.opaque, thread.segment
         if segment is not None and effects.seeded and not (keeps or effects.makes):
             keeps = segment.count_draw(written)
         draws = draws_of(args, kwargs) if effects.seeded and not keeps else None
         if keeps or (effects.seeded and draws is None):
-            return self._run_outside(func, effects, written, args, kwargs)
+            return self._run_outside(kernel, effects, written, args, kwargs)
         targets = [(tensor, recording.target(tensor, effects)) for tensor in written]
         if written and not effects.makes and not any(value for _, value in targets):
             # all that it writes comes from outside and is there
-            return self._run_outside(func, effects, written, args, kwargs)
-        node = Node(func._op, recording.count, recording.settings_for(effects), args)
+            return self._run_outside(kernel, effects, written, args, kwargs)
+        node = Node(kernel, recording.count, recording.settings_for(effects), args)
         given = kwargs
         if written:
             given = self._put_writes(node, effects, targets, kwargs)
@@ -642,9 +644,9 @@ class Recorder(KernelMode):
             self._leave_out_statistics(node, statistics)
         self._encode(node, given)
         if node.is_kept:
-            return self._run_outside(func, effects, written, args, kwargs)
+            return self._run_outside(kernel, effects, written, args, kwargs)
         outside = [tensor for tensor, value in targets if value is None]
-        out = self._run_outside(func, effects, outside, args, kwargs)
+        out = self._run_outside(kernel, effects, outside, args, kwargs)
         if draws:
             self._note_draws(node, draws)
         self._append(node, effects, out)
@@ -671,12 +673,12 @@ class Recorder(KernelMode):
             last_draws[id(stream)] = LastDraw(stream, node, after)
 
     def _run_outside(
-        self, func: Any, effects: Effects, outside: list[Tensor], args: Any, kwargs: Any
+        self, kernel: Any, effects: Effects, outside: list[Tensor], args: Any, kwargs: Any
     ) -> Any:
         """Runs a kernel that writes tensors which come from outside, at least from now on."""
         for tensor in outside:
             self.before_write(tensor)
-        out = getattr(func, "_op", func)(*args, **kwargs)
+        out = kernel(*args, **kwargs)
         count_versions(effects, args, kwargs)
         return out
 
@@ -803,6 +805,15 @@ class Recorder(KernelMode):
             if not isinstance(tensor, FakeTensor):
                 value.blank = sample(storage)
         return value
+
+
+def kernel_of(func: Any, effects: Effects, args: Any, kwargs: Any) -> Callable[..., Any]:
+    """Returns what a dispatch mode has to call for an operator, as it is called without one."""
+    if not effects.calls:
+        kernel: Callable[..., Any] = getattr(func, "_op", func)
+        return kernel
+    leaves = pytree.tree_leaves((args, kwargs))
+    return surrounded(func, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
 
 def flat(out: Any) -> list[Any]:

@@ -1,0 +1,94 @@
+"""Has a kernel call operators with the dispatch keys that these see outside of dispatch modes.
+
+While a mode handles an operator, torch excludes all keys above it from what the kernel calls:
+autocast, and those that resolve tensors which are conjugate, negative or zero without memory that
+says so. Most kernels call no operators; those of custom operators may, and a few of torch's own.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo._torch import (
+    DispatchKey,
+    DispatchKeySet,
+    ForceDispatchKeyGuard,
+    RestoreKeys,
+    excluded_keys,
+    has_kernel,
+    included_keys,
+)
+from zoo.engine.operator_effects import CALLING
+from zoo.errors import RecomputeError
+
+_KEYS = DispatchKey.__members__
+_LAZY = (
+    DispatchKeySet(_KEYS["Conjugate"])
+    | DispatchKeySet(_KEYS["Negative"])
+    | DispatchKeySet(_KEYS["ZeroTensor"])
+)
+
+
+class Surrounded:
+    """A kernel with what was in force where it was called, to be called there and in a replay.
+
+    Attributes:
+        keys: those that are not to be excluded.
+        dtypes: for each kind of device whose autocast they have, the type that it casts to.
+    """
+
+    def __init__(self, kernel: Callable[..., Any], keys: Any, dtypes: dict[str, Any]) -> None:
+        self.kernel, self.keys, self.dtypes = kernel, keys, dtypes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the kernel."""
+        earlier = [(kind, torch.get_autocast_dtype(kind)) for kind in self.dtypes]
+        caches = torch.is_autocast_cache_enabled()
+        # in a replay a cast would stay in the cache for the next forward
+        torch.set_autocast_cache_enabled(False)
+        try:
+            for kind, dtype in self.dtypes.items():
+                torch.set_autocast_dtype(kind, dtype)
+            with ForceDispatchKeyGuard(included_keys(), excluded_keys() - self.keys):
+                return self.kernel(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+            for kind, dtype in earlier:
+                torch.set_autocast_dtype(kind, dtype)
+
+
+def surrounded(operator: Any, tensors: Iterable[Tensor]) -> Callable[..., Any]:
+    """Returns the kernel of an operator that a dispatch mode handles now, as without the mode.
+
+    Raises:
+        RecomputeError: autocast casts for one of the functions that call it and not for another,
+            and torch does not tell which one it was.
+    """
+    if not hasattr(operator, "_schema"):
+        # a higher-order operator, which torch dispatches in Python
+        return operator  # type: ignore[no-any-return]
+    keys, dtypes = _LAZY, {}
+    kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
+    with RestoreKeys():
+        found = [kind for kind in kinds if _is_autocast_on(kind)]
+    callers = CALLING.get(operator._schema.name, (operator.name(),))
+    for kind in found:
+        name = f"Autocast{kind.upper()}"
+        key = name if name in _KEYS else "AutocastPrivateUse1"
+        casts = {has_kernel(caller, key) for caller in callers}
+        if len(casts) > 1:
+            names = " and ".join(f"torch.ops.{caller.replace('::', '.')}" for caller in callers)
+            raise RecomputeError(
+                f"{names} differ under autocast, and a recording cannot tell one from the other. "
+                f'Call it in `torch.autocast("{kind}", enabled=False)`, or outside of the segment.'
+            )
+        if casts == {False}:
+            keys = keys | DispatchKeySet(_KEYS[key])
+            dtypes[kind] = torch.get_autocast_dtype(kind)
+    return Surrounded(operator._op, keys, dtypes)
+
+
+def _is_autocast_on(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
