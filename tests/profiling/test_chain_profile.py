@@ -46,6 +46,39 @@ def test_the_simulated_peak_is_the_measured_one(plan: str) -> None:
     assert predicted == pytest.approx(measured, rel=0.02)
 
 
+class Words(Chain):
+    """A table whose gradient is sparse: the rows that a batch has, and which they are."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 64, sparse=sparse)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def steps(self) -> Steps:
+        yield self.table
+        for layer in self.layers:
+            yield lambda x, layer=layer: layer(x).tanh()
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("plan", ["0-6", "(0-6)", "(0-2) 3 (4-6)"])
+def test_the_simulated_peak_is_the_measured_one_of_sparse_gradients(
+    plan: str, sparse: bool
+) -> None:
+    model, words = Words(sparse), torch.randint(64, (512,))
+    steps = outline(model.steps()).steps
+
+    def step() -> None:
+        (run_plan(Plan.parse(plan), steps, (words,)) * 2).sum().backward()
+        model.zero_grad()
+
+    step()
+    measured = trace(step).peak
+    costs = costs_of(model, words)
+    predicted = simulate(Plan.parse(plan), costs).peak
+    assert predicted == pytest.approx(measured, rel=0.02)
+
+
 def test_profiling_leaves_the_model_and_the_stream_alone() -> None:
     model, x = Residuals(), images()
     fired: list[Any] = []

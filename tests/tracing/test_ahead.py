@@ -290,3 +290,28 @@ def test_a_shift_makes_a_tensor_of_its_own() -> None:
     shifts = [call for call in graph.calls if "shift" in str(call.operator)]
     assert len(shifts) == 2
     assert all(call.origins == call.results for call in shifts)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.cond(x.sum() > 0, torch.sin, torch.cos, (layer(x).tanh(),))
+        return x
+
+
+# torch compiles the branches, and its compiler warns
+@pytest.mark.filterwarnings("ignore")
+def test_a_higher_order_operator_is_stood_in_for() -> None:
+    gradients = []
+    for plans in (False, True):
+        torch.manual_seed(0)
+        model, x = Branching(), torch.rand(9, 6)
+        if plans:
+            zoo.checkpoint(model, inputs=(x,), memory_budget="1MiB")
+        model(x).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
