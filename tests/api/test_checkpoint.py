@@ -117,6 +117,22 @@ def test_a_refused_call_leaves_the_plan_that_was_in_force() -> None:
     assert {module: dict(vars(module)) for module in model.modules()} == before
 
 
+def test_a_chain_is_planned_for_inputs_before_its_first_forward() -> None:
+    model = zoo.checkpoint(zoo.resnet18(classes=3), "sqrt", inputs=torch.rand(2, 3, 32, 32))
+    plan = model.plan
+    assert plan is not None
+    model(torch.rand(2, 3, 32, 32)).sum().backward()
+    assert model.plan is plan
+    with pytest.raises(zoo.BudgetError):
+        zoo.checkpoint(model, memory_budget="1KiB", inputs=torch.rand(2, 3, 32, 32))
+    assert model.plan is plan
+
+
+def test_a_chain_has_blocks_of_its_own() -> None:
+    with pytest.raises(zoo.ArgumentError, match=r"steps=\['layer1'\] names blocks, and ResNet"):
+        zoo.checkpoint(zoo.resnet18(), steps=["layer1"])
+
+
 class Lone(nn.Module):
     """Has no blocks that repeat."""
 

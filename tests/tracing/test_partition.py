@@ -250,8 +250,8 @@ class Features(nn.Module):
 
 
 @pytest.mark.parametrize("plan", [Plan([tuple(range(9))]), Plan([*range(6), (6, 7, 8)])], ids=str)
-def test_an_output_that_is_recomputed_counts_twice(plan: Plan) -> None:
-    """The caller holds the first one."""
+def test_an_output_that_is_made_again_counts_twice_until_the_replay_ends(plan: Plan) -> None:
+    """The caller holds the first one, which is then the one that autograd gets."""
     torch.manual_seed(0)
     model, given = Features(), Invocation((torch.rand(512, 64),))
     costs = costs_of(model, given, square).with_parameter_gradients()

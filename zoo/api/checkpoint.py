@@ -19,7 +19,7 @@ from zoo.invocation import (
 )
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget
-from zoo.policy.options import Checkpoint, attach, runner_for
+from zoo.policy.options import Checkpoint, runner_for
 from zoo.profiling.progress import shown
 from zoo.tracing.ahead import graph_of
 from zoo.tracing.partition import Steps, check_switches, partition, paths_of
@@ -58,7 +58,7 @@ def checkpoint(
     fake tensors in a forked process. Where `inputs` are given (a tensor, a tuple of arguments or a
     dict of keyword arguments), this call does so and plans for them, whatever the option. `steps`
     names the modules that count as blocks, with `*` for any name: `["encoder.layers.*"]`. A
-    `zoo.Chain` has its own blocks, and plans at its first training forward.
+    `zoo.Chain` has its own blocks, and plans at its first training forward or for `inputs`.
 
     A budget counts the state of AdamW, or that of the optimizer that steps in the backward, and
     nothing of a loss outside of the model: `zoo.plan` takes the optimizer and the loss, and the
@@ -70,8 +70,9 @@ def checkpoint(
     overhead and the least peak are those of the size that was planned for.
 
     Raises:
-        ArgumentError: none of these options, no module, a model that checkpoints itself; for a
-            budget or a plan, at that forward, one that needs data of a real step.
+        ArgumentError: none of these options, no module, a model that checkpoints itself, `steps` of
+            a `zoo.Chain`; for a budget or a plan, at that forward, one that needs data of a real
+            step.
         BudgetError: at that forward, when no plan keeps to the budget.
         PlanError: a malformed plan; one that does not fit raises at that forward.
     """
@@ -79,7 +80,8 @@ def checkpoint(
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"
     option = checkpoint, memory_budget, max_overhead
     if isinstance(model, Chain):
-        return attach(model, checkpoint, memory_budget=memory_budget, max_overhead=max_overhead)
+        _attach(model, option, inputs, steps)
+        return model
     check_module(model, "zoo.checkpoint")
     if hasattr(model, "_orig_mod"):
         raise ArgumentError(
@@ -102,6 +104,20 @@ def checkpoint(
                 earlier.put()
             raise
     return model
+
+
+def _attach(model: Chain, option: Any, inputs: Any, steps: Sequence[str] | None) -> None:
+    """Puts an option in force on a chain, and plans for inputs where they are given."""
+    if steps is not None:
+        raise ArgumentError(
+            f"steps={steps!r} names blocks, and {type(model).__name__} is a zoo.Chain, which lists "
+            "its own; leave steps out"
+        )
+    runner = runner_for(*option)
+    if inputs is not None and runner is not None:
+        check_training(model, "zoo.checkpoint")
+        runner.settle(model, *capture_first_state(model, Invocation.of(inputs)))
+    model.runner = runner
 
 
 def uncheckpoint(model: AnyModule) -> AnyModule:

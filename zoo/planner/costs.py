@@ -205,6 +205,7 @@ class _Clock:
         self.holders = [0] * len(costs.sizes)
         self.held = self.kept = self.peak = self.flops = 0
         self.moment = Moment(FORWARD, 0, 0, 0, 0, 0, 0, None)
+        self.given_away: frozenset[int] = frozenset()  # outputs that are made again
         self.seconds: list[float] = []
 
     def run(self, items: Sequence[Item], end: int | None = None) -> None:
@@ -248,6 +249,7 @@ class _Clock:
             self.flops += costs.flops_until_saved[last]
             self.seconds.append(costs.seconds_until_saved[last])
             self.hold(costs.saved[last])
+        self.take_back(item)
         for inner in reversed(item):
             self.backward(inner)
         self.release(costs.live[steps[0]])
@@ -286,8 +288,25 @@ class _Clock:
         Their bytes stay. Nobody else holds them: all that came after the segment is done.
         """
         if isinstance(item, tuple):
-            for storage in self.made_by(item) & self.costs.returned:
+            self.given_away = self.made_by(item) & self.costs.returned
+            for storage in self.given_away:
                 self.holders[storage] = 0
+
+    def take_back(self, item: tuple[Item, ...]) -> None:
+        """Frees what a recomputation made of outputs again: autograd gets the caller's.
+
+        An inner segment starts from what was made again.
+        """
+        saved, given = frozenset[int](), frozenset[int]()
+        for inner in item if self.given_away else ():
+            if isinstance(inner, int):
+                saved |= self.costs.saved[inner]
+            else:
+                given |= self.costs.live[next(indices(inner))]
+        for storage in (saved - given) & self.given_away:
+            self.held -= self.costs.sizes[storage]
+            self.holders[storage] += 1
+        self.given_away -= saved - given
 
     def copies(self, item: Item) -> int:
         """Returns the bytes of the copies that a segment keeps of what it was given."""

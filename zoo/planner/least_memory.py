@@ -293,10 +293,11 @@ def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterato
     last = costs.last_states()
     first_saved = {storage: step for step in reversed(steps) for storage in saved[step]}
     held: frozenset[int] = frozenset()
-    unsaved, new = [], []
+    unsaved, new, own = [], [], []
     for step in steps:
         unsaved.append(costs.bytes_of(live[step] - held))
         new.append(costs.bytes_of(saved[step] - held))
+        own.append(costs.bytes_of(saved[step] - held - costs.returned))
         held = (held | saved[step]) & live[step + 1]
     states = map(costs.bytes_of, beside_outputs.live)
     handed = list(map(operator.add, states, beside_outputs.forward))
@@ -313,21 +314,24 @@ def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterato
                     unsaved[step] -= size
             if save < len(costs):
                 new[save] -= size
-        rows = zip(*(row[start:] for row in (handed, unsaved, new, *fixed)), strict=False)
+                own[save] -= size if storage not in costs.returned else 0
+        rows = zip(*(row[start:] for row in (handed, unsaved, new, own, *fixed)), strict=False)
         yield list(_needs_from(rows, ceiling))
 
 
 def _needs_from(rows: Iterable[tuple[int, ...]], ceiling: int) -> Iterator[int]:
     """Yields what a segment needs that ends with the first step, the second, and so on."""
     kept = 0  # bytes saved so far in the recomputation
+    left = 0  # those of them that are no outputs, which the caller holds
     through = 0  # largest need of the recomputation whose last step does not stop early
     behind = 0  # largest need of the backwards
-    for handed, unsaved, new, turn, forward, until_saved, gradient in rows:
+    for handed, unsaved, new, own, turn, forward, until_saved, gradient in rows:
         before = kept + unsaved
         kept += new
+        left += own
         # comparisons: calls of `max` would take most of the time
-        if kept + turn > behind:
-            behind = kept + turn
+        if left + turn > behind:
+            behind = left + turn
             if behind > ceiling:
                 return
         stopped = before + until_saved
