@@ -193,7 +193,7 @@ def test_without_a_fork_what_cannot_be_copied_is_refused() -> None:
 def test_steps_that_fail_are_named_with_the_way_out() -> None:
     model = Moving("item")
     model.item = lambda x: x * x.mean().item()  # type: ignore[assignment]
-    with pytest.raises(PlanError, match=r"steps of Moving could not be measured.*pass checkpoint="):
+    with pytest.raises(PlanError, match=r"chain of Moving could not be measured.*pass checkpoint="):
         zoo.plan(model, torch.rand(3, 4), max_overhead=0.5)
 
 
