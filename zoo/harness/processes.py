@@ -1,4 +1,4 @@
-"""Process isolation: runs a function on a cell in a fresh process, whose every end gives a result.
+"""Process isolation: runs a function on a cell in a fresh process; there is always a result.
 
 Importing torch for each of twenty cells would take longer than the cells. So, on Linux, the
 processes are forked from a server (multiprocessing's forkserver) that has imported everything and

@@ -4,9 +4,7 @@ Both print as tables and are written to files and read back, without torch. `zoo
 a report. Pictures need matplotlib, which is imported when one is drawn.
 """
 
-import csv
 import functools
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 from zoo.errors import PlanError
 from zoo.planner.json_reader import read, read_file, read_json
 from zoo.planner.plan import Plan, thinned
-from zoo.report.escaping import markdown_table
+from zoo.report.escaping import markdown_table, to_csv
 from zoo.report.pictures import plots
 from zoo.units import counted, format_bytes
 
@@ -364,14 +362,12 @@ class Frontier(Sequence[Point]):
 
     def to_csv(self) -> str:
         """Writes a line per plan: its name, bytes, ratios, and the text that `Plan.parse` reads."""
-        file = io.StringIO(newline="")
-        writer = csv.writer(file)
-        writer.writerow(["name", "peak_bytes", "peak_ratio", "time_ratio", "plan"])
-        writer.writerows(
+        names = ("name", "peak_bytes", "peak_ratio", "time_ratio", "plan")
+        values = (
             (point.name, point.peak, self._of_baseline(point), point.time_ratio, point.plan.text())
             for point in (*self.points, self.baseline)
         )
-        return file.getvalue()
+        return to_csv(dict(zip(names, row, strict=True)) for row in values)
 
     def plot(self, target: "str | Path | Axes") -> None:
         """Draws peak memory against predicted time into a file (.svg, .png, .pdf) or an Axes.

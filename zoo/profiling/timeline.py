@@ -12,9 +12,7 @@ release makes the next point.
 """
 
 import bisect
-import csv
 import functools
-import io
 import itertools
 import json
 import math
@@ -29,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from zoo.errors import ArgumentError
 from zoo.planner.json_reader import read, read_file, read_json, read_row
 from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, Block, CachingAllocator, CudaPeaks
+from zoo.report.escaping import to_csv
 from zoo.report.pictures import plots
 from zoo.units import format_bytes
 
@@ -319,12 +318,11 @@ class Timeline:
 
     def to_csv(self) -> str:
         """Writes one row for each point: the point, its phase, the bytes of each category."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["point", "phase", *CATEGORIES])
-        for point, sizes in enumerate(zip(*self.curves().values(), strict=True)):
-            writer.writerow([point, self.phase_at(point), *sizes])
-        return text.getvalue()
+        curves = self.curves()
+        return to_csv(
+            {"point": n, "phase": self.phase_at(n), **{name: curves[name][n] for name in curves}}
+            for n in range(self.length + 1)
+        )
 
     @property
     def heading(self) -> str:

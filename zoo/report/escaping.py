@@ -1,4 +1,4 @@
-r"""Escapes untrusted text for Markdown, CSV and terminals; writes Markdown tables.
+r"""Escapes untrusted text for Markdown, CSV and terminals; writes tables in Markdown and CSV.
 
 Names of models and modules, arguments and reasons may hold anything: an escape sequence that clears
 a terminal, a `|` that ends a cell, HTML, a formula that a spreadsheet runs.
@@ -9,8 +9,10 @@ a terminal, a `|` that ends a cell, HTML, a formula that a spreadsheet runs.
     in_csv         =1+2   -> '=1+2          cells that are text
 """
 
+import csv
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # Unicode's controls, lone surrogates and noncharacters; and marks of text direction
@@ -46,6 +48,16 @@ def in_csv(value: Any) -> Any:
         return value
     shown = visible(value)
     return f"'{shown}" if shown.startswith(("=", "+", "-", "@")) else shown
+
+
+def to_csv(entries: Iterable[dict[str, Any]]) -> str:
+    """Returns entries of the same keys as CSV, with the keys as header."""
+    entries = list(entries)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(entries[0]) if entries else ["model"])
+    writer.writeheader()
+    writer.writerows({key: in_csv(value) for key, value in entry.items()} for entry in entries)
+    return text.getvalue()
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

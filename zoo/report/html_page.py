@@ -25,6 +25,7 @@ from zoo.planner.plan import Plan
 from zoo.report import charts
 from zoo.report.bokeh_charts import interactive
 from zoo.report.chain_axis import chain_axis
+from zoo.report.escaping import to_csv
 from zoo.report.rows import (
     DEFINITIONS,
     VARIANTS,
@@ -37,7 +38,7 @@ from zoo.report.rows import (
     rows,
     variants,
 )
-from zoo.report.text_report import csv_files, to_csv
+from zoo.report.text_report import csv_files
 from zoo.report.two_runs import ABOUT, COLUMNS, TITLE, TwoRuns
 
 HERE = Path(__file__).parent

@@ -1,7 +1,5 @@
 """Prints a comparison in the terminal, and writes its report: Markdown, CSV and a picture."""
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table
+from zoo.report.escaping import in_code, in_markdown, markdown_table, to_csv
 from zoo.report.matplotlib_charts import draw_comparison
 from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, median, quartiles, variants
 from zoo.report.two_runs import CellChanges, TwoRuns, as_entries, as_markdown
@@ -111,16 +109,6 @@ def _timings(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         for pair in range(len(row.time_ratios("checkpointed"))):
             cells = {name: column[pair] if column else None for name, column in columns.items()}
             yield {"model": row.model, "pair": pair + 1, **cells}
-
-
-def to_csv(entries: Iterable[dict[str, Any]]) -> str:
-    """Returns entries of the same keys as CSV, with the keys as header."""
-    entries = list(entries)
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(entries[0]) if entries else ["model"])
-    writer.writeheader()
-    writer.writerows({key: in_csv(value) for key, value in entry.items()} for entry in entries)
-    return text.getvalue()
 
 
 def show(rows: Sequence[Row], title: str, console: Console) -> None:
