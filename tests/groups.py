@@ -241,24 +241,24 @@ def one_plan() -> None:
 def one_looks_ahead() -> None:
     """A process that looks ahead alone must not wait for the others."""
     if distributed.get_rank() == 0:
-        with pytest.raises(ArgumentError, match="for which other processes would wait"):
+        with pytest.raises(ArgumentError, match="which waits for other processes"):
             zoo.chain_of(Perceptrons(lambda: SharedNorm(4)), images())
 
 
 def chain_of_shards() -> None:
     model = shard(Tabled())
     shards = list(model.parameters())
-    with pytest.raises(ArgumentError, match=r"spread over processes.*before they are"):
+    with pytest.raises(ArgumentError, match=r"spread over.*before the model is distributed"):
         zoo.chain_of(model, images())
     assert all(one is other for one, other in zip(model.parameters(), shards, strict=True))
 
 
 def budget_of_shards() -> None:
     model = shard(Net())
-    with pytest.raises(ArgumentError, match=r"spread over processes.*before they are"):
+    with pytest.raises(ArgumentError, match=r"spread over.*before the model is distributed"):
         zoo.plan(model, images(), memory_budget=0.9)
     model = zoo.checkpoint(split(Perceptrons(), None, True), memory_budget=0.9)
-    with pytest.raises(ArgumentError, match=r"spread over processes.*before they are"):
+    with pytest.raises(ArgumentError, match=r"spread over.*before the model is distributed"):
         model(images())
 
 

@@ -63,7 +63,7 @@ WRONG = {
     "text to track": (lambda: zoo.track(network(), optimizer="a"), "steps in the block; got 'a'"),  # type: ignore[arg-type]
     "class to track": (
         lambda: zoo.track(network(), optimizer=torch.optim.AdamW),  # type: ignore[arg-type]
-        "optimizer= is the optimizer that steps in the block; got AdamW",
+        "optimizer= takes the optimizer that steps in the block; got AdamW",
     ),
     "track a number": (lambda: zoo.track(network())(5), "a decorator, track takes a function; got"),
     "plan by none": (lambda: plan(network(), images, optimizer=nothing), MAKES_NONE),
@@ -83,7 +83,7 @@ WRONG = {
     "anatomy of nothing trained": (lambda: zoo.anatomy(frozen(), images), "no training step"),
     "largest of what is always the same": (
         lambda: largest(network(), vary=lambda size: images, verify=False),
-        "sizes 1 and 4294967296 need the same .*pass vary= what makes inputs that grow",
+        "sizes 1 and 4294967296 need the same .*pass vary= a dimension or a function",
     ),
     "more ranks than there are": (
         lambda: rank(network(), images, world_size=10**12), "must be a number from 1 to 65536"
@@ -107,7 +107,7 @@ WRONG = {
     "largest by a number": (lambda: largest(network(), images, loss=5), NO_LOSS),
     "auto without a device": (
         lambda: zoo.anatomy(network().to("meta"), meta, checkpoint="auto"),
-        "is what is free on the CPU or on a device that counts its memory; this model is on meta",
+        "need the CPU or a device that counts its memory; this model is on meta",
     ),
     "list by a number": (lambda: zoo.list_models(5), r"a pattern such as 'resnet\*'; got 5"),  # type: ignore[arg-type]
     "text as a width": (

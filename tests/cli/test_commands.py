@@ -155,7 +155,7 @@ def test_plan_for_a_rank_says_what_zoo_plan_rank_says(command, numbers, tmp_path
     [
         (("--strategy", "ddp"), "give --world-size, too"),
         (("--world-size", "4", "--plot", "plan.svg"), "leave out --world-size"),
-        (("--world-size", "4", "--device", "cpu"), "a rank's are never run"),
+        (("--world-size", "4", "--device", "cpu"), "a rank's are only estimated"),
     ],
 )
 def test_options_of_ranks_that_mean_nothing_are_refused(command, options, message):

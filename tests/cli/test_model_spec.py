@@ -63,7 +63,7 @@ def test_inputs_may_have_names_all_of_them_or_none():
     }  # fmt: skip
     assert given["labels"].dtype is torch.int64
     for more in ("3,3", "labels=3"):
-        with pytest.raises(ArgumentError, match="a name for each input, no two the same"):
+        with pytest.raises(ArgumentError, match="a different name for each input"):
             found("tests.tracing.test_traced_steps:Said", *named, "--input", more).inputs_on("meta")
 
 

@@ -41,7 +41,7 @@ class Net(torch.nn.Module):
             {end}
         return self.linear(x)
 """
-SAYS = "called sys\\.exit\\({}\\), so there is no answer"
+SAYS = "called sys\\.exit\\({}\\), so there is no result"
 
 
 @pytest.fixture

@@ -229,7 +229,7 @@ def bar(console):
 
 def test_a_device_that_is_not_there_is_refused_before_anything_runs(config, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match="device cuda: torch finds none here; --device cpu"):
+    with pytest.raises(ConfigError, match="device cuda: torch finds none on this machine; --d"):
         run(replace(config, device="cuda"), quiet())
     assert not results_of(config).path.exists()
 

@@ -101,11 +101,11 @@ def test_malformed_texts_are_refused(text: str, message: str) -> None:
     ("text", "message"),
     [
         ("(" * 900 + "0" + ")" * 900, "nest more than 500 deep"),
-        ("(" * 501 + "0" + ")" * 501, "nest more than 500 deep; take fewer, longer segments"),
+        ("(" * 501 + "0" + ")" * 501, "nest more than 500 deep; use fewer, longer segments"),
         ("9" * 5000, "names a step beyond 1000000"),
         ("0-" + "9" * 5000, "names a step beyond 1000000"),
         ("0-1000000 " * 10**4, "position 1000001 holds step 0"),
-        (None, "the text form of a plan is text; got NoneType"),
+        (None, "Plan.parse takes text; got NoneType"),
     ],
     ids=["nested", "a little", "digits", "range", "ranges", "none"],
 )

@@ -212,9 +212,9 @@ def test_copies_and_pickles_keep_the_option() -> None:
     ("checkpoint", "message"),
     [
         ("sqr", "'sqr' is no scheme.*Did you mean sqrt"),
-        (0, "checkpoint=0 segments; choose 1 or more"),
-        (0.5, "checkpoint=0.5 is none of"),
-        (None, "checkpoint=None is none of"),
+        (0, "checkpoint=0: choose 1 segment or more"),
+        (0.5, "checkpoint=0.5 is not an option"),
+        (None, "checkpoint=None is not an option"),
     ],
 )
 def test_an_option_that_is_none_is_refused(checkpoint: Any, message: str) -> None:

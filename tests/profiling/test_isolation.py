@@ -193,7 +193,7 @@ def test_without_a_fork_what_cannot_be_copied_is_refused() -> None:
 def test_steps_that_fail_are_named_with_the_way_out() -> None:
     model = Moving("item")
     model.item = lambda x: x * x.mean().item()  # type: ignore[assignment]
-    with pytest.raises(PlanError, match=r"steps of Moving could not be measured.*pass checkpoint="):
+    with pytest.raises(PlanError, match=r"chain of Moving could not be measured.*pass checkpoint="):
         zoo.plan(model, torch.rand(3, 4), max_overhead=0.5)
 
 
@@ -267,7 +267,7 @@ def test_a_child_that_waits_for_a_lock_of_another_thread_ends(
 ) -> None:
     monkeypatch.setattr("zoo.profiling.isolation.PATIENCE", 2)
     model, x = zoo.checkpoint(Locked(3, 3), memory_budget="64MiB"), torch.rand(2, 3)
-    why = r"for 2 s nothing has run at .*test_isolation.py:\d+.*without a budget traces a real step"
+    why = r"for 2 s nothing has run at .*test_isolation.py:\d+.*without a budget traces a real"
     with Locked.lock, pytest.raises(TraceError, match=why):
         model(x)
     assert torch.equal(model(x), zoo.uncheckpoint(model)(x))

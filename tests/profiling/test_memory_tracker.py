@@ -409,7 +409,7 @@ def test_a_timeline_is_data():
     assert rows[3].split(",")[:3] == ["2", "backward", "100"]
     with pytest.raises(ArgumentError, match="no timeline in JSON"):
         Timeline.from_json(json.dumps({"version": 2, "columns": []}))
-    with pytest.raises(ArgumentError, match="no 'size': bytes, start"):
+    with pytest.raises(ArgumentError, match="no attribute 'size', but bytes, start"):
         timeline.by("size")
 
 

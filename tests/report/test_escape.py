@@ -13,10 +13,10 @@ from tests.policy.test_plan_report import curve, report
 from tests.report.recorded import MODEL, NAMES, comparison
 from zoo.policy.plan_report import Frontier
 from zoo.profiling.timeline import Allocation, Timeline
-from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table, visible
+from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table, to_csv, visible
 from zoo.report.html_page import page
 from zoo.report.rows import Heading, heading, rows
-from zoo.report.text_report import to_csv, write_report
+from zoo.report.text_report import write_report
 
 HOSTILE = (
     "\x1b[2Ja|b`c`<img src=x onerror=alert(1)>\n# d $\\frac$ *e* [f](g) \u202e\ud800 &amp; _h_"

@@ -236,7 +236,7 @@ def test_the_table_says_what_the_rows_say():
     shown = console.file.getvalue()
     for text in ("25.56 M", "1000 B → 250 B (0.250)", "×1.30 n=3", "NO", "from step 2"):
         assert text in shown
-    assert "largest_ratio judges" in shown
+    assert "judged by largest_ratio" in shown
 
 
 def test_a_baseline_that_does_not_fit_is_a_result_and_no_fault():

@@ -425,17 +425,17 @@ def test_a_slow_step_is_only_run_if_asked_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory_budget": 0.5}, r"memory_budget=0\.5, a float, is a fraction"),
+        ({"memory_budget": 0.5}, r"memory_budget=0\.5: a float is a fraction"),
         ({"memory_budget": "lots"}, "memory_budget='lots' is no size"),
         ({"multiple_of": 0}, "multiple_of=0 must be a whole number, 1 or more"),
         ({"vary": 4}, r"vary=4 is no dimension of an input of shape \(2, 4, 16, 16\)"),
         ({"vary": (0, 2)}, r"dimensions 0, 2 of the inputs have sizes \[2, 16\]"),
         ({"vary": lambda size: None}, "pass no sample beside it"),
-        ({"sample": None}, "a sample of the inputs is needed"),
+        ({"sample": None}, "pass a sample of the inputs"),
         ({"checkpoint": "sqr"}, "'sqr' is no scheme"),
         (
             {"checkpoint": True, "max_overhead": 0.1},
-            "max_overhead= goes with checkpoint='auto'; got True",
+            "max_overhead= goes with checkpoint='auto'; got checkpoint=True",
         ),
         ({"model": len}, r"needs a torch\.nn\.Module; got builtin"),
         ({"device": "abacus"}, "device='abacus' is not in the table"),
@@ -453,7 +453,7 @@ def test_a_plan_for_other_steps_and_sizes_between_which_there_are_none_are_refus
         on_paper(Residuals(), images(2, 4, 16), memory_budget="1MiB", checkpoint=((0, 1), 2))
     with torch.device("meta"):
         model = zoo.vnet()
-    with pytest.raises(ArgumentError, match="takes size 80 and 160, but not 81; pass multiple_of="):
+    with pytest.raises(ArgumentError, match="takes size 80 and 160, but not 81; pass mult"):
         on_paper(model, meta(1, 1, 32, 32, 32), memory_budget="1.5GiB", vary=(2, 3, 4))
     with pytest.raises(InputError, match="16 does not divide"):
         on_paper(model, meta(1, 1, 5, 5, 5), memory_budget="1GiB")

@@ -242,7 +242,7 @@ def test_hooks_for_all_modules_act(forks: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_parameters_without_a_size_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="lazy parameters, which have no size yet; call it"):
+    with pytest.raises(ArgumentError, match="lazy parameters, which have no size yet; call"):
         graph_of(nn.LazyLinear(3), Invocation((torch.rand(4, 6),)))
 
 

@@ -51,7 +51,7 @@ def test_names_keys_and_the_signature_stay() -> None:
 @pytest.mark.parametrize("path", ["", "blocks.0"])
 def test_a_forward_that_outlives_its_module_says_so(path: str) -> None:
     forward = zoo.checkpoint(Net(), "blocks").get_submodule(path).forward
-    with pytest.raises(ArgumentError, match="the module of this forward is gone: a forward"):
+    with pytest.raises(ArgumentError, match="the module of this forward was freed: a forward"):
         forward(images())
 
 

@@ -93,15 +93,15 @@ def checkpoint(
     check_switches(model)
     patched, earlier = PatchedForward(model, option, _names(steps)), patched_forward(model)
     uncheckpoint(model)
-    patched.put()
+    patched.install()
     if inputs is not None:
         try:
             check_training(model, "zoo.checkpoint")
             patched.plan_ahead(Invocation.of(inputs))
         except BaseException:
-            patched.take_back()
+            patched.uninstall()
             if earlier is not None:
-                earlier.put()
+                earlier.install()
             raise
     return model
 
@@ -129,9 +129,9 @@ def uncheckpoint(model: AnyModule) -> AnyModule:
     check_module(model, "zoo.uncheckpoint")
     for module in model.modules():
         if isinstance(patch := vars(module).get("forward"), Patch):
-            patch.leave(module)
+            patch.uninstall_from(module)
             if patch.module() is module:
-                patch.take_back()
+                patch.uninstall()
         if isinstance(module, Chain):
             module.runner = None
     return model

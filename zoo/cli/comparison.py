@@ -1,8 +1,8 @@
 """`zoo compare`, which `test_memory_optimized.py` runs, too, and `zoo report`.
 
-Under torchrun each process runs a comparison of its own, all at the same time, without exchanging
-gradients, with results in a folder `rank0`, `rank1`, ... of its own: it measures what a plan saves
-and costs on each device while all are busy.
+Under torchrun each process runs its own comparison, all at the same time, without exchanging
+gradients, with results in its own folder `rank0`, `rank1`, ...: this measures the memory and time
+of plans on each device while all are busy.
 """
 
 import argparse
@@ -45,14 +45,14 @@ def _options() -> dict[str, str]:
 
 
 COMPARED = {
-    "config CONFIG=default": "a YAML file, or the name of one that is shipped",
+    "config CONFIG=default": "a YAML file, or the name of a shipped config",
     "--model NAME...": "only these models",
     **_options(),
 }
 
 
 def load(options: argparse.Namespace) -> Config:
-    """Reads the config that options name; raises ConfigError as `read` does."""
+    """Returns the config that the options name; raises ConfigError as `read` does."""
     given = {}
     for key in KEYS:
         name, is_flag = option(key)
@@ -70,7 +70,7 @@ def load(options: argparse.Namespace) -> Config:
 def run_compare(options: argparse.Namespace) -> Answer:
     """Compares training with and without checkpointing: memory, time, exactness.
 
-    Finished measurements are kept; after an interruption the same command goes on from there.
+    Finished measurements are kept; after an interruption the same command resumes.
 
     examples:
       %(prog)s
@@ -87,7 +87,7 @@ def run_compare(options: argparse.Namespace) -> Answer:
         results = run(config, console)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            "interrupted; finished measurements are kept, and the same command goes on from there"
+            "interrupted; finished measurements are kept, and the same command resumes"
         ) from None
     runs = beside(results, earlier)
     folder = Path(config.output) / config.name
@@ -110,7 +110,7 @@ def run_compare(options: argparse.Namespace) -> Answer:
 def run_report(options: argparse.Namespace) -> Answer:
     """Rewrites the report of a comparison from its results.
 
-    Nothing is measured, and limits of the config are not checked; what --compare finds is shown.
+    Nothing is measured, and limits of the config are not checked; --compare only shows changes.
 
     examples:
       zoo report
@@ -121,12 +121,12 @@ def run_report(options: argparse.Namespace) -> Answer:
     passed_over: list[str] = []
     earlier = read_old(options.compare, passed_over.append) if options.compare else None
     path, answers = Path(options.path), []
-    # a Path's own fails where the name is too long for any file
+    # Path.is_file raises for a name that is too long
     files = [path] if os.path.isfile(path) else sorted(path.glob("*.jsonl"))
     if not files:
         raise ArgumentError(
             f"there are no results in {shortened(str(path))}; give the folder or file that "
-            "`zoo compare` names at its end"
+            "`zoo compare` prints at its end"
         )
     for file in files:
         results = comparisons(Results(file).read(passed_over.append).values())
@@ -147,13 +147,13 @@ def run_report(options: argparse.Namespace) -> Answer:
 
 
 class Earlier(NamedTuple):
-    """The results of an earlier run in a file, by their subjects; without those that failed."""
+    """The results of an earlier run in a file, by their subjects, without failures."""
 
     path: str
     records: Mapping[str, Record]
 
     def nothing_shared(self) -> ConfigError:
-        """Returns the error of a run that has none of these cells."""
+        """Returns the error for a run that has none of these cells."""
         first = shortened_text(next(iter(self.records.values()))["cell"]["model"]["name"])
         return ConfigError(
             f"--compare {shortened(self.path)} holds none of these cells (it begins with {first}): "
@@ -165,7 +165,7 @@ def read_earlier(config: Config) -> Earlier | None:
     """Reads the results that a config's `compare` names, if it names any.
 
     Raises:
-        ConfigError: there is no such file, no result in it, or none of the config's cells.
+        ConfigError: the file does not exist, or holds no result or none of the config's cells.
     """
     if config.compare is None:
         return None
@@ -177,7 +177,7 @@ def read_earlier(config: Config) -> Earlier | None:
 
 
 def read_old(path: str, passed_over: Callable[[str], object] = str) -> Earlier:
-    """Reads the results of an earlier run; raises ConfigError where there are none."""
+    """Reads the results of an earlier run; raises ConfigError if there are none."""
     what = f"--compare {shortened(path)}"
     if not os.path.isfile(path):
         raise ConfigError(f"{what}: there is no such file")
@@ -189,7 +189,7 @@ def read_old(path: str, passed_over: Callable[[str], object] = str) -> Earlier:
 
 
 def beside(now: Sequence[Comparison], earlier: Earlier | None) -> TwoRuns | None:
-    """Returns a run beside an earlier one, if any; ConfigError where they share no cell."""
+    """Compares a run with an earlier one, if any; raises ConfigError if they share no cell."""
     if earlier is None:
         return None
     runs = two_runs(now, comparisons(earlier.records.values(), partial=True), earlier.path)
@@ -205,7 +205,7 @@ def _report(
     line: str,
     console: Console,
 ) -> Answer:
-    """Prints a comparison, writes its report, and returns its rows; code 1 if one has a fault."""
+    """Prints a comparison, writes its report, and returns its rows; code 1 if a row has faults."""
     table, title = rows(comparisons), heading(comparisons, folder.name, line)
     show(table, title.title, console)
     kept = "; the results are kept, and zoo report writes the report, --output FOLDER elsewhere"
@@ -220,7 +220,7 @@ def _report(
 
 
 def _row_data(row: Row) -> dict[str, Any]:
-    """Returns the measurements of a model, and the properties that follow from them."""
+    """Returns the measurements of a model, and the ratios computed from them."""
     _, *others = row.variants
     times = {kind: row.time_ratios(kind) for kind in others}
     spreads = {kind: spread(pairs)._asdict() if pairs else None for kind, pairs in times.items()}
@@ -239,12 +239,12 @@ def _row_data(row: Row) -> dict[str, Any]:
 
 
 def _console(as_json: bool) -> Console:
-    """Returns the console of tables and progress: stderr beside JSON."""
+    """Returns the console for tables and progress: stderr if stdout has JSON."""
     return Console(width=None if sys.stdout.isatty() else 130, stderr=as_json)
 
 
 def is_one_of_many() -> bool:
-    """Returns whether torchrun, or a launcher like it, started several processes."""
+    """Says whether torchrun, or a similar launcher, started several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
@@ -260,7 +260,7 @@ def in_ranks(command: Callable[[], int]) -> int:
     try:
         printed = io.StringIO()
         if rank == 0:
-            print(f"rank 0 of {world}; each trains by itself, all at the same time", flush=True)
+            print(f"rank 0 of {world}; each trains alone, all at the same time", flush=True)
         out, err = (printed, printed) if rank else (sys.stdout, sys.stderr)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = command()
@@ -269,7 +269,7 @@ def in_ranks(command: Callable[[], int]) -> int:
         if rank == 0:
             for number, (_, text) in list(enumerate(gathered))[1:]:
                 print(f"\nrank {number} of {world}\n{text}", end="", flush=True)
-        # a launcher ends all processes as soon as one has failed
+        # a launcher ends all processes when one fails, so all wait for the output
         distributed.barrier()
     finally:
         distributed.destroy_process_group()

@@ -1,8 +1,8 @@
 """Handles Ctrl-C (SIGINT) while the `zoo` command imports torch, which takes a second or two.
 
 Python imports the package before the first line of the command, so `zoo/__init__.py` imports this
-file first. A signal handler ends the process; an exception would be caught by libraries that try to
-import optional parts of themselves. Any other program that imports zoo keeps its own handler.
+file first. A signal handler ends the process; libraries that try optional imports would catch an
+exception. Any other program that imports zoo keeps its own handler.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ INTERRUPTED = 130
 
 def end_on_interrupt() -> None:
     """Makes Ctrl-C end the process with exit code 130, if it was started as the `zoo` command."""
-    # a process that the command starts has its sys.argv, but its own orig_argv
+    # a process that the command starts has the same sys.argv, but another orig_argv
     started = "".join(sys.orig_argv[-len(sys.argv) :][:1])
-    # -m until the module is found
+    # sys.argv[0] is -m until the module is found
     is_command = sys.argv[:1] in (["-m"], [started]) and Path(started).stem in ("zoo", "-mzoo")
     is_main = threading.current_thread() is threading.main_thread()
-    # a shell has its background jobs ignore SIGINT
+    # in a shell's background jobs SIGINT is ignored
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_command and is_main and is_default and not os.environ.get("ZOO_TRACEBACK"):
         signal.signal(signal.SIGINT, _end)

@@ -1,11 +1,11 @@
 """Runs the command that a command line names and turns its outcome into an exit code.
 
     0      done, or yes
-    1      no: not exact, no plan keeps to the budget, a cell failed
-    2      a usage error of one line: wrong command, option, model or input
+    1      no: not exact, no plan fits the budget, a cell failed
+    2      usage error, one line: wrong command, option, model or input
     130    interrupted by Ctrl-C, also while torch is imported (`interrupts`)
 
-A command is imported when it is run: most need none of the optional packages.
+A command's module is imported when it runs: most need none of the optional packages.
 """
 
 import errno
@@ -62,7 +62,7 @@ exit code: 0 done; 1 no (not exact, no plan within the budget); 2 wrong option, 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, by default the program's own, and returns the exit code."""
     if arguments is None:
-        # no garbage collection need visit imported modules again
+        # garbage collections need not visit imported modules again
         gc.freeze()
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     # help goes to stdout even with --json
@@ -85,7 +85,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 @plain_signs()
 def exit_code(program: str, command: Callable[[], Answer]) -> int:
-    """Runs a command, prints its answer or what went wrong, and returns the exit code."""
+    """Runs a command, prints its answer or the error, and returns the exit code."""
     try:
         try:
             answer = command()
@@ -131,5 +131,5 @@ def _verdict(error: BaseException) -> tuple[str, int]:
         # an error of stdout has no file name
         name = shortened(error.filename) if error.filename else "stdout"
         return f"{name} cannot be written: {error.strerror}; make room, then go on", 2
-    # nearly always raised by the model's own forward, for inputs that it cannot take
+    # nearly always raised by the model's own forward, for inputs that it does not accept
     return f"{in_a_line(error, 300)}; ZOO_TRACEBACK=1 shows where it comes from", 2

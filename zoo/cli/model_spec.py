@@ -1,6 +1,6 @@
 """The model and the inputs that a command line names.
 
-resnet50                              of the catalog; its recipe has inputs for want of others
+resnet50                              in the catalog; its recipe gives inputs if options do not
 timm.create_model --args resnet50     import path of anything that makes a torch.nn.Module
 mypackage.models:Net                  the same, with a colon after the module
 """
@@ -43,9 +43,9 @@ AXES = {"photographs": 2, "digits": 2, "volume": 3, "text": 1, "stream": 1}
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that can be built, and its inputs, either all with names or none.
+    """A model that can be built, and its inputs: either all of them have names, or none.
 
-    `make` builds it on torch's default device; `batch_axis` is an axis of the inputs.
+    `make` builds the model on torch's default device; `batch_axis` is the inputs' axis of samples.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ModelSpec:
     batch_axis: int = 0
 
     def build(self) -> nn.Module:
-        """Builds the model, in training mode; ArgumentError if it cannot be built, or is none."""
+        """Builds the model in training mode; raises ArgumentError if that fails or is no module."""
         try:
             with shown(f"building {self.name}"), working_folder_first():
                 model = self.make()
@@ -64,12 +64,12 @@ class ModelSpec:
             raise ArgumentError(f"{self.name} cannot be built: {in_a_line(error, 300)}") from error
         if not isinstance(model, nn.Module):
             made = type(model).__name__
-            raise ArgumentError(f"{self.name} makes no torch.nn.Module but a value of type {made}")
+            raise ArgumentError(f"{self.name} makes a value of type {made}, not a torch.nn.Module")
         return model.train()
 
     def build_on_meta(self) -> nn.Module:
-        """Builds the model on the meta device, or with memory if its code does not run there."""
-        # such as one that reads a number from a tensor as it is built does not
+        """Builds the model on the meta device, or on the default one if its code fails there."""
+        # such as code that reads a number from a tensor
         with contextlib.suppress(ZooError), torch.device("meta"):
             return self.build()
         return self.build()
@@ -77,7 +77,7 @@ class ModelSpec:
     def build_unwritten(self) -> nn.Module:
         """Builds the model on the CPU with parameters that are never written and take no memory.
 
-        On the meta device attention and LSTMs would choose other kernels of other bytes.
+        On the meta device attention and LSTMs would choose other kernels, with other bytes.
         """
         model = self.build_on_meta()
         on_cpu: dict[int, Any] = {}
@@ -103,18 +103,18 @@ class ModelSpec:
             ) from error
 
     def inputs_on(self, device: str) -> Inputs:
-        """Returns inputs of random numbers on a device; on "meta" they take no memory."""
+        """Returns random inputs on a device; on "meta" they take no memory."""
         names = [spec.name for spec in self.inputs if spec is not None and spec.name]
         values = tuple(None if spec is None else spec.random(device) for spec in self.inputs)
         if not names:
             return values
         if len(set(names)) < len(values):
-            raise ArgumentError("--input takes a name for each input, no two the same, or for none")
+            raise ArgumentError("--input takes a different name for each input, or no names at all")
         return dict(zip(names, values, strict=True))
 
 
 def model_spec(options: argparse.Namespace, batch_size: int | None = None) -> ModelSpec:
-    """Returns the model and the inputs that the options name, and builds nothing yet.
+    """Returns the model and the inputs that the options name, without building them.
 
     `batch_size` is the default for a model of the catalog.
     """
@@ -167,7 +167,7 @@ def usual_inputs(
     batch_size: int | None = None,
     size: Sequence[int] | None = None,
 ) -> Specs:
-    """Returns the inputs of a model of the catalog that is built with these arguments."""
+    """Returns the default inputs of a model of the catalog that is built with these arguments."""
     settings, arguments = recipe(name), _with_defaults(name, named)
     data, count = settings["data"], batch_size or settings["batch_size"]
     axes, sides = AXES[data], list(size or [settings["size"]])
@@ -188,7 +188,7 @@ def _with_defaults(name: str, named: Mapping[str, Any]) -> dict[str, Any]:
 def _with_targets(
     inputs: Sequence[InputSpec | None], data: str, arguments: Mapping[str, Any]
 ) -> Specs:
-    """Makes the inputs of a language model integers; tokens alone get targets of their shape."""
+    """Makes a language model's inputs integers, and adds targets if there are only tokens."""
     if data not in ("text", "stream"):
         return tuple(inputs)
     tokens = tuple(
@@ -201,7 +201,7 @@ def _with_targets(
 
 @contextlib.contextmanager
 def working_folder_first() -> Iterator[None]:
-    """Lets Python find modules in the working folder of the command."""
+    """Puts the working folder of the command on Python's module path."""
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
@@ -211,7 +211,7 @@ def working_folder_first() -> Iterator[None]:
 
 
 def _arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Reads 'resnet50' and 'classes=10': values are Python literals, anything else text."""
+    """Parses 'resnet50' and 'classes=10': values are Python literals, or else text."""
     positional, named = [], {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -231,10 +231,10 @@ def _literal(text: str) -> Any:
 def _imported(path: str) -> Any:
     """Imports 'package.module.name' or 'package.module:name'.
 
-    `pkgutil.resolve_name` would hide an import that fails inside of a submodule.
+    `pkgutil.resolve_name` would hide an import that fails inside a submodule.
     """
     if not all(part.isidentifier() for part in path.replace(":", ".", 1).split(".")):
-        raise ArgumentError(f"{shortened(path)} is no import path; write package.module:Name")
+        raise ArgumentError(f"{shortened(path)} is not an import path; write package.module:Name")
     module, colon, rest = path.partition(":")
     name, *parts = [module, *rest.split(".")] if colon else path.split(".")
     with working_folder_first():

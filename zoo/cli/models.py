@@ -34,7 +34,7 @@ from zoo.units import counted, format_bytes
 class Part:
     """A step of a model, a block of steps, or a child of a module that cannot be traced.
 
-    `shapes` are those of its outputs; a parameter counts where it is first used.
+    `shapes` are those of its outputs; a parameter counts for the first part that uses it.
     """
 
     name: str
@@ -123,7 +123,7 @@ def run_info(options: argparse.Namespace) -> Answer:
 
 
 class _UsedParameters(TorchFunctionMode):
-    """Counts the elements of the parameters that functions of torch use, each once."""
+    """Counts the elements of the parameters that torch functions use, each once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _UsedParameters(TorchFunctionMode):
 def _steps(model: nn.Module, found: Steps) -> list[Part]:
     used, counted, value, outline = _UsedParameters(), 0, found.state, found.outline
     parts, names = [], step_names(model, outline.steps)
-    # a chain is on the meta device, where its steps run faster than on fake tensors
+    # a chain runs on the meta device, which is faster than fake tensors
     is_chain = isinstance(model, Chain)
     fake = contextlib.nullcontext() if is_chain else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), fake, used:
@@ -166,7 +166,7 @@ def _children(model: nn.Module, invocation: Invocation, untraceable: TraceError)
         with torch.no_grad():
             invocation.on(model)
     except Exception:
-        # else it reads a number, which does not exist on the meta device
+        # otherwise it reads a number, which does not exist on the meta device
         if untraceable.raised:
             raise
     finally:

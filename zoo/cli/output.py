@@ -1,4 +1,4 @@
-"""Output of a command: its answer, files, log messages, and stdout kept clean beside JSON."""
+"""Output of a command: its answer, files, log messages; keeps stdout free for JSON."""
 
 import codecs
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from zoo.errors import ArgumentError, file_errors_as
 
-# for terminals whose encoding lacks a character (PYTHONIOENCODING=ascii), where Python would raise
+# replacements for terminals whose encoding lacks a character (PYTHONIOENCODING=ascii)
 PLAIN = {
     "×": "x", "→": "->", "√": "sqrt ", "±": "+-", "≤": "<=", "≥": ">=", "…": "...", "–": "-",
     "─": "-", "━": "-", "╺": "-", "╸": "-", "│": "|", "┃": "|", "┌": "+", "└": "+", "├": "+",
@@ -17,7 +17,7 @@ PLAIN = {
 
 
 def print_answer(text: str) -> None:
-    """Prints an answer; a reader such as `head` may close the pipe before its end.
+    """Prints an answer; a reader such as `head` may close the pipe early.
 
     Raises:
         ArgumentError: stdout cannot be written.
@@ -25,7 +25,7 @@ def print_answer(text: str) -> None:
     try:
         print(text, end="\n" if text else "", flush=True)
     except OSError as error:
-        # or Python raises when it flushes stdout as it exits
+        # otherwise Python raises when it flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise ArgumentError(
@@ -34,7 +34,7 @@ def print_answer(text: str) -> None:
 
 
 def write(path: str | None, save: Callable[[str], object]) -> None:
-    """Calls `save` with the path of a file, if one is given; ArgumentError if it cannot write."""
+    """Calls `save` with a path, if one is given; raises ArgumentError if writing fails."""
     if path is not None:
         with file_errors_as(ArgumentError, path):
             save(path)
@@ -42,10 +42,10 @@ def write(path: str | None, save: Callable[[str], object]) -> None:
 
 @contextlib.contextmanager
 def plain_signs() -> Iterator[None]:
-    """Replaces characters that stdout's encoding lacks: by those of PLAIN, any other by ?."""
+    """Replaces characters that stdout's encoding lacks, by those in PLAIN or else by ?."""
     stream = sys.stdout
     before = getattr(stream, "errors", None)
-    # an error handler that the user chose stays in force; surrogateescape is that of the locale C
+    # a user's error handler is kept; surrogateescape is the default of the C locale
     raises = before == "strict" or (
         before == "surrogateescape" and codecs.lookup(stream.encoding).name != "utf-8"
     )
@@ -67,7 +67,7 @@ codecs.register_error("zoo.plain", _plain)
 
 
 def redirect_prints() -> Callable[[], None]:
-    """Sends to stderr what Python, libraries in C and others print; returns what ends that."""
+    """Redirects stdout to stderr, also for C libraries; returns a function that ends that."""
     out, sys.stdout = sys.stdout, sys.stderr
     try:
         printed, told = out.fileno(), sys.stderr.fileno()

@@ -1,7 +1,7 @@
 """A strict argument parser, the options that several commands share, and a command's answer.
 
 argparse guesses what `--batch` abbreviates and answers a mistake with its whole usage. Here a wrong
-option is an `ArgumentError` of one line that suggests the nearest right one.
+option raises an `ArgumentError` of one line that suggests the nearest valid one.
 """
 
 import argparse
@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, MakeOptimizer | None] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "none": None,
 }
-# what argparse is told about the value of an option, by its metavar; any other is text
+# argparse's settings for the value of an option, by its metavar; for any other it is text
 METAVARS: dict[str, dict[str, Any]] = {
     "AXIS": {"type": values.number},
     "COUNT": {"type": values.count},
@@ -39,7 +39,7 @@ METAVARS: dict[str, dict[str, Any]] = {
     "PICTURE": {"type": values.picture},
     "PLAN": {"type": values.plan},
     "RATIO": {"type": values.ratio},
-    # given once for each input
+    # the option is repeated for each input
     "SHAPE": {"type": values.shape, "action": "append"},
     "SIZE": {"type": values.size},
     "STRATEGY": {"choices": list(STRATEGIES), "metavar": None},
@@ -77,7 +77,7 @@ class Answer:
 
 
 Run = Callable[[argparse.Namespace], Answer]
-# of the command's arguments and, if it is started in another way, of the program's name
+# takes the command's arguments and, if another program runs it, that program's name
 Command = Callable[..., Answer]
 
 
@@ -103,7 +103,7 @@ def command(
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        # as in Python 3.14; before, -8GiB is read as an option, so that the value is missing
+        # as in Python 3.14; earlier versions read -8GiB as an option, not as a value
         parser._negative_number_matcher = re.compile(r"-\.?\d")
         parser.add_argument("--json", action="store_true", help="print JSON")
         group = parser.add_mutually_exclusive_group(required=True) if either else parser
@@ -118,11 +118,11 @@ def command(
             parsed.line = shlex.join([*program.split(), *arguments])
             try:
                 answer = run(parsed)
-            except SystemExit as end:  # sys.exit(0) in a forward would mean yes
+            except SystemExit as end:  # else sys.exit(0) in a forward would mean yes
                 argument = "" if end.code is None else shortened(end.code)
                 raise ArgumentError(
                     f"the model, or something that it imports, called sys.exit({argument}), so "
-                    "there is no answer; ZOO_TRACEBACK=1 shows where"
+                    "there is no result; ZOO_TRACEBACK=1 shows where"
                 ) from end
             if parsed.json:
                 is_text = isinstance(answer.data, str)
@@ -136,13 +136,13 @@ def command(
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads the options of a command strictly."""
+    """Parses the options of a command strictly."""
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Reads a command line.
+        """Parses a command line.
 
         Raises:
-            ArgumentError: an unknown option, with the nearest known ones, or a wrong value.
+            ArgumentError: an unknown option, with the nearest known one, or a wrong value.
         """
         known = [option for action in self._actions for option in action.option_strings]
         for argument in arguments:
@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
         raise ArgumentError(f"{sentence}{end} {self.prog} --help lists all options")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Keeps the message of a ZooError, which argparse would replace by 'invalid value'."""
+        """Keeps the message of a ZooError, which argparse would replace with 'invalid value'."""
         try:
             return action.type(arg_string) if callable(action.type) else arg_string
         except ZooError as error:

@@ -34,11 +34,11 @@ PLANNED = {
     **OPTIMIZER,
     **IN_BACKWARD,
     "--device DEVICE_OR_RATED": "a device of torch, such as cpu or cuda: measure each kind of "
-    "kernel here, its time and workspace; "
+    "kernel there, its time and workspace; "
     f"{', '.join(RATED)}: an analytical estimate from that device's peak rates; default: such an "
     "estimate for a small CPU",
 }
-FREE = "or device: all that is free on --device, without it on the CPU"
+FREE = "or device: the free memory of --device, by default of the CPU"
 
 
 @command(
@@ -56,10 +56,10 @@ FREE = "or device: all that is free on --device, without it on the CPU"
         "--draw": "also print the plan step by step",
     },
     either=("--memory-budget", "--max-overhead"),
-    no="no plan keeps to the budget",
+    no="no plan fits the budget",
 )
 def run_plan(options: argparse.Namespace) -> Answer:
-    """Finds the plan of least time whose whole training step keeps to a memory budget.
+    """Finds the fastest plan whose whole training step fits a memory budget.
 
     examples:
       zoo plan resnet50 --input 32,3,224,224 --memory-budget 2GiB --save plan.json
@@ -74,8 +74,8 @@ def run_plan(options: argparse.Namespace) -> Answer:
         raise ArgumentError("--plot draws a plan for one process; leave out --world-size")
     if ranks is not None and _is_here(options.device):
         raise ArgumentError(
-            f"--device {options.device} runs kernels here, and a rank's are never run; leave it "
-            f"out, or take one of {', '.join(RATED)}"
+            f"--device {options.device} runs kernels, but a rank's are only estimated; leave "
+            f"it out, or take one of {', '.join(RATED)}"
         )
     arguments = _planning_arguments(spec, options)
     arguments |= {"memory_budget": options.memory_budget, "max_overhead": options.max_overhead}
@@ -103,7 +103,7 @@ def run_plan(options: argparse.Namespace) -> Answer:
 def run_frontier(options: argparse.Namespace) -> Answer:
     """Lists what each memory budget costs in time: the best plans and the classic schemes.
 
-    Ctrl-C lists the plans that were found until then.
+    Ctrl-C lists the plans found so far.
 
     examples:
       zoo frontier resnet50 --input 32,3,224,224
@@ -130,10 +130,10 @@ def run_frontier(options: argparse.Namespace) -> Answer:
         "--multiple-of COUNT=1": "consider only multiples of this",
     },
     either=("--memory-budget",),
-    no="no size keeps to the budget",
+    no="no size fits the budget",
 )
 def run_max_batch(options: argparse.Namespace) -> Answer:
-    """Finds the largest batch whose whole training step keeps to a memory budget.
+    """Finds the largest batch whose whole training step fits a memory budget.
 
     examples:
       zoo max-batch resnet50 --input 1,3,224,224 --memory-budget 8GiB --checkpoint auto
@@ -148,7 +148,7 @@ def run_max_batch(options: argparse.Namespace) -> Answer:
         **arguments,
         **{name: getattr(options, name) for name in names},
         vary=tuple(options.vary or [spec.batch_axis]),
-        # on a device of this machine one step is measured
+        # on a device of this machine a real step is measured
         verify=None if arguments["device"] is None else False,
     )
     return Answer(str(result), {**asdict(result), "plan": result.plan.text()})
@@ -156,7 +156,7 @@ def run_max_batch(options: argparse.Namespace) -> Answer:
 
 def _planning_arguments(spec: ModelSpec, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments that planning functions share, with the model built for its device."""
-    # what is free is asked where the weights are
+    # free memory is that of the device with the weights
     asks_here = options.device is None and vars(options).get("memory_budget") == "device"
     device = "cpu" if asks_here else options.device
     is_here = _is_here(device)
@@ -170,7 +170,7 @@ def _planning_arguments(spec: ModelSpec, options: argparse.Namespace) -> dict[st
 
 
 def _is_here(device: str | None) -> bool:
-    """Returns whether kernels are run on a device, which then is one of torch."""
+    """Says whether kernels run on a device, which then is one of torch's."""
     return device is not None and device not in RATED
 
 
@@ -190,7 +190,7 @@ def _is_here(device: str | None) -> bool:
 def run_anatomy(options: argparse.Namespace) -> Answer:
     """Shows where the memory of a training step goes: by category, block and tensor.
 
-    Fake tensors stand for real ones, so that no memory is needed, unless a device is named.
+    By default tensors are fake and take no memory; with --device the step really runs.
 
     examples:
       zoo anatomy resnet50 --input 32,3,224,224
@@ -200,7 +200,7 @@ def run_anatomy(options: argparse.Namespace) -> Answer:
     spec, device = model_spec(options), options.device
     with contextlib.ExitStack() as stack:
         if device is None:
-            # saves a fifth of the time; no cycle of fake tensors holds memory
+            # saves a fifth of the time; reference cycles of fake tensors hold no memory
             gc.disable()
             stack.callback(gc.enable)
         steps = anatomy(
@@ -221,7 +221,7 @@ def run_anatomy(options: argparse.Namespace) -> Answer:
 
 
 def _at_peak(timeline: Timeline, holders: int) -> dict[str, Any]:
-    """Returns the numbers of the tables; `Anatomy.to_json` has every allocation."""
+    """Returns the tables' numbers; `Anatomy.to_json` has every allocation."""
     names = ("title", "device", "peak", "tensor_peak", "activation_peak", "kernel_workspace")
     return {
         **{name: getattr(timeline, name) for name in names},

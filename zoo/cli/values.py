@@ -26,22 +26,22 @@ from zoo.policy.plan_report import PlanReport
 from zoo.profiling.kernel_costs import DEVICES
 from zoo.report.pictures import check_picture
 
-# a mistyped axis must not end in an overflow
+# a mistyped axis must not overflow
 LARGEST = 2**40
 DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")
 }
-# torch's devices that a command runs steps on, and others, of which the peak rates are known
+# torch's devices, on which a command runs steps; and devices with known peak rates
 TORCH_DEVICES = ("cpu", accelerator() or "cuda")
 RATED = [name for name in DEVICES if name not in TORCH_DEVICES]
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Shape and type of an input; integers are drawn from 0 to `below` - 1.
+    """Shape and dtype of an input; integers are drawn from 0 to `below` - 1.
 
-    `name` is that of the forward's argument, "" for a positional one.
+    `name` is that of the forward's argument; "" for a positional one.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class InputSpec:
     name: str = ""
 
     def random(self, device: str) -> Tensor:
-        """Returns a tensor of random numbers: standard normal, integers or booleans."""
+        """Returns a random tensor: standard normal, integers or booleans."""
         dtype = self.dtype or torch.float32
         if dtype.is_floating_point:
             return torch.randn(self.shape, dtype=dtype, device=device)
@@ -59,20 +59,20 @@ class InputSpec:
 
 
 def shapes(specs: Iterable[InputSpec | None]) -> list[list[int] | None]:
-    """Returns the shapes of inputs, as JSON has them."""
+    """Returns the shapes of inputs for JSON."""
     return [None if spec is None else list(spec.shape) for spec in specs]
 
 
 def shapes_text(shapes: Iterable[Sequence[int] | None]) -> str:
-    """Writes shapes as people read them: '8×128, none, 8×128'."""
+    """Formats shapes: '8×128, none, 8×128'."""
     return ", ".join("none" if shape is None else "×".join(map(str, shape)) for shape in shapes)
 
 
 def number(text: str, least: int = 0) -> int:
-    """Reads a whole number."""
+    """Parses a whole number."""
     value = -1
     if text.isdecimal():
-        # Python refuses to read thousands of digits
+        # int() refuses thousands of digits
         value = int(text) if len(text) <= 30 else LARGEST + 1
     if not least <= value <= LARGEST:
         limit = f"up to {LARGEST}" if value > LARGEST else f"from {least}"
@@ -85,7 +85,7 @@ count = functools.partial(number, least=1)
 
 
 def ratio(text: str) -> float:
-    """Reads a number from 0."""
+    """Parses a number from 0."""
     try:
         value = float(text)
     except ValueError:
@@ -96,7 +96,7 @@ def ratio(text: str) -> float:
 
 
 def size(text: str) -> Budget:
-    """Reads a memory budget: '8GiB', bytes, 'device', or a fraction such as '0.5' or '50%'."""
+    """Parses a memory budget: '8GiB', bytes, 'device', or a fraction such as '0.5' or '50%'."""
     value: Budget = text
     if re.fullmatch(r"\d*\.?\d+%|\d*\.\d+", text):
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -105,7 +105,7 @@ def size(text: str) -> Budget:
 
 
 def device(text: str, others: Sequence[str] = ()) -> str:
-    """Reads the name of a device of torch, in this machine or not, or one of others."""
+    """Parses the name of one of torch's devices, present or not, or one of `others`."""
     with contextlib.suppress(RuntimeError):
         if text in others or torch.device(text).type != "meta":
             return text
@@ -114,12 +114,12 @@ def device(text: str, others: Sequence[str] = ()) -> str:
     raise ArgumentError(f"takes {listed}; got {shortened(text)}.{nearest(text, known)}")
 
 
-# also one that need not be here
+# or a device that need not be present
 rated_device = functools.partial(device, others=RATED)
 
 
 def shape(text: str) -> InputSpec | None:
-    """Reads '8,128', or with a name and a type 'input_ids=8,128:int64', or 'none'."""
+    """Parses '8,128', or with a name and a dtype 'input_ids=8,128:int64', or 'none'."""
     if text.lower() == "none":
         return None
     match = re.fullmatch(r"(?:([^\W\d]\w*)=)?(\d{1,30}(?:,\d{1,30})*)(?::(.*))?", text)
@@ -131,12 +131,12 @@ def shape(text: str) -> InputSpec | None:
     name, dtype = match[1] or "", match[3]
     if dtype is not None and dtype not in DTYPES:
         near, known = nearest(dtype, DTYPES), ", ".join(DTYPES)
-        raise ArgumentError(f"knows no type {dtype!r}.{near} It takes {known}")
+        raise ArgumentError(f"does not know the dtype {dtype!r}.{near} It takes {known}")
     return InputSpec(lengths, DTYPES[dtype] if dtype else None, name=name)
 
 
 def plan(text: str) -> Checkpoint:
-    """Reads a `checkpoint=` option, or a file: of `zoo plan --save`, or of a plan alone."""
+    """Parses a `checkpoint=` option, or reads a file: of `zoo plan --save`, or of a plan alone."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text.isdecimal():
@@ -153,7 +153,7 @@ def plan(text: str) -> Checkpoint:
 
 
 def file(text: str) -> str:
-    """Reads the path of a file to write; a wrong folder is refused before any work is done."""
+    """Parses the path of a file to write; a wrong folder is refused before any work is done."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         code = errno.EISDIR if path.is_dir() else errno.ENOENT
@@ -162,6 +162,6 @@ def file(text: str) -> str:
 
 
 def picture(text: str) -> str:
-    """Reads the path of a picture to write: .svg, .png or .pdf."""
+    """Parses the path of a picture to write: .svg, .png or .pdf."""
     check_picture(text)
     return file(text)

@@ -1,1 +1,1 @@
-"""Runs the comparison: a config becomes cells, each cell runs in a process of its own."""
+"""Runs a comparison: a config is expanded into cells, and each runs in a process of its own."""

@@ -1,6 +1,6 @@
 """Cells of a comparison: the units of work that each run in a process of their own.
 
-Each model of a config becomes four. One whose key already has a result is not measured again.
+Each model of a config has four. A cell whose key already has a result is not measured again.
 
     baseline                steps with digests, the last with its memory traced, no recomputation
     checkpointed            the same with the plan
@@ -29,9 +29,9 @@ KINDS: Sequence[Kind] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Cell:
-    """One process's work; `memory_limit` is in bytes, `plan` replaces the model's `checkpoint`.
+    """The work of one process; `memory_limit` in bytes, `plan` replaces the model's `checkpoint`.
 
-    `optimizer_in_backward` adds that variant to those which are timed, by `plan_in_backward`.
+    `optimizer_in_backward` adds that variant, with `plan_in_backward`, to the timed ones.
     """
 
     kind: Kind
@@ -50,12 +50,12 @@ class Cell:
 
     @property
     def checkpoint(self) -> bool | int | str | Plan:
-        """What `zoo.create` takes."""
+        """The `checkpoint=` argument for `zoo.create`."""
         chosen = self.plan or self.model.checkpoint
         return Plan.parse(chosen) if isinstance(chosen, str) and chosen not in NAMES else chosen
 
     def key(self) -> str:
-        """Names the measurement: results of the same key, from the same code, are the same."""
+        """Identifies the measurement by its options and code: equal keys give equal results."""
         fields = json.dumps(asdict(self), sort_keys=True)
         content = f"{fields} torch {torch.__version__} zoo {_source_digest()}"
         return f"{self.model.name}/{self.kind}/{hashlib.sha256(content.encode()).hexdigest()[:12]}"
@@ -71,8 +71,8 @@ def expand(config: Config) -> list[dict[Kind, Cell]]:
 
 
 def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
-    # what a kind does not use stays at a constant, out of its key: one baseline serves every plan,
-    # and largest_ratio is judged after measuring
+    # options that a kind does not use are constants, so that they do not change its key: one
+    # baseline serves every plan, and largest_ratio is judged after measuring
     unused: dict[str, Any] = {"largest_ratio": 1.0, "accelerator_batch_size": None, "repeats": 1}
     is_timing = kind == "timing"
     return Cell(
@@ -83,7 +83,7 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
         device=config.device,
         dtype=config.dtype,
         seed=config.seed,
-        # kernels take workspaces for each thread: DenseNet-121's peak is 18 % larger with two
+        # kernels take a workspace per thread: DenseNet-121's peak is 18 % larger with two threads
         threads=config.threads or torch.get_num_threads(),
         memory_limit=config.memory_limit,
         frontier=config.frontier and kind == "baseline",
@@ -93,7 +93,7 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
 
 @cache
 def _source_digest() -> str:
-    """Digests the code that a result depends on: the package without the report."""
+    """Returns a digest of the code that results depend on: the package without the report."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

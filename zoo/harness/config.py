@@ -1,7 +1,7 @@
 """The config of a comparison, validated by pydantic: a YAML file and options of a command line.
 
-A misspelt key or value is a `ConfigError` that offers the nearest right one: a comparison that
-silently ran with a default instead would still print a table.
+A misspelt key or value raises a `ConfigError` that suggests the nearest valid one: a comparison
+that silently ran with a default instead would still print a table.
 
     default_configs.py   the file             the command line
     data, size, ...      models: [{name:..}]  --model resnet50 --batch-size 16
@@ -39,7 +39,8 @@ from zoo.planner.schemes import NAMES
 from zoo.units import parse_bytes
 
 T = TypeVar("T")
-# levels of lists and mappings in a config, whose keys take four; values, counted once per alias
+# the most levels of lists and mappings in a config (its own keys take four), and the most values,
+# those of an alias counted at each use
 DEEPEST, MOST = 32, 10_000
 
 
@@ -68,12 +69,12 @@ def _check_device(value: str) -> str:
 
 
 def _check_path(value: str) -> str:
-    """Raises ConfigError for a path that no system takes, whether or not a file is there."""
+    """Raises ConfigError for a path that no system accepts, whether or not the file exists."""
     try:
         with contextlib.suppress(OSError):
             os.stat(value)
     except ValueError as error:
-        raise ConfigError(f"{shortened(value)} is no path: {error}") from None
+        raise ConfigError(f"{shortened(value)} is not a path: {error}") from None
     return value
 
 
@@ -88,7 +89,7 @@ def _validate(value: Any, validate: Callable[[Any], Any]) -> Any:
 
 
 def _readings(value: Any) -> list[Any]:
-    """Returns what a value may stand for: text of a command line also for what it is in YAML."""
+    """Returns the possible readings of a value: text of a command line may also be YAML."""
     if isinstance(value, str):
         with contextlib.suppress(yaml.YAMLError, ValueError):
             parsed = _parse_yaml(value)
@@ -136,7 +137,7 @@ class ModelConfig:
     arguments: dict[Any, Any]
     """arguments of the model: {drop_rate: 0.1}"""
     accelerator_batch_size: Count | None = None
-    """samples in a batch on any device but the CPU"""
+    """samples in a batch on devices other than the CPU"""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """sgd (momentum 0.9) or adamw"""
     checkpoint: Checkpoint = True
@@ -194,7 +195,7 @@ def _schemas(config: type) -> dict[str, dict[str, Any]]:
 MODEL_KEYS, RUN_KEYS = _schemas(ModelConfig), _schemas(Config)
 KEYS = MODEL_KEYS | RUN_KEYS
 
-# keys that change no number of a result
+# keys that change no number in a result
 HOW_NOT_WHAT = {
     *("output", "timeout", "fresh", "frontier", "optimizer_in_backward", "compare", "tolerance")
 }
@@ -203,9 +204,9 @@ OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "de
 
 
 def option(key: str) -> tuple[str, bool]:
-    """Returns what sets a key on a command line, and whether it takes no value.
+    """Returns the option that sets a key on a command line, and whether it takes no value.
 
-    What is on by default is turned off.
+    The option of a key that is on by default turns it off.
     """
     is_flag = KEYS[key].get("type") == "boolean"
     start = "--no-" if is_flag and KEYS[key]["default"] else "--"
@@ -213,7 +214,7 @@ def option(key: str) -> tuple[str, bool]:
 
 
 def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Config:
-    """Reads a file. `names` chooses models; `override` holds keys of every model or of the run.
+    """Reads a file. `names` selects models; `override` holds keys of every model or of the run.
 
     Raises:
         ConfigError: a key or value that does not exist or is out of range.
@@ -251,25 +252,25 @@ def find_config(name: str) -> Path:
 
 
 def config_folder() -> Path:
-    """Returns where the package's configs are: inside it, or beside it in a checkout."""
+    """Returns the folder of the package's configs: inside it, or beside it in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def _run_name(config: str, models: Sequence[str], given: Mapping[str, Any]) -> str:
-    """Names a run: --model vnet --steps 5 has results of its own in default-vnet-steps=5."""
+    """Names a run: the results of --model vnet --steps 5 go to default-vnet-steps=5."""
     values = {key: _readings(given[key])[0] for key in sorted(given) if key not in HOW_NOT_WHAT}
     whole = "-".join([config, *models, *(f"{key}={value}" for key, value in values.items())])
     readable = re.sub(r"[^\w.=-]+", "_", whole)
     if readable == whole and len(whole) <= 100:
         return whole
-    # two command lines must not meet in one name
+    # different command lines must have different names
     return f"{readable[:100]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
 def _made(make: Callable[..., T], values: Mapping[str, Any], file: str = "") -> T:
-    """Makes a part of a config; an error names the key in a file, or the option."""
+    """Makes a part of a config; errors name the key in the file, or the option."""
     try:
         return make(**values)
     except ValidationError as error:
@@ -322,14 +323,14 @@ def _model(
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads safe YAML in which no key stands twice: the second would silently win."""
+    """Reads safe YAML and refuses duplicate keys: the second would silently win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for number, key in enumerate(keys):
             if key in keys[:number]:
                 line = node.start_mark.line + 1
-                raise yaml.YAMLError(f"line {line} ff. hold the key {shortened(key)} twice")
+                raise yaml.YAMLError(f"the mapping at line {line} has {shortened(key)} twice")
         return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
 
 
@@ -343,17 +344,17 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         raw = _parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no keys; write 'models:' and below it '- name: ...'")
     return raw
 
 
 def _parse_yaml(text: str) -> Any:
-    """Returns what a text in YAML holds; raises YAMLError or ValueError where it is none."""
+    """Parses YAML; raises YAMLError or ValueError for any other text."""
     try:
         content = yaml.load(text, _Loader)
-        # an alias may name a list of aliases, and so on: a walk through all would never end
+        # an alias may name a list of aliases, and so on: walking through all would never end
         if sum(1 for _ in islice(_values(content), MOST + 1)) <= MOST:
             return content
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Real training batches without a download, from data that ships inside installed packages.
+"""Real training batches without a download, from data in installed packages.
 
     data          inputs, targets
     photographs   (N, 3, S, S), (N,)             crops of scikit-learn's two photographs; the class
@@ -11,7 +11,7 @@
     stream        (T, N), (T, N)                 the same text in N columns; each batch goes on
                                                  where the last one ended
 
-The same seed gives the same batches. They are on the CPU; the caller moves them.
+The same seed gives the same batches. They are on the CPU.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from torch import Generator, Tensor
 from zoo.errors import ConfigError, needed
 from zoo.harness.config import ModelConfig
 
-# what needs a package
+# what needs the packages, as an error names it
 DATA = "the comparison's data"
 PIXEL_MEAN = torch.tensor((0.485, 0.456, 0.406), device="cpu").view(3, 1, 1)
 PIXEL_DEVIATION = torch.tensor((0.229, 0.224, 0.225), device="cpu").view(3, 1, 1)
@@ -49,7 +49,7 @@ class Batch:
         return Batch(self.inputs.to(device), self.targets.to(device))
 
     def arguments(self, data: str, state: Any = None) -> tuple[Any, ...]:
-        """Returns what a model of this data is called with."""
+        """Returns the arguments of a model for this data."""
         if data == "stream":
             return self.inputs, state, self.targets
         return (self.inputs, self.targets) if data == "text" else (self.inputs,)
@@ -113,7 +113,7 @@ def _volume(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator
     voxels = torch.from_numpy(nibabel.load(path).get_fdata()[..., 0])
     scan = voxels.float().permute(2, 1, 0).contiguous()
     classes = model.arguments.get("classes", 2)
-    # class 0 is the dark background; the rest has as many voxels in each further class
+    # class 0 is the dark background; the other classes have equal numbers of voxels
     bounds = torch.quantile(scan[scan > 0.25 * scan.std()], torch.linspace(0, 1, classes)[:-1])
     while True:
         boxes = [_box(scan, random) for _ in range(model.batch_size)]
@@ -145,7 +145,7 @@ def _stream(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator
     rows = len(words) // model.batch_size
     columns = words[: rows * model.batch_size].view(model.batch_size, rows).t()
     for start in itertools.count(0, length):
-        # columns are read downward; at their end they start again
+        # columns are read downward, and from the top again after their end
         window = columns[torch.arange(start, start + length + 1) % rows]
         yield Batch(window[:-1].contiguous(), window[1:].contiguous())
 
@@ -168,7 +168,7 @@ def _words(model: ModelConfig, needed: int) -> Tensor:
             f"words; the text has {len(numbers)}. Make either smaller"
         )
     vocabulary = model.arguments.get("vocabulary")
-    # words are numbered by how often they come; a small vocabulary ends in "any rarer word"
+    # words are numbered by falling frequency; the last in a small vocabulary is "any rarer word"
     return numbers if vocabulary is None else numbers.clamp(max=vocabulary - 1)
 
 

@@ -1,7 +1,7 @@
-"""What to train a model on when a config does not say: real data of the model's kind, small sizes.
+"""The default data and sizes for each model: real data of the model's kind, in small sizes.
 
 A config that names only `resnet18`, or `--model vit_tiny_patch16`, gets its keys from here; the
-first pattern that fits the name counts.
+first pattern that matches the name counts.
 """
 
 from fnmatch import fnmatchcase
@@ -24,5 +24,5 @@ RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """Returns the keys of a model of the catalog that a config need not give."""
+    """Returns the default keys for a model of the catalog."""
     return dict(next(keys for pattern, keys in RECIPES if fnmatchcase(name, pattern)))

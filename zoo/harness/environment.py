@@ -15,7 +15,7 @@ CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")  # kHz
 
 
 def environment(device: str) -> dict[str, str | int | float | None]:
-    """Describes versions, code, device, threads, clock and load; None for what is unknown."""
+    """Describes versions, code, device, threads, clock and load; unknown values are None."""
     processor = proc_entry("cpuinfo", "model name") or platform.processor() or platform.machine()
     return {
         "zoo": __version__,
@@ -27,16 +27,16 @@ def environment(device: str) -> dict[str, str | int | float | None]:
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "clock_mhz": clock(device),
-        # processes that wanted a core in the last minute: beyond `threads`, others were at work
+        # runnable processes in the last minute: more than `threads` means that others were busy
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
 
 
 @cache
 def commit(folder: Path) -> str | None:
-    """Returns the commit of a folder's files, with '+changes' where they differ from it.
+    """Returns the commit of a folder's files, with '+changes' if they differ from it.
 
-    None where git does not track them, as in an installed package.
+    None if git does not track them, as in an installed package.
     """
     git = ("git", "-C", str(folder))
     if not _output(*git, "ls-files", "."):
@@ -48,7 +48,7 @@ def commit(folder: Path) -> str | None:
 def clock(device: str) -> float | None:
     """Returns the current clock of an NVIDIA GPU or of the first core, in MHz; None if unknown."""
     if device != "cpu":
-        # nvidia-smi counts all GPUs, torch those that CUDA_VISIBLE_DEVICES leaves
+        # nvidia-smi counts all GPUs, torch only those in CUDA_VISIBLE_DEVICES
         query = ("--query-gpu=clocks.sm", "--format=csv,noheader,nounits")
         text = _output("nvidia-smi", *query, f"--id=GPU-{uuid_of(device)}")
     elif CLOCK.is_file():
@@ -62,7 +62,7 @@ def clock(device: str) -> float | None:
 
 
 def proc_entry(file: str, name: str) -> str:
-    """Returns the first entry of a name in a file of Linux's /proc; '' where there is none."""
+    """Returns the first entry of a name in a file of Linux's /proc; '' if there is none."""
     path = Path("/proc", file)
     lines = path.read_text().splitlines() if path.is_file() else []
     entries = (line.removeprefix(name) for line in lines if line.startswith(name))
@@ -70,7 +70,7 @@ def proc_entry(file: str, name: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """Returns what a command prints, '' where it is missing or fails."""
+    """Returns the output of a command; '' if the command is missing or fails."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,10 +1,11 @@
-"""Process isolation: runs a function on a cell in a fresh process; any end of it is a result.
+"""Process isolation: runs a function on a cell in a fresh process; there is always a result.
 
-Importing torch anew for each of twenty cells would take longer than the cells. So, on Linux, the
+Importing torch for each of twenty cells would take longer than the cells. So, on Linux, the
 processes are forked from a server (multiprocessing's forkserver) that has imported everything and
-run nothing: it has no threads, no device and no tensor of another cell. Elsewhere each is spawned.
+run nothing: it has no threads, no device and no tensor of another cell. On other systems they are
+spawned.
 
-torch can cap the memory of accelerators and not that of the CPU. So `memory_limit` bounds
+torch can limit the memory of accelerators, but not that of the CPU. So `memory_limit` bounds
 
     cuda, xpu, ...   what torch's caching allocator reserves; neither the driver's context nor host
                      memory
@@ -12,9 +13,9 @@ torch can cap the memory of accelerators and not that of the CPU. So `memory_lim
                      tensors, Python objects, libraries' buffers, stacks of threads, blocks the C
                      library keeps
 
-Either is more than the peak of the tensors: ResNet-18, whose step peaks at 145 MiB, fails with 200
-MiB and below and runs from 220 MiB on. RLIMIT_AS would count every mapped library, gigabytes with
-CUDA's; the resident set cannot be limited without rights that a test runner lacks.
+Both exceed the peak of the tensors: ResNet-18, whose step peaks at 145 MiB, fails with 200 MiB or
+less and runs with 220 MiB or more. RLIMIT_AS would count every mapped library, gigabytes with
+CUDA's; limiting the resident set needs rights that a test runner lacks.
 """
 
 import multiprocessing
@@ -43,27 +44,27 @@ from zoo.units import format_bytes
 Result = dict[str, Any]
 Work = TypeVar("Work")
 
-# macOS could fork too, but its own libraries do not survive it
+# macOS could fork, too, but its system libraries break in the child
 _FORKS = sys.platform == "linux"
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
-# what a cell would import late
+# modules that a cell would otherwise import itself
 _PRELOADED = ("__main__", "torch._dynamo", "sklearn.datasets", "nibabel")
 
-# how libraries below torch say that memory ran out; torch and Python have exceptions of their own
+# how libraries below torch report that memory ran out; torch and Python have their own exceptions
 WORDS = (
     *("can't allocate memory", "out of memory", "bad_alloc", "alloc_failed"),
     "could not create a memory object",
 )
-# a thread whose stack does not fit; without a limit it is the number of threads that was too much
+# with a limit also a thread whose stack does not fit; without one there were too many threads
 LIMITED_WORDS = (*WORDS, "resource temporarily unavailable")
 _CAP = "set_per_process_memory_fraction"
 
 
 def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> Result:
-    """Returns what a function of a module returns for a cell, or else "status" and "reason".
+    """Returns a module-level function's result for a cell, or else "status" and "reason".
 
-    The status is "does not fit" where memory ran out, and "failed" otherwise; "printed" is then the
-    end of what the process printed. `timeout` is in seconds.
+    The status is "does not fit" if memory ran out, and otherwise "failed", with the end of the
+    process's output under "printed". `timeout` is in seconds.
     """
     if _FORKS:
         _start_server(function.__module__)
@@ -73,7 +74,7 @@ def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> R
         output.touch()
         arguments = (function, cell, sender, output)
         process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
-        # the processes that Linux has ended so far because memory ran out
+        # how many processes Linux has killed so far because memory ran out
         kills = proc_entry("vmstat", "oom_kill ")
         process.start()
         sender.close()
@@ -95,7 +96,7 @@ def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> R
 
 
 def check_limit(size: int | str | None, device: str) -> None:
-    """Raises ConfigError where the memory of a process cannot be bounded."""
+    """Raises ConfigError if the memory of a process cannot be limited."""
     if size is None:
         return
     if device == "cpu" and sys.platform != "linux":
@@ -104,16 +105,16 @@ def check_limit(size: int | str | None, device: str) -> None:
         )
     if device != "cpu" and not hasattr(torch.get_device_module(device), _CAP):
         raise ConfigError(
-            f"memory_limit on {device} needs torch.{device}.{_CAP}, which torch does not have. "
+            f"memory_limit on {device} needs torch.{device}.{_CAP}, which this torch lacks. "
             "Leave it out"
         )
 
 
 @contextmanager
 def limited(size: int | None, device: str) -> Iterator[None]:
-    """Bounds the memory of this process to `size` bytes within a block, as the module describes.
+    """Limits the memory of this process to `size` bytes within a block, as the module describes.
 
-    Where that is too little, allocators raise what `ran_out` recognizes.
+    If that is too little, allocators raise errors that `ran_out` recognizes.
     """
     with ExitStack() as undo:
         if size is not None and device != "cpu":
@@ -122,7 +123,7 @@ def limited(size: int | None, device: str) -> Iterator[None]:
             undo.callback(cap, 1.0)
         elif size is not None:
             resource: Any = import_module("resource")  # Windows has none
-            # threads that torch starts later would count their stacks, 8 MiB each, for the cell
+            # starts torch's threads, whose stacks of 8 MiB would otherwise count as the cell's
             torch.ones(1 << 17).add_(1)
             # the private writable memory in KiB, as RLIMIT_DATA counts it
             before = 1024 * int(proc_entry("self/status", "VmData").split()[0])
@@ -133,7 +134,7 @@ def limited(size: int | None, device: str) -> Iterator[None]:
 
 
 def ran_out(error: BaseException, limit: int | None = None) -> bool:
-    """Returns whether an error, or one that led to it, means that memory ran out."""
+    """Says whether an error, or a cause of it, means that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     words = WORDS if limit is None else LIMITED_WORDS
@@ -143,7 +144,7 @@ def ran_out(error: BaseException, limit: int | None = None) -> bool:
 
 
 def _start_server(module: str) -> None:
-    """Starts the server that cells are forked from; Ctrl-C must not end it while it imports."""
+    """Starts the server from which cells are forked; Ctrl-C must not end it while it imports."""
     _CONTEXT.set_forkserver_preload([*_PRELOADED, module])
     if threading.current_thread() is threading.main_thread():
         earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -177,12 +178,12 @@ def _raised(error: Exception, limit: int | None) -> Result:
 
 
 def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, out: Path) -> None:
-    """Runs in the new process, whose output goes to a file, not between the lines of progress."""
-    # Ctrl-C reaches the whole group; the process that waits decides what it means
+    """Runs in the new process; its output goes to a file, not into the progress display."""
+    # Ctrl-C reaches the whole group; the waiting process handles it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     score = Path("/proc/self/oom_score_adj")
     if score.is_file():
-        # when memory runs out, the system ends this process and not the one that waits for it
+        # when memory runs out, Linux kills this process, not the waiting one
         score.write_text("1000")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     file = os.open(out, os.O_WRONLY)
@@ -193,13 +194,13 @@ def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, o
     except Exception as error:
         traceback.print_exc()
         result = _raised(error, getattr(cell, "memory_limit", None))
-    # the process that gets the result reads the file and ends this one
+    # the waiting process reads the file and ends this one
     sys.stdout.flush()
     sender.send(result)
 
 
 def _end_with_parent() -> None:
-    """Ends this process with the one that waits for it, however that one ends."""
+    """Ends this process when the waiting one ends, however it ends."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

@@ -1,8 +1,7 @@
 """Results on disk (JSON Lines): one line for each cell that ran, appended when it ends.
 
-A crash, an interruption or a full disk costs at most the line being written. The last line of a key
-counts. A hand, a merge or another version may have changed a line of the file, so a line that is
-no record is passed over and costs only itself.
+A crash, an interruption or a full disk loses at most the line being written. The last line of a key
+counts. An edit, a merge or another version may have changed a line, so invalid lines are skipped.
 """
 
 import json
@@ -23,7 +22,7 @@ Record = dict[str, Any]
 Comparison = dict[str, Any]
 """A model's config under "model" and the records of its cells under their kinds."""
 
-# what may differ between the cells of one experiment
+# keys that may differ between the cells of one experiment
 BY_KIND = {"kind", "steps", "repeats", "frontier", "plan"}
 BY_KIND |= {"optimizer_in_backward", "plan_in_backward"}
 MODEL_BY_KIND = {"checkpoint", "repeats", "largest_ratio", "accelerator_batch_size"}
@@ -31,7 +30,7 @@ NOTHING: Record = {"status": "failed", "reason": "there is no result"}
 
 
 def _mapping(optional: Mapping[str, Any] | None = None, **required: Any) -> type[BaseModel]:
-    """Returns the type of mappings with these keys; any others are ignored."""
+    """Returns the type of mappings with these keys; other keys are ignored."""
     fields: dict[str, Any] = {key: (hint, ...) for key, hint in required.items()}
     fields |= {key: (hint, None) for key, hint in (optional or {}).items()}
     return create_model("Mapping", **fields)
@@ -62,11 +61,11 @@ HOLDER = _mapping(
     bytes=Bytes, category=str, shape=list[Bytes], dtype=str, place=str, phase=str, line=str
 )
 TIMELINE = _mapping(
-    # what allocated last at each point: numbers of [step, module, line]
+    # the latest allocation at each point: indices into a list of [step, module, line]
     {"places": _mapping(names=list[tuple[str, str, str]], at=list[Bytes])},
     length=Count,
     points=list[Bytes],
-    # the difference between an allocator and the tensors may be negative
+    # the allocator's bytes less the tensors' may be negative
     bytes=dict[str, list[Difference]],
     phases=list[tuple[Bytes, str]],
     peak=_mapping(point=Bytes, bytes=Bytes, phase=str, categories=dict[str, Difference]),
@@ -81,8 +80,8 @@ OPTIONAL = {
     "environment": dict[str, Any] | None,
     "parameters": Bytes,
     "plan": Annotated[str, AfterValidator(Plan.parse)] | None,
-    # results of versions that did not count tensors lack the latter two; a device whose allocator
-    # keeps no history has no activation peak
+    # older results lack the tensors' two peaks; a device whose allocator keeps no history has no
+    # activation peak
     "memory": _mapping(
         {"activation_peak": Bytes | None, "tensor_peak": Bytes, "tensor_activation_peak": Bytes},
         peak=Bytes,
@@ -109,24 +108,24 @@ RECORD = _mapping(
 
 
 class Results:
-    """The results in one file; a `ConfigError` says what cannot be done with it, and why."""
+    """The results in one file; raises `ConfigError` if it cannot be read or written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def prepare(self, *, fresh: bool = False) -> None:
-        """Makes the file, if there is none; with `fresh` removes every record."""
+        """Creates the file if there is none; `fresh` removes every record."""
         elsewhere = "; --output names another folder"
         with file_errors_as(ConfigError, self.path, "written to", elsewhere):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.open("wb" if fresh else "ab").close()
 
     def read(self, passed_over: Callable[[str], object] = str) -> dict[str, Record]:
-        """Returns the last record of each key; `passed_over` is told of lines that are none."""
+        """Returns the last record of each key; `passed_over` gets a message per invalid line."""
         if not self.path.is_file():
             return {}
         with file_errors_as(ConfigError, self.path, "read"):
-            # bytes: a line that broke off inside of a letter is no text
+            # bytes: a line that broke off within a character is not UTF-8
             lines = self.path.read_bytes().split(b"\n")
         records = {}
         for number, line in enumerate(lines, start=1):
@@ -139,13 +138,13 @@ class Results:
         return records
 
     def append(self, record: Record) -> None:
-        """Adds a record, on a line of its own even where the last one broke off."""
-        kept = "; the cells before are kept: make room, and the same command goes on from there"
+        """Adds a record on a line of its own, even if the last line broke off."""
+        kept = "; earlier cells are kept: make room, and the same command resumes from there"
         named = file_errors_as(ConfigError, self.path, "written to", kept)
         with named, self.path.open("a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                # a kill leaves a line that is not whole
+                # a killed process may have left an incomplete line
                 file.write(b"" if file.read(1) == b"\n" else b"\n")
             file.write(json.dumps(record).encode() + b"\n")
             file.flush()
@@ -156,8 +155,8 @@ def parse(line: bytes | str) -> Record:
     """Returns the record in a line of results.
 
     Raises:
-        ValueError: with the key that is missing or wrong. A `status` of "nonsense" would pass for
-            done, and one missing key would end the report of all other lines.
+        ValueError: with the key that is missing or wrong. Otherwise a `status` of "nonsense" would
+            count as done, and one missing key would end the report of all other lines.
     """
     try:
         _check(RECORD.model_validate_json(line, strict=True))
@@ -170,7 +169,7 @@ def parse(line: bytes | str) -> Record:
     record: Record = json.loads(line)
     if "timeline" in record:
         timeline = record["timeline"]
-        # names of before
+        # names of older versions
         for sizes in (timeline["bytes"], timeline["peak"]["categories"]):
             sizes |= {new: sizes.pop(old) for old, new in RENAMED.items() if old in sizes}
         for holder in timeline["holders"]:
@@ -179,8 +178,8 @@ def parse(line: bytes | str) -> Record:
 
 
 def _check(record: Any) -> None:
-    """Raises ValueError where something is missing, or lists do not belong together."""
-    # without what a cell that is done has measured a report would find no fault
+    """Raises ValueError if something is missing, or lists do not match."""
+    # a report without these would find no fault in a cell that is done
     measured = ("step_seconds",) if record.kind == "timing" else ("memory", "digests")
     needed = measured if record.status == "done" else ("reason",)
     missing = [key for key in needed if not getattr(record, key)]
@@ -190,7 +189,7 @@ def _check(record: Any) -> None:
     if missing:
         raise ValueError(f"{missing[0]} is missing")
     lists: dict[str, list[Any]] = {}
-    # lists of numbers of what another list holds
+    # lists of indices into other lists
     numbers: dict[str, tuple[Any, Any]] = {}
     if record.step_seconds:
         lists["step_seconds"] = [found for found in vars(record.step_seconds).values() if found]
@@ -207,15 +206,15 @@ def _check(record: Any) -> None:
             raise ValueError(f"{name} holds lists of unequal lengths")
     for name, (found, numbered) in numbers.items():
         if any(number >= len(numbered) for part in found for number in part):
-            raise ValueError(f"{name} holds the number of nothing")
+            raise ValueError(f"{name} holds an index out of range")
 
 
 def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Comparison]:
-    """Puts the records of cells together by model, without the config that asked for them.
+    """Groups the records of cells by model, without the config that they came from.
 
-    The checkpointed cells are the comparisons; to each belong the baseline of the same experiment,
-    the timing of its plan, of several the last, and where there is one, that with the optimizer in
-    the backward. A `partial` one may be of an experiment whose checkpointed cell was not measured.
+    Each checkpointed cell is a comparison, with the baseline of the same experiment, the last
+    timing of its plan, and the cell with the optimizer in the backward, if there is one. If
+    `partial`, an experiment without a checkpointed cell is a comparison, too.
     """
     found: dict[tuple[str, str, str | None], Record] = {}
     for record in records:
@@ -246,7 +245,7 @@ def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Com
 
 
 def _experiment(cell: Mapping[str, Any]) -> str:
-    """Names what the cells of a comparison have in common."""
+    """Identifies the experiment of a cell, which the cells of a comparison share."""
     model = {key: value for key, value in cell["model"].items() if key not in MODEL_BY_KIND}
     shared = {key: value for key, value in cell.items() if key not in BY_KIND}
     return json.dumps(shared | {"model": model}, sort_keys=True)

@@ -1,13 +1,13 @@
 """The comparison: runs the cells of a config, each in a fresh process, and stores every result.
 
-A cell that fails, runs out of memory or is killed has that as its result and costs no other one.
-No cell is measured twice: after an interruption the same command goes on where it stopped. Only a
-failure is tried again; that a cell does not fit in memory is a result.
+A cell that fails, runs out of memory or is killed has that as its result and affects no other one.
+No cell is measured twice: after an interruption the same command resumes. Only failures are tried
+again; that a cell does not fit in memory is a result.
 
     [5/28] resnet1001 baseline: step peak 622 MiB (9 s)
     resnet1001 checkpointed ━━━━━╺━━━━━━━━━━━━━━━━━━  5/28 0:00:48 left: resnet1001, vnet, lstm +2
 
-Each cell that ended has a line; a terminal shows a bar below them.
+Each finished cell has a line; a terminal shows a progress bar below.
 """
 
 import time
@@ -45,13 +45,13 @@ def run(config: Config, console: Console) -> list[Comparison]:
     """Runs every cell of a config that has no result yet and returns the results by model.
 
     Raises:
-        ConfigError: before anything is measured, that a device, a package or the folder for results
-            is missing, or that a model cannot be built or run as the config says.
-        KeyboardInterrupt: passed on; the cells that finished are on disk.
+        ConfigError: before anything is measured, if a device, a package or the folder for results
+            is missing, or a model cannot be built or run as the config says.
+        KeyboardInterrupt: by Ctrl-C; the finished cells are on disk.
     """
     if config.device != "cpu" and not is_available(config.device):
         raise ConfigError(
-            f"device {config.device}: torch finds none here; --device cpu runs anywhere"
+            f"device {config.device}: torch finds none on this machine; --device cpu runs anywhere"
         )
     check_limit(config.memory_limit, config.device)
     results = results_of(config)
@@ -86,7 +86,7 @@ def run(config: Config, console: Console) -> list[Comparison]:
 
     comparisons = []
     with bar:
-        # a timing follows with the plans that were measured
+        # the timing follows, with the plans that were measured
         new = [
             e for e in cells if not {e["baseline"].key(), e["checkpointed"].key()} <= known.keys()
         ]
@@ -101,20 +101,19 @@ def run(config: Config, console: Console) -> list[Comparison]:
 
 
 def _measured_plans(found: Comparison) -> dict[str, Any]:
-    """Returns the plans that were measured, which are those to time."""
     names = {"plan": "checkpointed", "plan_in_backward": "optimizer_in_backward"}
     return {name: found.get(kind, {}).get("plan") for name, kind in names.items()}
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
-    """Raises ConfigError for a cell that cannot run, which a process of its own finds out."""
-    # what goes wrong with the process itself is left to the cells
+    """Raises ConfigError for a cell that cannot run; a process of its own checks that."""
+    # failures of that process itself are left to the cells
     if cells and (fault := outcome(first_fault, tuple(cells), CHECK_TIMEOUT).get("fault")):
         raise ConfigError(fault)
 
 
 def run_cell(cell: Cell, timeout: float) -> Record:
-    """Runs a cell in a fresh process and returns its record, whatever happens to the process."""
+    """Runs a cell in a fresh process and returns its record, however the process ends."""
     start = time.monotonic()
     result = outcome(work, cell, timeout)
     took = round(time.monotonic() - start, 2)
@@ -132,7 +131,7 @@ def run_cell(cell: Cell, timeout: float) -> Record:
 
 
 def names_left(models: Sequence[str], most: int = 3) -> str:
-    """Names the models whose cells are left, the first few: 'left: vnet, gpt2_small, lstm +2'."""
+    """Names the first few models whose cells are left: 'left: vnet, gpt2_small, lstm +2'."""
     names = list(dict.fromkeys(models))
     more = f" +{len(names) - most}" if len(names) > most else ""
     return f"left: {', '.join(names[:most])}{more}" if names else ""

@@ -1,11 +1,11 @@
-"""The training step of a cell, and SHA-256 digests of all that it leaves behind.
+"""The training step of a cell, and SHA-256 digests of the state after it.
 
 Gradients are None between steps (`set_to_none=True`, the default), so that a step's peak is that of
-a training loop that leaves nothing lying around. The optimizers are torch's fused ones: the others
+a training loop that keeps nothing it does not need. The optimizers are torch's fused ones: others
 allocate copies of a parameter, which in a language model would hide the activations' peak.
 
 Comparing tensors would need both models in one process, whose allocations would then no longer be
-those of a training run. A digest per kind and step also tells where two trainings part:
+those of a training run. A digest per kind and step also shows where two trainings diverge:
 
     step      1     2     3
     loss      4f1c  9b02  c7d1        differs at step 2 in gradients first: the backward is wrong
@@ -33,7 +33,7 @@ from zoo.planner.plan import Plan
 from zoo.policy.options import runner_for
 from zoo.verification.state_comparison import bits
 
-# see profiling.source_location: no line of a result is that of the process around it
+# see profiling.source_location: lines of this file are not the model's
 IS_TRAINING_LOOP = True
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Training:
     """Trains the model of a cell. The same seed gives the same weights and the same steps.
 
-    A model of stream data keeps its state from step to step.
+    With stream data the model's state is carried from step to step.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -63,7 +63,7 @@ class Training:
         self._handle: OptimizerInBackward | None = None
 
     def switch(self, variant: Kind) -> None:
-        """Goes on as a variant: with the plan or without, with the optimizer in the backward."""
+        """Switches to a variant: with or without the plan, with the optimizer in the backward."""
         if self._handle is not None:
             self._handle.remove()
         self.model.runner = self._runners.get(variant)
@@ -80,16 +80,16 @@ class Training:
         return loss.detach()
 
     def arguments(self, batch: Batch) -> tuple[Any, ...]:
-        """Returns what the model is called with: a batch and the state that the last one left."""
+        """Returns the model's arguments: a batch, and the state after the previous one."""
         return batch.arguments(self._data, self._state)
 
     def outer_loss(self, batch: Batch) -> Callable[[Tensor], Tensor] | None:
-        """Returns the loss of the model's logits; None where the model returns its loss."""
+        """Returns the loss function for the model's outputs; None if the model returns its loss."""
         is_text = self._data in ("text", "stream")
         return None if is_text else partial(F.cross_entropy, target=batch.targets)
 
     def _loss(self, batch: Batch) -> Tensor:
-        # logits that it holds would not outlive the forward
+        # local to this method, so that logits do not outlive the forward
         returned = self.model(*self.arguments(batch))
         if self._data == "stream":
             returned, state = returned
@@ -101,12 +101,12 @@ class Training:
 def step_digests(model: nn.Module, loss: Tensor) -> dict[str, str]:
     """Returns the digest of each kind after a step: loss, gradients, buffers, parameters, rng.
 
-    Without gradients where the optimizer has freed them.
+    Without gradients if the optimizer has freed them.
     """
     parameters = list(model.named_parameters())
     gradients = [(name, parameter.grad) for name, parameter in parameters]
     are_freed = any(isinstance(gradient, FreedGradient) for _, gradient in gradients)
-    # torch's streams; those of Python and NumPy, which no cell seeds, are no tensors
+    # torch's generators only: no cell seeds Python's and NumPy's
     streams = [pair for pair in read_streams().items() if isinstance(pair[1], Tensor)]
     return {
         "loss": digest([("loss", loss)]),
@@ -118,7 +118,7 @@ def step_digests(model: nn.Module, loss: Tensor) -> dict[str, str]:
 
 
 def digest(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
-    """Returns the SHA-256 of names, types, shapes and raw bytes, so that -0.0 differs from 0.0."""
+    """Returns the SHA-256 of names, dtypes, shapes and raw bytes, so that -0.0 differs from 0.0."""
     total = hashlib.sha256()
     for name, tensor in tensors:
         if tensor is None:

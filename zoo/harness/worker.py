@@ -1,7 +1,7 @@
-"""What runs in a process of its own: the measurement of a cell, and a check of cells before.
+"""The code that runs in a process of its own: the measurement of a cell, and a check before it.
 
-One cell's allocator, caches and crash stay away from the next. An exception in Python is a result;
-`processes`, which started the process, notices whatever ends it.
+So one cell's allocator, caches and crash do not affect the next. A Python exception is a result;
+`processes`, which starts the process, handles every other end.
 """
 
 import gc
@@ -37,10 +37,10 @@ PLANS = 64
 
 
 def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
-    """Returns what a report draws of a model that has trained; `timeline` is that of a step.
+    """Returns a report's data of a trained model; `timeline` is that of one of its steps.
 
-    Of a baseline also the chain and, if asked for, its frontier. What fails costs the cell nothing:
-    it stands under "missing" with the reason.
+    For a baseline this includes the chain and, if wanted, its frontier. A part that fails does not
+    fail the cell; the reason is under "missing".
     """
     readers: dict[str, Callable[[], Result]] = {
         "timeline": lambda: {"timeline": timeline.summary()},
@@ -56,9 +56,9 @@ def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) ->
 
 
 def work(cell: Cell, also: Also = details) -> Result:
-    """Measures a cell in this process; returns its numbers and what `also` reads afterwards."""
+    """Measures a cell in this process; returns its numbers and the result of `also`."""
     if cell.device != "cpu" and cell.kind != "timing":
-        # two processes give the same bits only with algorithms that add in a fixed order
+        # two processes give the same bits only with deterministic algorithms
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -70,13 +70,13 @@ def work(cell: Cell, also: Also = details) -> Result:
 
 
 def locate(cell: Cell) -> Result:
-    """Returns under "environment" where a cell is measured, also one that returns nothing else."""
+    """Returns the environment of a cell, under "environment"."""
     _set_device(cell)
     return {"environment": environment(cell.device)}
 
 
 def _set_device(cell: Cell) -> None:
-    """Sets threads and device: of several devices each of a launcher's processes its own."""
+    """Sets threads and device; each process of a launcher gets its own device."""
     torch.set_num_threads(cell.threads)
     if cell.device != "cpu":
         rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -84,10 +84,10 @@ def _set_device(cell: Cell) -> None:
 
 
 def _measure(cell: Cell, also: Also) -> Result:
-    """Takes digests after each step and traces the last, when the optimizer has its state.
+    """Computes digests after each step and traces the last, when the optimizer has its state.
 
-    One more step is tracked tensor by tensor. Its bytes are the same wherever it runs; those of the
-    allocator include kernel workspaces, which go by the processor and the number of threads.
+    One more step is tracked tensor by tensor. Its bytes are the same on every machine; those of the
+    allocator include kernel workspaces, which depend on the processor and the number of threads.
     """
     training = Training(cell)
     training.switch(cell.kind)
@@ -109,7 +109,7 @@ def _measure(cell: Cell, also: Also) -> Result:
         "memory": asdict(memory) | tensors,
     }
     if cell.kind == "optimizer_in_backward":
-        # the allocator's events do not say which of its blocks were gradients
+        # the allocator's events do not show which blocks were gradients
         del result["memory"]["activation_peak"]
     return result | also(training, cell, last, timeline)
 
@@ -124,7 +124,7 @@ def _chain(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> 
             batch.arguments(cell.model.data),
             optimizer=lambda parameters: type(optimizer)(parameters, **optimizer.defaults),
             loss=training.outer_loss(batch),
-            # the rates of any device where no time is wanted: nothing is run
+            # without a frontier no times are needed: any device's rates will do, and nothing runs
             device=None if cell.frontier else "cpu",
         )
         steps = slice(planner.steps)
@@ -149,7 +149,7 @@ def _chain(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> 
 
 
 def _time(cell: Cell) -> Result:
-    """Times steps of one model in training, in turn as each variant."""
+    """Times training steps of one model, with the variants in turn."""
     training = Training(cell)
     variants: list[Kind] = ["baseline", "checkpointed"]
     if cell.optimizer_in_backward:
@@ -163,8 +163,8 @@ def _time(cell: Cell) -> Result:
     gc.disable()
     try:
         for number, batch in enumerate(data):
-            # A B C, C B A, A B C, ...: what disturbs the machine for a while disturbs all, and none
-            # is always the one that finds the caches warmed by another
+            # A B C, C B A, A B C, ...: a disturbance of the machine affects all variants, and none
+            # always finds the caches warmed by another
             for variant in variants[:: -1 if number % 2 else 1]:
                 training.switch(variant)
                 seconds[variant].append(_seconds(training, batch))
@@ -183,10 +183,10 @@ def _seconds(training: Training, batch: Batch) -> float:
 
 
 def first_fault(cells: Sequence[Cell]) -> Result:
-    """Returns under "fault" why the first cell that cannot run cannot: its data, size, plan, ...
+    """Returns under "fault" the reason that a cell cannot run, if any: its data, size, plan, ...
 
-    Of a config's ten models the last would otherwise fail after an hour because its text is too
-    long. Models and batches are meta tensors, which take no memory.
+    Otherwise the last of ten models might fail after an hour because its text is too long. Models
+    and batches are meta tensors, which take no memory.
     """
     for cell in cells:
         try:
@@ -199,18 +199,18 @@ def first_fault(cells: Sequence[Cell]) -> Result:
 
 
 def _build(cell: Cell) -> None:
-    """Builds a model, has it check inputs of the shape of a batch, and checks its plan."""
+    """Builds a model, lets it check inputs of a batch's shape, and checks its plan."""
     with torch.device("meta"):
         chain = create(cell.model.name, **cell.model.arguments)
-    # of images and volumes only one sample is made
+    # only one sample is made of images and volumes
     is_text = cell.model.data in ("text", "stream")
     made = cell.model if is_text else replace(cell.model, batch_size=1)
     (batch,) = batches(made, 1, seed=0, device="meta")
     if not is_text:
         tensors = (batch.inputs, batch.targets)
         batch = Batch(*(tensor.repeat_interleave(cell.model.batch_size, 0) for tensor in tensors))
-    # a chain refuses inputs before its first step: its forward, seconds for a thousand layers even
-    # on meta tensors, would find no more
+    # a chain checks inputs before its first step; its whole forward, which takes seconds for a
+    # thousand layers even on meta tensors, would find nothing more
     outline, _ = capture_first_state(chain, Invocation(batch.arguments(cell.model.data)))
     if isinstance(cell.checkpoint, Plan):
         cell.checkpoint.check(len(outline.steps))

@@ -1,1 +1,1 @@
-"""From costs to plans: numbers in, plans out, no torch."""
+"""Computes plans from the costs of steps: numbers in, plans out, no torch."""

@@ -1,13 +1,12 @@
-"""The cost model of planners: what each step of a chain costs, and what a plan of them costs.
+"""The cost model of planners: the costs of each step of a chain, and of a plan of these steps.
 
-`simulate` is the definition by which every planner is judged. Its clock moves step by step as the
-engine does: the forward of all steps, then the backward from the last item to the first, where a
-segment is recomputed before the backwards of its steps. The bytes of a tick are: what is held for
-later, the state in hand, what the step itself allocates, and in the backward the gradient of the
-state.
+`simulate` judges every planner. Its clock goes through the steps in the engine's order: the forward
+of all steps, then the backward from the last item of the plan to the first, where a segment is
+recomputed before the backwards of its steps. The bytes of a tick are: storages held for later, the
+current state, the step's own allocations, and in the backward the gradient of the state.
 
-Bytes are counted by distinct storage. States share storage (a skip connection is handed on by many
-steps, DenseNet's features by all that follow), so a sum over shapes would count it many times.
+Bytes are counted by distinct storage. States share storage (many steps pass on a skip connection,
+all later ones DenseNet's features), so a sum over shapes would count it many times.
 """
 
 import functools
@@ -29,8 +28,8 @@ class StepCosts:
 
     Storages of parameters, buffers and the chain's inputs are left out: no plan can change them.
     Sets hold indices into `sizes`. A tuple has an entry for each step; or for each of the n + 1
-    states, before step 0, ..., after the last. One that is empty stands for zeros or empty sets.
-    *Until saved* is where the last step of a recomputation stops: its last tensor is saved.
+    states, before step 0, ..., after the last. An empty one stands for zeros or empty sets.
+    *Until saved*: the last step of a recomputation stops when its last tensor is saved.
     """
 
     sizes: tuple[int, ...]  # bytes of each storage
@@ -38,39 +37,39 @@ class StepCosts:
     saved: tuple[frozenset[int], ...]  # storages that autograd saves for the step's backward
     forward: tuple[int, ...]  # the largest number of new bytes during the step's forward
     forward_until_saved: tuple[int, ...]
-    # the same of its backward, gradients of parameters included but for those that several steps
-    # sum up in one buffer
+    # the same during its backward, including gradients of parameters, except for those that
+    # several steps add to in one buffer
     backward: tuple[int, ...]
     gradients: tuple[int, ...]  # bytes of the gradient of each state
-    flops: tuple[int, ...]  # floating point operations of the step's forward
+    flops: tuple[int, ...]  # floating-point operations of the step's forward
     flops_until_saved: tuple[int, ...]
-    # of the step's forward, or any numbers in proportion: planners compare them with each other
+    # of the step's forward, in any unit: planners only compare them
     seconds: tuple[float, ...]
     seconds_until_saved: tuple[float, ...]
     seconds_backward: tuple[float, ...]  # the same under every plan
     blocks: tuple[int, ...]  # the number of the step's block
-    # of each state, bytes of gradients of parameters that exist when the backward comes to it
+    # of each state, bytes of the parameters' gradients that exist when the backward reaches it
     parameter_gradients: tuple[int, ...] = ()
     # storages of the chain's outputs if the caller holds them until the backward is over; a
-    # recomputation of one makes another
+    # recomputation allocates new ones
     returned: frozenset[int] = frozenset()
-    # bytes of gradients of parameters that the step's forward makes beside the bytes above
+    # bytes of parameters' gradients that the step's forward makes, not counted above
     gradients_made: tuple[int, ...] = ()
     draws: tuple[int, ...] = ()  # how many of the step's kernels draw random numbers
     # casts of weights that autocast caches: held until the forward of the chain ends
     casts: tuple[frozenset[int], ...] = ()
-    # storages of the step's inputs of which a segment around it keeps a copy until its backward is
-    # over, unless it makes them
+    # storages of the step's inputs that a segment around it copies and keeps until its backward is
+    # over, unless the segment makes them
     copied: tuple[frozenset[int], ...] = ()
-    # what the forward holds beside the state and a recomputation of kernels does not: names in the
-    # user's forward, and outputs that were made early
+    # storages that the forward holds in addition to the state and a recomputation of kernels does
+    # not: those of variables in the user's forward, and outputs that were made early
     held: tuple[frozenset[int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.saved)
 
     def with_parameter_gradients(self) -> "StepCosts":
-        """Returns costs whose peaks hold the gradients of parameters, from when they exist."""
+        """Returns costs whose peaks include the gradients of parameters, from when they exist."""
         if not self.parameter_gradients:
             return self
         made = self.gradients_made or (0,) * len(self)
@@ -85,13 +84,13 @@ class StepCosts:
 
     @functools.cached_property
     def present(self) -> tuple[frozenset[int], ...]:
-        """For each step the storages that are there in the forward under every plan."""
+        """For each step the storages that exist in the forward under every plan."""
         live = self.live[:-1]
         return tuple(map(frozenset.union, live, self.held)) if self.held else live
 
     @functools.cached_property
     def newly_held(self) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
-        """For each step, and the end: what of `held` is held since then, and what is released."""
+        """For each step, and the end: the storages of `held` that are new, and those released."""
         around = itertools.pairwise((frozenset[int](), *self.held, frozenset[int]()))
         return tuple((now - before, before - now) for before, now in around) if self.held else ()
 
@@ -100,7 +99,7 @@ class StepCosts:
         return {storage: state for state, live in enumerate(self.live) for storage in live}
 
     def newly_saved(self) -> tuple[int, ...]:
-        """Returns for each step the bytes that it saves and no step before it did."""
+        """Returns for each step the bytes that it saves and no earlier step saves."""
         known: set[int] = set()
         sizes = []
         for storages in self.saved:
@@ -114,21 +113,21 @@ class StepCosts:
 
 
 class Moment(NamedTuple):
-    """What the bytes of one tick are, each counted once."""
+    """The bytes of one tick by category, each counted once."""
 
     phase: str  # FORWARD, RECOMPUTE or BACKWARD
     step: int
     kept: int  # held since the forward, also by the caller of the chain
     recomputed: int  # held by recomputations, and not since the forward
-    state: int  # the state in hand, where nobody holds it
-    work: int  # the most that the step allocates: outputs, saved tensors and temporaries
+    state: int  # the current state, if nothing else holds it
+    work: int  # the step's peak: outputs, saved tensors and temporaries
     gradient: int  # of state `gradient_of`, with those of parameters if the costs have them
     gradient_of: int | None  # None in the forward
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan costs: peak bytes of activations, and the work that it recomputes."""
+    """The costs of a plan: peak bytes of activations, and the work that it recomputes."""
 
     peak: int
     recomputed_flops: int
@@ -138,7 +137,7 @@ class Simulation:
 
 
 def simulate(plan: Plan, costs: StepCosts) -> Simulation:
-    """Returns what a plan costs, without running it.
+    """Computes the costs of a plan, without running it.
 
     Raises:
         PlanError: the plan is for another number of steps.
@@ -169,11 +168,11 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
 
 
 def least_possible(costs: StepCosts) -> int:
-    """Returns bytes that every plan reaches: each step runs once and goes backward once.
+    """Returns a lower bound in bytes: every plan runs each step's forward and backward once.
 
-    In its forward there are its inputs and what it allocates; in its backward its saved tensors,
-    the chain's outputs, the gradient that it begins with, and what it allocates. Whatever else a
-    plan holds comes on top, also in any other order of the steps that keeps states on the device.
+    The forward of a step needs its inputs and its allocations; the backward its saved tensors, the
+    chain's outputs, the incoming gradient, and its allocations. Whatever else a plan holds adds to
+    that, also in any other order of the steps without offloading.
     """
     peaks = [0]
     for step, (present, saved) in enumerate(zip(costs.present, costs.saved, strict=True)):
@@ -183,7 +182,7 @@ def least_possible(costs: StepCosts) -> int:
 
 
 def _given_casts(plan: Plan, costs: StepCosts) -> list[frozenset[int]]:
-    """Returns for each item the casts that an earlier one made: a segment holds them as it is."""
+    """Returns for each item the casts that an earlier one made, which a segment holds."""
     known: frozenset[int] = frozenset()
     given = []
     for item in plan if costs.casts else ():
@@ -209,7 +208,7 @@ class _Clock:
         self.seconds: list[float] = []
 
     def run(self, items: Sequence[Item], end: int | None = None) -> None:
-        """Runs the forward of items; in a recomputation the gradient of state `end` is in hand."""
+        """Runs the forward of items; in a recomputation the gradient of state `end` exists."""
         costs, live, forward = self.costs, self.costs.live, self.costs.forward
         phase = FORWARD if end is None else RECOMPUTE
         for item in items:
@@ -241,7 +240,7 @@ class _Clock:
         last, end = item[-1], steps[-1] + 1
         self.run(item[:-1], end)
         if isinstance(last, tuple):
-            # it is handed over without being run: its own backward recomputes it
+            # it is not run here: its own backward recomputes it
             self.hold(costs.live[next(indices(last))])
         else:
             work = costs.forward_until_saved[last] - self.held_casts(last)
@@ -255,12 +254,12 @@ class _Clock:
         self.release(costs.live[steps[0]])
 
     def held_casts(self, step: int) -> int:
-        """Returns the bytes of the casts of a step that are held already, and not made again."""
+        """Returns the bytes of a step's casts that are already held, so not made again."""
         casts = self.costs.casts[step] if self.costs.casts else ()
         return self.costs.bytes_of(casts) - self.extra(casts) if casts else 0
 
     def tick(self, phase: str, step: int, state: int, work: int, end: int | None) -> None:
-        """Records the bytes of a moment; `end` is the state whose gradient is in hand."""
+        """Records the bytes of a moment; `end` is the state whose gradient exists."""
         gradient = 0 if end is None else self.costs.gradients[end]
         total = self.held + state + work + gradient
         if total > self.peak:
@@ -285,7 +284,7 @@ class _Clock:
     def give_away(self, item: Item) -> None:
         """Leaves outputs of the chain to the caller alone: recomputing a segment makes new ones.
 
-        Their bytes stay. Nobody else holds them: all that came after the segment is done.
+        Their bytes stay. Nothing else holds them: the backward of all later items is done.
         """
         if isinstance(item, tuple):
             self.given_away = self.made_by(item) & self.costs.returned
@@ -309,20 +308,20 @@ class _Clock:
         self.given_away -= saved - given
 
     def copies(self, item: Item) -> int:
-        """Returns the bytes of the copies that a segment keeps of what it was given."""
+        """Returns the bytes of a segment's copies of its inputs."""
         if not self.costs.copied or isinstance(item, int):
             return 0
         copied = frozenset().union(*(self.costs.copied[step] for step in indices(item)))
         return self.costs.bytes_of(copied - self.made_by(item))
 
     def made_by(self, item: tuple[Item, ...]) -> frozenset[int]:
-        """Returns the storages inside and behind a segment that it was not given."""
+        """Returns the storages within and after a segment that are not its inputs."""
         live, saved = self.costs.live, self.costs.saved
         inside = (live[step + 1] | saved[step] for step in indices(item))
         return frozenset().union(*inside) - live[next(indices(item))]
 
     def hold_names(self, step: int) -> None:
-        """Goes on to what the forward holds during a step beside its state; n is the end."""
+        """Moves to the storages that the forward holds in addition during a step; n is the end."""
         if self.costs.held:
             held, left = self.costs.newly_held[step]
             self.hold(held)

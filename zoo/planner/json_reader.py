@@ -1,13 +1,13 @@
 """Reads untrusted JSON into typed dataclasses; every fault is a ValueError that names the field.
 
-`json` knows no types, recurses until Python's stack ends, which lies at another depth for each
-caller, and reads numbers of any length. Here a text is measured before it is parsed, and its values
-are checked by the annotations of a dataclass:
+`json` knows no types, recurses until Python's stack ends, at a depth that depends on the caller,
+and reads numbers of any length. Here the depth of a text is measured before it is parsed, and its
+values are checked against the annotations of a dataclass:
 
     {"peak": 5, "shape": [2, 3]}    class Size: peak: int; shape: tuple[int, ...]
     Size(peak=5, shape=(2, 3))      "peak": null is "peak takes a whole number; got None"
 
-It reads what our own `to_json` methods write: numbers, texts, lists, None and dataclasses of these.
+It reads what zoo's `to_json` methods write: numbers, strings, lists, None and dataclasses of these.
 """
 
 import functools
@@ -26,29 +26,29 @@ from zoo.errors import FileError, ZooError, nearest, shortened, shortened_text
 Value = TypeVar("Value")
 Reader = Callable[[Any], Any]
 
-# levels of brackets: those of the deepest plan (`planner.plan.DEEPEST`), and of a file around it
+# the most nested brackets: those of the deepest plan (`planner.plan.DEEPEST`) and of its file
 DEEPEST = 512
-# digits of a whole number: bytes and operations have less
+# the most digits of a whole number: bytes and operations have fewer
 LONGEST = 30
-# all but the brackets outside of strings; a string that is not closed ends with the file
+# all but the brackets outside of strings; an unclosed string ends with the file
 _BESIDE_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[^][{}"]+', re.DOTALL)
 
 
 def read_json(text: str, what: str, error: type[ZooError], make: Callable[[Any], Value]) -> Value:
-    """Parses a text and returns what `make` makes of it; `what` names that in `error`.
+    """Parses a text and returns `make` of its value; `what` names the result in `error`.
 
     Raises:
-        error: it is no JSON, nests deeper than `DEEPEST` or than the stack has room for, holds a
-            number that is none or longer than `LONGEST` digits, or `make` raised a ValueError.
+        error: the text is no JSON, nests deeper than `DEEPEST` or than the stack allows, holds NaN,
+            an infinity or more than `LONGEST` digits, or `make` raised a ValueError.
     """
     try:
         if not isinstance(text, str):
-            raise ValueError(f"it is no text but a value of type {type(text).__name__}")
+            raise ValueError(f"it is not text but a value of type {type(text).__name__}")
         brackets = _BESIDE_BRACKETS.sub("", text)
         levels = itertools.accumulate(1 if bracket in "[{" else -1 for bracket in brackets)
         depth = max(levels, default=0)
         if depth > DEEPEST:
-            raise ValueError(f"its brackets nest {depth} deep; {DEEPEST} are read")
+            raise ValueError(f"its brackets nest {depth} deep; at most {DEEPEST} are read")
         return make(json.loads(text, parse_int=_integer, parse_constant=_no_number))
     except RecursionError as wrong:
         raise error(f"this {what} in JSON nests too deep for what is left of the stack") from wrong
@@ -57,9 +57,9 @@ def read_json(text: str, what: str, error: type[ZooError], make: Callable[[Any],
 
 
 def read(cls: type[Value], values: Any) -> Value:
-    """Makes a dataclass of a mapping, each field by its annotation.
+    """Makes a dataclass from a mapping, each field by its annotation.
 
-    A class in an annotation that has a method `from_value` is made by that.
+    A class with a method `from_value` in an annotation is made by that method.
 
     Raises:
         ValueError: a field is missing, unknown, or of another type.
@@ -68,7 +68,7 @@ def read(cls: type[Value], values: Any) -> Value:
 
 
 def read_row(cls: type[Value], columns: Sequence[str], row: Any) -> Value:
-    """Makes a dataclass of a list of values, whose fields `columns` names; raises as `read`."""
+    """Makes a dataclass from a list of values for the fields in `columns`; raises as `read`."""
     if not isinstance(row, list) or len(row) != len(columns):
         raise ValueError(f"a row takes {len(columns)} values; got {shortened(row)}")
     return read(cls, dict(zip(columns, row, strict=True)))
@@ -78,28 +78,30 @@ def read_file(path: str | Path) -> str:
     """Returns the text of a file.
 
     Raises:
-        FileError: it cannot be read, or is no text.
+        FileError: the file cannot be read, or is not text.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:
         is_binary = isinstance(error, UnicodeDecodeError)
-        reason = "it is no text" if is_binary else getattr(error, "strerror", None) or error
+        reason = "it is not text" if is_binary else getattr(error, "strerror", None) or error
         raise FileError(f"{shortened(str(path))} cannot be read: {reason}") from error
 
 
 def _integer(digits: str) -> int:
     # Python itself refuses some 4,000 digits, and floats overflow at 300
     if len(digits) > LONGEST:
-        raise ValueError(f"it holds a whole number of {len(digits)} digits; {LONGEST} are read")
+        raise ValueError(
+            f"it holds a whole number of {len(digits)} digits; at most {LONGEST} are read"
+        )
     return int(digits)
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"it holds {text}, which is no number")
+    raise ValueError(f"it holds {text}, which JSON does not have")
 
 
-# each type as JSON has it, and the words for it
+# the JSON types for each type, and their name in errors
 _SCALARS = {
     bool: (bool, "true or false"),
     int: (int, "a whole number"),
@@ -110,7 +112,7 @@ _SCALARS = {
 
 @functools.cache
 def _reader(hint: Any) -> Reader:
-    """Returns what makes a value of an annotation."""
+    """Returns a function that makes a value of an annotated type."""
     if hint is Any:
         return lambda value: value
     if hint in _SCALARS:

@@ -1,26 +1,26 @@
 """The plan of least peak memory that recomputes no step more than once: `checkpoint=True`.
 
-Such a plan is a row of segments and kept steps. For a given peak, paths through the n + 1 states
-are searched: a path to state i is a label, which of the storages in state i its items hold and the
-bytes that they hold beside these. Only that can matter later, since a storage in two states is in
-all states between them. A label is dropped when another could hold the same for fewer bytes.
+Such a plan is a sequence of segments and kept steps. For a given peak, paths through the n + 1
+states are searched. A path to state i has a label: the storages of state i that its items hold, and
+the bytes that they hold in addition. Nothing else can matter later, since a storage in two states
+is in all states between them. A label is dropped if another could hold the same for fewer bytes.
 
-    segment [i, j)   holds live(i); its backward needs  need(i, j)  beside the bytes held
+    segment [i, j)   holds live(i); its backward needs  need(i, j)  above the bytes held
     kept step i      holds saved(i); needs bytes in its forward, and later in its backward
 
-Outputs of the chain are left out of what a path holds: the caller holds them under every plan. The
-least peak for which a path reaches the end is found by bisection, to a thousandth. Where all steps
-can be kept within it, as gradients take most, they are. A second search within that peak looks for
-the path that recomputes the fewest operations. It extends few labels of a state, from those that
-hold least to those that recompute least, by few segments, the longest and those that recompute no
-operations; so it may miss the best path. A third search keeps what it can of these segments, since
+Paths do not count outputs of the chain, which the caller holds under every plan. The least peak for
+which a path reaches the end is found by bisection, to a thousandth. If all steps can be kept within
+it, since gradients decide the peak, they are. A second search within that peak looks for the path
+that recomputes the fewest operations. It extends few labels of a state, from those that hold least
+to those that recompute least, by few segments: the longest, and those that recompute no operations;
+so it may miss the best path. A third search keeps steps of these segments where that fits, since
 steps without operations take time, too.
 
 A chain of 2,000 steps has two million segments, and hundreds of thousands fit. So their bytes are
-sums of numbers, no sets; and a search is given few of them. A segment holds the same wherever it
-ends, the state that it begins with. So of two ends within a peak the later one is enough where no
-state from the one to the other is cheaper to hold than its own, and each shares the same storages
-with the first state. A tensor that is saved by several steps and in no state counts for each.
+computed as sums of numbers, not from sets; and a search gets few of them. A segment holds its first
+state, wherever it ends. So of two ends within a peak the later one is enough if no state from the
+earlier to the later end is cheaper to hold, and both share the same storages with the first state.
+A tensor that several steps save and that is in no state counts for each of them.
 
 Source: the dynamic programs of Feng and Huang 2018 (arXiv:1808.00079) and Kusumoto et al. 2019
 (arXiv:1905.11722), here over tuple states with shared storage.
@@ -41,17 +41,18 @@ Storages = frozenset[int]
 
 # labels of a state that the second search extends; twice as many improve hardly any plan
 MOST = 8
-# for a first step and free bytes, the ends of segments to try and the bytes that they need
+# from a first step and the free bytes: the ends of segments to try and the bytes that they need
 Ends = Callable[[int, int], Iterable[tuple[int, int]]]
 
-# with 8, plans of five deep models recompute 0 to 3 % more operations; with 12, as with either
+# the ends of a segment that the second search tries; with 8, plans of five deep models recompute
+# 0 to 3 % more operations
 FEW = 16
 
 
 class Label(NamedTuple):
     """A path to a state."""
 
-    beside: int  # bytes that it holds beside `storages`
+    beside: int  # bytes that it holds in addition to `storages`
     recomputed: int  # operations
     storages: Storages  # those of the state that it holds
     peak: int
@@ -68,18 +69,18 @@ class Label(NamedTuple):
 
 
 Labels = list[Label]
-# of a state's labels, those to extend by a kept step and those to extend by a segment
+# selects from a state's labels those to extend by a kept step and those to extend by a segment
 Narrow = Callable[[Labels, int, StepCosts], tuple[Labels, Labels]]
 
 
 def least_memory(costs: StepCosts) -> Plan:
-    """Returns a plan of least peak that recomputes no step more than once, and few operations."""
+    """Returns a plan of least peak that recomputes no step twice, and few operations."""
     least, everything = least_possible(costs), Plan.keep_all(len(costs))
     if simulate(everything, costs).peak <= least + least // 1000:
         return everything
     plan, peak = _uniform(costs)
     beside_outputs, outputs = _beside_outputs(costs), costs.bytes_of(costs.returned)
-    # the bound is tried first: where gradients are large it is reached
+    # the lower bound is tried first: with large gradients it is reached
     low = middle = least - outputs
     high = peak - outputs
     segments = Segments(costs, beside_outputs, high)
@@ -107,7 +108,7 @@ def least_memory(costs: StepCosts) -> Plan:
 
 
 def _uniform(costs: StepCosts) -> tuple[Plan, int]:
-    """Returns a plan of equal segments and its peak: of 1, 2, 4, ... steps until more need more."""
+    """Returns a plan of equal segments and its peak: the best of 1, 2, 4, ... steps each."""
     steps = range(len(costs))
     best: tuple[Plan, int] | None = None
     for length in (2**power for power in range(len(costs).bit_length() or 1)):
@@ -121,7 +122,7 @@ def _uniform(costs: StepCosts) -> tuple[Plan, int]:
 
 
 def _beside_outputs(costs: StepCosts) -> StepCosts:
-    """Returns the costs without the outputs; in the forward one counts once it has been made."""
+    """Returns the costs without the outputs; in the forward an output counts once it is made."""
     outputs = costs.bytes_of(costs.returned)
     made = (costs.bytes_of(present & costs.returned) for present in costs.present)
     return replace(
@@ -137,7 +138,7 @@ def _beside_outputs(costs: StepCosts) -> StepCosts:
 
 
 def _counting(costs: StepCosts, scale: int, step: int) -> StepCosts:
-    """Returns costs that count operations at a scale, and so many for each step."""
+    """Returns costs with scaled operations, plus `step` operations for each step."""
     return replace(
         costs,
         flops=tuple(flops * scale + step for flops in costs.flops),
@@ -146,7 +147,7 @@ def _counting(costs: StepCosts, scale: int, step: int) -> StepCosts:
 
 
 def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> Label | None:
-    """Finds a path to the end within a peak, None when there is none."""
+    """Finds a path to the end within a peak; None if there is none."""
     sizes = [costs.bytes_of(live) for live in costs.live]
     done = [0, *itertools.accumulate(costs.flops)]
     labels: list[Labels] = [[] for _ in costs.live]
@@ -159,7 +160,7 @@ def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> Label | No
             for stop, need in ends(start, peak - whole):
                 recomputed = before + done[stop - 1] + costs.flops_until_saved[stop - 1]
                 other = labels[stop][-1] if labels[stop] else None
-                # the segment of an earlier start holds none of the state that this one does not
+                # of this state the segment with the earlier start holds nothing more
                 if other and other.beside <= label.beside and other.recomputed <= recomputed:
                     continue
                 if stop not in shared:
@@ -184,7 +185,7 @@ def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> Label | No
 
 
 def _by_bytes(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
-    """Extends all labels that may hold least by a kept step; by a segment that which does."""
+    """Extends all labels that may hold least by a kept step; the one that does by a segment."""
     best: Labels = []
     first: dict[Storages, Label] = {}
     for label in sorted(labels, key=operator.attrgetter("beside", "peak")):
@@ -199,7 +200,7 @@ def _by_bytes(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Lab
 
 
 def _by_arithmetic(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
-    """Extends few labels, from those that then hold least to those that recompute least."""
+    """Extends few labels, from those that hold least to those that recompute least."""
     saved = costs.saved[start]
     sizes = {held: costs.bytes_of(held | saved) for held in {label.storages for label in labels}}
     return (
@@ -209,7 +210,7 @@ def _by_arithmetic(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels
 
 
 def _front(labels: Labels, key: Callable[[Label], tuple[int, int]]) -> Labels:
-    """Returns of the Pareto front of bytes and operations at most `MOST`, evenly by operations."""
+    """Returns at most `MOST` labels of the Pareto front of bytes and operations, evenly spread."""
     front = falling(labels, key, operator.attrgetter("recomputed"))
     if len(front) <= MOST:
         return front
@@ -227,13 +228,13 @@ class Segments:
     """
 
     def __init__(self, costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> None:
-        # by first step and length, and the least that one of that length or longer needs
+        # by first step and length; and the least bytes of a segment of that length or longer
         self.needs = list(_needs(costs, beside_outputs, ceiling))
         self.least = [_least_from(needs) for needs in self.needs]
         last, live = beside_outputs.last_states(), beside_outputs.live
-        # by state, for each of its storages the last state that has it, in order
+        # by state: the last states that have its storages, in order
         self.lasts = [sorted({last[storage] for storage in storages}) for storages in live]
-        # by state, the last one before it that has fewer bytes
+        # by state: the last earlier state with fewer bytes
         self.smaller: list[int] = []
         sizes = list(map(costs.bytes_of, live))
         for state, size in enumerate(sizes):
@@ -241,17 +242,17 @@ class Segments:
             while before >= 0 and sizes[before] >= size:
                 before = self.smaller[before]
             self.smaller.append(before)
-        # by first step the end of the longest segment that recomputes no operations, else the next
+        # by first step: the end of the longest segment without operations, else the next state
         self.free = list(range(1, len(costs) + 1))
         for start in reversed(range(len(costs) - 1)):
             if costs.flops[start] == costs.flops_until_saved[start + 1] == 0:
                 self.free[start] = self.free[start + 1]
 
     def ends(self, start: int, slack: int, limit: int = LARGEST) -> Iterator[tuple[int, int]]:
-        """Yields the ends that matter up to a limit, the last one first, and what they need.
+        """Yields the ends that matter up to a limit, the last one first, and their bytes.
 
-        Two states share the same storages with the first one, unless one of these is needed by the
-        earlier state for the last time.
+        Two states share the same storages with the first one, unless the earlier of them is the
+        last state that has one of these.
         """
         needs, lasts = self.needs[start], self.lasts[start]
         stop = min(start + bisect_right(self.least[start], slack), limit)
@@ -265,7 +266,7 @@ class Segments:
             stop = max(self.smaller[stop], lasts[before - 1] if before else 0)
 
     def few_ends(self, start: int, slack: int) -> Iterator[tuple[int, int]]:
-        """Yields few of the last ends, and of those that recompute no operations; all of few."""
+        """Yields a few of the last ends, and of those without operations; or all if few."""
         longest = bisect_right(self.least[start], slack)
         if longest < FEW:
             needs = enumerate(self.needs[start][:longest], start + 1)
@@ -277,17 +278,17 @@ class Segments:
     def one_end(
         self, stops: Mapping[int, int], start: int, slack: int
     ) -> Iterator[tuple[int, int]]:
-        """Yields the end that is given for a first step, where the segment fits."""
+        """Yields the given end for a first step, if the segment fits."""
         needs, length = self.needs[start], stops.get(start, LARGEST) - start
         if length <= len(needs) and needs[length - 1] <= slack:
             yield stops[start], needs[length - 1]
 
 
 def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterator[list[int]]:
-    """Yields for each step what the segments need that begin there, up to where none fits.
+    """Yields for each first step the bytes of its segments, up to the length at which none fits.
 
     The bytes of a step are those of a segment that holds nothing before it begins. As the start
-    moves on, they lose the storages of its state.
+    advances, the storages of its state are subtracted.
     """
     steps, live, saved = range(len(costs)), costs.live, costs.saved
     last = costs.last_states()
@@ -320,16 +321,16 @@ def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterato
 
 
 def _needs_from(rows: Iterable[tuple[int, ...]], ceiling: int) -> Iterator[int]:
-    """Yields what a segment needs that ends with the first step, the second, and so on."""
+    """Yields the bytes of the segment that ends with the first step, the second, and so on."""
     kept = 0  # bytes saved so far in the recomputation
     left = 0  # those of them that are no outputs, which the caller holds
-    through = 0  # largest need of the recomputation whose last step does not stop early
-    behind = 0  # largest need of the backwards
+    through = 0  # peak of the recomputation if its last step does not stop early
+    behind = 0  # peak of the backwards
     for handed, unsaved, new, own, turn, forward, until_saved, gradient in rows:
         before = kept + unsaved
         kept += new
         left += own
-        # comparisons: calls of `max` would take most of the time
+        # comparisons, since calls of `max` would take most of the time
         if left + turn > behind:
             behind = left + turn
             if behind > ceiling:
@@ -343,7 +344,7 @@ def _needs_from(rows: Iterable[tuple[int, ...]], ceiling: int) -> Iterator[int]:
 
 
 def _least_from(numbers: list[int]) -> list[int]:
-    """Returns for each number the least of it and those that follow."""
+    """Returns the minimum of each number and all that follow it."""
     least = numbers[-1:]
     for number in numbers[-2::-1]:
         least.append(number if number < least[-1] else least[-1])

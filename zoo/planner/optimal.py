@@ -1,33 +1,33 @@
 """Optimal plans: least seconds of recomputation for every budget, by dynamic programming.
 
-V(i, t, H, m) is the least for the rest of a run that has come to state i and ends at state t, while
-H of the storages in live(i) are held and m bytes are free. The run is the recomputation of a
-segment that ends at t, with its backwards, or the original forward. F(i, t, m) is V where all of
-live(i) is held: the recomputation and the backwards of the segment [i, t).
+V(i, t, H, m) is the least time for the rest of a run from state i to state t, while H of the
+storages in live(i) are held and m bytes are free. The run is the recomputation of a segment that
+ends at t, with its backwards, or the original forward. F(i, t, m) is V when all of live(i) is held:
+the recomputation and the backwards of the segment [i, t).
 
     keep step i      seconds(i) + V(i + 1, t, H', m - bytes(saved(i) - H))
     hold the state   F(i, t, m - bytes(live(i) - H)), where a segment can start
     cut [i, j)       seconds(i ... j - 1) + F(i, j, m) + V(j, t, live(i) & live(j), m)
 
-V is the least of these for which the bytes of the moment fit in m. In the forward nothing is
-recomputed, and those seconds are 0. The last step of a recomputation stops early. A recomputation
-that ends with a segment is not considered: it hands that one over without running it, and with the
-items of the segment in its place it does the same work in no more memory.
+V is the minimum of the choices whose bytes fit in m. In the original forward nothing is recomputed,
+and the seconds above are 0. The last step of a recomputation stops early. A recomputation that ends
+with a segment is not considered: its items in place of the segment do the same work in no more
+memory.
 
-The outputs, which the caller holds, and what only the forward holds are not known here; the plans
-are judged by `simulate`, which knows them.
+Outputs that the caller holds, and storages that only the forward holds, are not counted here;
+`simulate`, which judges the plans, counts them.
 
 Bytes are exact where they decide whether something fits: `needs` holds the least m of each entry,
-`at_need` the seconds there. Other seconds are known at given amounts, closer together where they
-are small, and interpolated between. To round bytes instead would waste a large part of the budget
-on a hundred small items rounded up, or make some of them free, and those get chosen. Where the
-amounts are all integers nothing is interpolated, and the values are exact.
+`at_need` the seconds there. Other seconds are known at given amounts, which are denser where they
+are small, and interpolated between. Rounding bytes instead would waste a large part of the budget
+on a hundred small items rounded up; or items rounded down to nothing would always be chosen. If
+the amounts are all integers nothing is interpolated, and the values are exact.
 
 Equal layers are solved once: in a run of equal parts of p steps, each with `grown` bytes of
 gradients more than the next one, V(i + p, t + p, H, m) is V(i, t, H, m + grown).
 
-Plans are traced from the values for 40 to 400 budgets, fewer of a longer chain, and simulated; the
-best are kept.
+Plans are traced back from the values for 40 to 400 budgets (fewer for a longer chain) and
+simulated; the best are kept.
 
 Source: the recurrence of rotor (Beaumont et al. 2019, arXiv:1911.13214), here for tuple states with
 shared storages and early stop.
@@ -49,20 +49,20 @@ from zoo.planner.costs import Simulation, StepCosts, simulate
 from zoo.planner.plan import DEEPEST, Item, Plan, falling
 from zoo.planner.search_space import Entries, Row, SearchSpace
 
-VALUES = 5 * 10**7  # in a table
-FEW = 100  # amounts, at least, also where these are more values
+VALUES = 5 * 10**7  # the most in a table, unless that leaves fewer than `FEW` amounts
+FEW = 100
 AT_ONCE = 2**18  # values of segments that are compared at once
-PAYMENTS = 4096  # for so many the amounts around others are stored
-NEVER = 1e30  # seconds of what does not fit; sums of few are finite
+PAYMENTS = 4096  # the size of the cache of `_around`
+NEVER = 1e30  # seconds of what does not fit; a sum of a few is finite
 NO_BYTES = 2**60
 Seconds = NDArray[Any]
 Bytes = NDArray[np.int64]
-# yields items, and may show how many of them are done, by what they are
+# yields items, and may show their name and how many are done
 Each = Callable[[str, Collection[Any]], Iterable[Any]]
 
 
 class Point(NamedTuple):
-    """A plan, and what it costs."""
+    """A plan and its costs."""
 
     plan: Plan
     result: Simulation
@@ -87,16 +87,16 @@ def frontier(
 ) -> list[Point]:
     """Returns the best plans, by rising peak and falling seconds of recomputation.
 
-    Of plans of equal peak and time, that of fewer operations is chosen.
+    Of plans with equal peak and time, the one with the fewest operations is chosen.
 
     Args:
-        levels: amounts of memory for which the least time is known; None for each whole number of
-            bytes, which makes the plans optimal and only suits small numbers, as in tests.
+        levels: amounts of memory for which the least time is computed; None for every number of
+            bytes, which makes the plans optimal but only suits small numbers, as in tests.
         cuts: states where long segments may begin and end; by default all in a short chain.
         each: shows progress.
 
     Raises:
-        Interrupted: by Ctrl-C while plans are traced, with the best of those that were.
+        Interrupted: by Ctrl-C while plans are traced back, with the best of those found so far.
     """
     space, keep_all = SearchSpace(costs, cuts), Plan.keep_all(len(costs))
     found = {keep_all: simulate(keep_all, costs)}
@@ -120,7 +120,7 @@ def frontier(
 
 
 def _best(plans: Mapping[Plan, Simulation]) -> list[Point]:
-    """Returns the plans that no other is better than, by rising peak."""
+    """Returns the plans on the Pareto front, by rising peak."""
 
     order = attrgetter("peak", "recomputed_seconds", "result.recomputed_flops")
     return falling(starmap(Point, plans.items()), order, attrgetter("recomputed_seconds"))
@@ -129,7 +129,7 @@ def _best(plans: Mapping[Plan, Simulation]) -> list[Point]:
 def least(costs: StepCosts) -> Plan:
     """Returns the plan of least peak, in a fraction of the time of `frontier`.
 
-    Whether something fits is known to the byte at any number of levels.
+    Whether something fits is exact at any number of levels.
     """
     baseline = simulate(Plan.keep_all(len(costs)), costs).peak
     table = DPTable(SearchSpace(costs), _amounts(0, baseline, 2))
@@ -137,13 +137,13 @@ def least(costs: StepCosts) -> Plan:
 
 
 def _amounts(first: int, last: int, count: int) -> Bytes:
-    """Returns whole numbers between two, both included, closer together where they are small."""
+    """Returns integers from `first` to `last`, both included, denser where they are small."""
     amounts = np.ceil(np.linspace(first**0.5, last**0.5, count) ** 2).astype(np.int64)
     return np.unique(np.clip([first, *amounts, last], first, last))
 
 
 def _around(amounts: Bytes, dtype: type, paid: int) -> tuple[Bytes, Bytes, Seconds]:
-    """Returns the amounts around each less `paid` bytes, and the share of the lower one."""
+    """Returns the amounts around each amount less `paid` bytes, and the share of the lower one."""
     left = amounts - paid
     upper = np.minimum(amounts.searchsorted(left), len(left) - 1)
     lower = np.maximum(upper - 1, 0)
@@ -155,12 +155,12 @@ def _around(amounts: Bytes, dtype: type, paid: int) -> tuple[Bytes, Bytes, Secon
 class Values(NamedTuple):
     """V for some entries."""
 
-    seconds: Seconds  # (..., entries, amounts), `NEVER` where so much free memory does not suffice
+    seconds: Seconds  # (..., entries, amounts), `NEVER` if so much free memory does not suffice
     needs: Bytes  # the least memory that suffices
-    at_need: Seconds  # with just that
+    at_need: Seconds  # the seconds with just that
 
     def of(self, entries: slice) -> "Values":
-        """Returns the values of some entries, which are written through it."""
+        """Returns views of the values of some entries."""
         return Values(*(values[entries] for values in self))
 
     def lower_needs(self, needs: Bytes, seconds: Seconds) -> None:
@@ -170,20 +170,20 @@ class Values(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """What the segments that begin at a state cost, by where they stop."""
+    """The costs of the segments that begin at a state, by the state where they stop."""
 
     stops: Bytes  # the states, rising
     rows: Bytes  # the numbers of the rows there
     seconds: NDArray[np.float64]  # until the stop
-    through: Bytes  # the most bytes beside the state until the stop
+    through: Bytes  # peak bytes above the state until the stop
 
 
 class DPTable:
     """V of a chain at some amounts of free memory, the first of which is 0.
 
-    Time is cubic and memory quadratic in the number of cuts, both linear in the amounts. Of the
-    choices that led to a value only the best end of a segment is stored; tracing back a plan
-    compares the choices anew, with exact bytes.
+    Time is cubic and memory quadratic in the number of cuts, both linear in the amounts. Only the
+    best end of a segment is stored with a value; tracing back a plan compares the choices again,
+    with exact bytes.
     """
 
     def __init__(
@@ -197,17 +197,17 @@ class DPTable:
         self.space, self.costs, self.amounts = space, space.costs, amounts
         self.type = np.float64 if exact else np.float32
         costs = self.costs
-        # operations break ties between plans of equal times
+        # operations break ties between plans of equal time
         weight = 1e-9 * (sum(costs.seconds) or 1.0) / (sum(costs.flops) or 1)
         self.seconds = np.array(costs.seconds) + weight * np.array(costs.flops)
         tie_break = weight * np.array(costs.flops_until_saved)
         self.until_saved = np.array(costs.seconds_until_saved) + tie_break
-        # there is no gradient at the end of the forward
+        # at the end of the forward there is no gradient
         self.gradients = np.array([*costs.gradients, 0], np.int64)
         self.segments = list(self._segments())
         self.entries = entries = Entries(space)
         self.levels = np.arange(len(amounts))
-        # no method, which would hold the table in a cycle
+        # a cached method would hold the table in a reference cycle
         self.around = functools.lru_cache(PAYMENTS)(functools.partial(_around, amounts, self.type))
         seconds = np.full((entries.count, len(amounts)), NEVER, self.type)
         needs = np.full(entries.count, NO_BYTES, np.int64)
@@ -235,10 +235,10 @@ class DPTable:
         return budgets
 
     def plan(self, budget: int) -> Plan:
-        """Returns the plan that the values lead to from a budget of at least `least` bytes.
+        """Traces back the plan for a budget of at least `least` bytes.
 
-        Where it would nest deeper than `DEEPEST`, the innermost segments are not divided further:
-        the plan then takes more, as its simulation shows.
+        If it would nest deeper than `DEEPEST`, the innermost segments are not divided further, and
+        the plan takes more, as its simulation shows.
         """
         return Plan(tuple(self._items(0, 0, self.space.forward, budget)))
 
@@ -259,7 +259,7 @@ class DPTable:
     def _solve(self, state: int, ends: Bytes) -> None:
         """Finds the values of a state in all of its rows for successive ends."""
         rows, places = self.space.rows[state], []
-        # rows by the bytes that are held besides when the step is kept
+        # rows by the additional bytes that are held when the step is kept
         alike: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             first, own_first, _ = self.entries.place(state, number, ends.item(0))
@@ -275,7 +275,7 @@ class DPTable:
             behind = slice(int(ends.searchsorted(last, "right")), None)
             if ends[behind].size:
                 self._offer_segments(state, part, ends[behind], own.of(behind), choices[behind])
-        # the rest of the state may be held first
+        # first, the rest of the state may be held
         entries = np.arange(places[number].start, places[number].stop)
         after = functools.cache(functools.partial(self._read, entries))
         for row, place in zip(rows, places, strict=True):
@@ -285,7 +285,7 @@ class DPTable:
                 known.lower_needs(held.needs, held.at_need)
 
     def _parts(self, state: int, ends: Bytes) -> Iterator[slice]:
-        """Yields numbers of stops to offer at once: of one copy, or one of the ends alone.
+        """Yields ranges of stops to offer at once: those in one copy, or a single end.
 
         The values of an end are final when all segments that stop before it have been offered.
         """
@@ -303,9 +303,9 @@ class DPTable:
             yield slice(number, number + 1)
 
     def _keep(self, step: int, numbers: list[int], ends: Bytes) -> None:
-        """Fills the values of rows of a state by what it costs to keep its step.
+        """Fills the values of rows of a state with the costs of keeping its step.
 
-        In these rows it saves the same bytes more.
+        In all of these rows keeping the step holds the same additional bytes.
         """
         costs, entries, rows = self.costs, self.entries, self.space.rows[step]
         last = int(ends.item(0) == step + 1)
@@ -342,12 +342,12 @@ class DPTable:
     def _offer_segments(
         self, state: int, part: slice, ends: Bytes, own: Values, choices: NDArray[np.int16]
     ) -> None:
-        """Lowers the values of a state by what it costs to start with one of some segments."""
+        """Lowers the values of a state to the costs of starting with one of some segments."""
         stops, rows, run, through = (values[part, None] for values in self.segments[state])
         after, more_after = self.entries.find(stops, rows, ends)
         turns, more_in_turn = self.entries.find(state, self.space.own[state], stops)
         rest, turn = self._read(after, -more_after), self._read(turns, -more_in_turn)
-        # in the forward nothing is recomputed
+        # in the original forward nothing is recomputed
         recomputed = (run * (ends != self.space.forward)).astype(self.type)
         seconds = rest.seconds
         seconds += turn.seconds
@@ -375,7 +375,7 @@ class DPTable:
             own.lower_needs(lowest, fewest)
 
     def _read(self, entries: NDArray[Any], paid: int) -> Values:
-        """Returns the values of entries where `paid` bytes are paid before."""
+        """Returns the values of entries after `paid` bytes are spent."""
         seconds, needs, at_need = (values[entries] for values in self.values)
         if not paid:
             return Values(seconds, needs, at_need)
@@ -386,7 +386,7 @@ class DPTable:
             below -= moved
             below *= share
             moved += below
-        # between what an entry needs and the next amount
+        # between an entry's need and the next amount
         edge = (upper == self.amounts.searchsorted(needs)[..., None]).nonzero()
         if edge[0].size:
             moved[edge] = self._at(entries[edge[:-1]], self.amounts[edge[-1]] - paid)
@@ -426,7 +426,7 @@ class DPTable:
                 state, number, free = stop, after, left
 
     def _value(self, state: int, number: int, end: int, free: int) -> float:
-        """Returns the seconds from a state on, infinite where something does not fit."""
+        """Returns the seconds from a state on; infinite if something does not fit."""
         entry, _, grown = self.entries.place(state, number, end)
         free += grown
         need = self.values.needs.item(entry)
@@ -460,7 +460,7 @@ class DPTable:
     def _best_segment(self, start: int, end: int, free: int, keep: float) -> tuple[float, int]:
         """Returns the least seconds from a state on when a segment starts there, and its stop.
 
-        Candidates are the best stops of the amounts just below and above, or all where those do
+        Candidates are the best stops of the amounts just below and above, or all stops if those do
         not fit and the step cannot be kept.
         """
         _, place, grown = self.entries.place(start, self.space.own[start], end)
@@ -473,7 +473,7 @@ class DPTable:
         return min(self._segment(start, number, end, free) for number in range(before))
 
     def _segment(self, start: int, number: int, end: int, free: int) -> tuple[float, int]:
-        """Returns the seconds from a state on when the segment to a stop starts there, and that."""
+        """Returns the seconds from a state on if a segment to a stop starts there, and the stop."""
         stop, after = self.space.stops[start][number]
         segments = self.segments[start]
         if free < segments.through.item(number) + self.gradients.item(end):

@@ -1,6 +1,6 @@
 """A plan, or checkpointing schedule: which steps of a chain are kept and which are recomputed.
 
-torch has no such object: its checkpointing is a call at each place. As data, a plan can be
+torch has no such object: its checkpointing is a call for each segment. As data, a plan can be
 computed, compared, stored, drawn and simulated without a model. It expresses uniform and sqrt(n)
 segments (Chen et al. 2016, arXiv:1604.06174) and nested optimal schedules (Beaumont et al. 2019,
 arXiv:1911.13214).
@@ -21,17 +21,17 @@ Entry = TypeVar("Entry")
 
 # a mistyped range must not fill memory
 LARGEST = 10**6
-# levels of segments, at most: to print, compare or store a plan takes a call for each, and Python's
-# stack holds 1,000 by default, those of the caller among them
+# the most levels of segments: printing, comparing or storing a plan takes a call for each level,
+# and Python's stack holds 1,000 calls by default, including those of the caller
 DEEPEST = 500
-# of the text form: an index, a range, or a parenthesis
+# a token of the text form: an index, a range, or a parenthesis
 _TOKEN = r"\d+(?:-\d+)?|[()]"
 
 
 class Plan(tuple[Item, ...]):
     """A nested tuple of step indices in order, each index once: `Plan(((0, 1), (2, (3, 4)), 5))`.
 
-    An index at the top is kept: what the step saves for the backward stays in memory. A tuple is a
+    An index at the top level is a kept step: its saved tensors stay in memory. A tuple is a
     segment: only its inputs stay, and its steps are recomputed when the backward reaches it. A
     tuple inside a tuple is a segment of that recomputation.
 
@@ -49,7 +49,7 @@ class Plan(tuple[Item, ...]):
     __slots__ = ()
 
     def __new__(cls, items: Sequence[Any] = ()) -> "Plan":
-        """Checks the nested sequences and makes tuples of them."""
+        """Checks nested sequences and converts them to tuples."""
         if not isinstance(items, Iterable) or isinstance(items, str | bytes | dict):
             raise PlanError(
                 f"a plan is a sequence of step indices and tuples, not {shortened(items)}"
@@ -69,7 +69,7 @@ class Plan(tuple[Item, ...]):
             PlanError: text that holds anything but indices, ranges and balanced parentheses.
         """
         if not isinstance(text, str):
-            raise PlanError(f"the text form of a plan is text; got {type(text).__name__}")
+            raise PlanError(f"Plan.parse takes text; got {type(text).__name__}")
         if wrong := re.sub(rf"{_TOKEN}|\s", "", text):
             raise PlanError(
                 f"the plan {shortened(text)} holds {wrong[0]!r}; write indices, ranges and "
@@ -82,7 +82,7 @@ class Plan(tuple[Item, ...]):
                 stack.append([])
             elif token != ")":
                 steps = _range(token, text)
-                # checked at once, or a text of many ranges would fill memory
+                # checked here, since a text of many ranges could fill memory
                 position = _check_index(steps.start, position) + len(steps)
                 stack[-1].extend(steps)
             elif len(stack) > 1:
@@ -99,16 +99,16 @@ class Plan(tuple[Item, ...]):
         """Reads what `to_json` wrote: nested lists, and nothing else.
 
         Raises:
-            PlanError: it is no such text; a report's is read by `zoo.PlanReport.from_json`.
+            PlanError: the text holds no plan; `zoo.PlanReport.from_json` reads a report.
         """
         return read_json(text, "plan", PlanError, cls.from_value)
 
     @classmethod
     def from_value(cls, values: Any) -> "Plan":
-        """Makes a plan of what a file holds: nested lists.
+        """Makes a plan from nested lists, as a JSON file holds them.
 
         Raises:
-            PlanError: they are malformed.
+            PlanError: the lists are malformed.
         """
         if isinstance(values, dict) and "plan" in values:
             raise PlanError("it holds a plan and its costs, which zoo.PlanReport.from_json reads")
@@ -123,7 +123,7 @@ class Plan(tuple[Item, ...]):
         return tuple(indices(self))
 
     def check(self, steps: int) -> None:
-        """Raises PlanError unless the plan is one for a chain of `steps` steps."""
+        """Raises PlanError unless the plan is for a chain of `steps` steps."""
         planned = len(self.flatten())
         if planned != steps:
             raise PlanError(
@@ -134,8 +134,8 @@ class Plan(tuple[Item, ...]):
     def runs(self) -> tuple[int, ...]:
         """Returns how often each step's forward runs in one training step: 1 for a kept step.
 
-        A recomputation that ends with an inner segment does not run that one, which is recomputed
-        for its own backward anyway.
+        A recomputation that ends with an inner segment does not run that segment, which is
+        recomputed for its own backward anyway.
         """
         return tuple(itertools.chain.from_iterable(map(_runs, self)))
 
@@ -145,7 +145,7 @@ class Plan(tuple[Item, ...]):
         return max(itertools.accumulate(1 if bracket == "[" else -1 for bracket in brackets)) - 1
 
     def __deepcopy__(self, known: dict[int, Any]) -> "Plan":
-        # it is immutable, and to copy a deep one takes more calls than the stack holds
+        # it is immutable, and copying a deep one would overflow the stack
         return self
 
     def __repr__(self) -> str:
@@ -197,7 +197,7 @@ def indices(item: Item) -> Iterator[int]:
 
 
 def _checked(items: Iterable[Any]) -> tuple[Item, ...]:
-    """Makes tuples of nested sequences, without a call for each level: one may hold itself."""
+    """Converts nested sequences to tuples, without recursion: a list may contain itself."""
     made: list[list[Item]] = [[]]
     waiting = [iter(items)]
     position = 0
@@ -208,7 +208,7 @@ def _checked(items: Iterable[Any]) -> tuple[Item, ...]:
                     raise PlanError("a plan holds an empty segment; leave it out")
                 if len(waiting) > DEEPEST:
                     raise PlanError(
-                        f"the segments of a plan nest more than {DEEPEST} deep; take fewer, longer "
+                        f"the segments of a plan nest more than {DEEPEST} deep; use fewer, longer "
                         "segments"
                     )
                 waiting.append(iter(entry))
@@ -238,7 +238,7 @@ def _check_index(entry: Any, position: int) -> int:
 def _range(token: str, text: str) -> range:
     """Returns the steps of '7' or '2-5'."""
     numbers = [digits.lstrip("0") or "0" for digits in token.split("-")]
-    # Python refuses to read thousands of digits
+    # int() refuses thousands of digits
     if max(map(len, numbers)) > len(str(LARGEST)) or int(numbers[-1]) > LARGEST:
         raise PlanError(f"the plan {shortened(text)} names a step beyond {LARGEST}")
     first, last = int(numbers[0]), int(numbers[-1])
@@ -273,7 +273,7 @@ def _bars(items: Sequence[Item], depth: int) -> Iterator[str]:
 def falling(
     entries: Iterable[Entry], order: Callable[[Entry], Any], value: Callable[[Entry], Any]
 ) -> list[Entry]:
-    """Returns entries in an order, each of a value below those before it: a Pareto front."""
+    """Returns a Pareto front: entries in an order, each of a value below all before it."""
     front: list[Entry] = []
     for entry in sorted(entries, key=order):
         if not front or value(entry) < value(front[-1]):
@@ -282,6 +282,6 @@ def falling(
 
 
 def thinned(entries: Sequence[Entry], count: int) -> list[Entry]:
-    """Chooses at most `count` entries, evenly, the first and the last among them."""
+    """Chooses at most `count` entries, evenly, including the first and the last."""
     count = min(count, len(entries))
     return [entries[n * (len(entries) - 1) // max(count - 1, 1)] for n in range(count)]

@@ -1,6 +1,6 @@
 """The classic checkpointing schemes, by name.
 
-They depend on the blocks of steps, or on the operations of each, never on bytes.
+They depend on the blocks or the operations of steps, never on bytes.
 """
 
 import itertools
@@ -13,13 +13,13 @@ from zoo.planner.plan import Item, Plan
 
 
 def segments(blocks: Sequence[int], count: int) -> Plan:
-    """Cuts a chain into `count` segments of as equal numbers of blocks as possible.
+    """Cuts a chain into `count` segments, with numbers of blocks as equal as possible.
 
     `blocks` holds the block number of each step. The last segment is kept, as in torch's
-    `checkpoint_sequential`: its backward comes at once.
+    `checkpoint_sequential`: its backward comes first.
 
     Raises:
-        ArgumentError: fewer than 1 or more segments than blocks.
+        ArgumentError: fewer than 1 segment, or more segments than blocks.
     """
     total = len(set(blocks))
     if not 1 <= count <= total:
@@ -40,7 +40,7 @@ def sqrt(blocks: Sequence[int]) -> Plan:
 def each_block(blocks: Sequence[int], whole: Container[int] = ()) -> Plan:
     """Makes each block of several steps a segment, as timm and torchvision do.
 
-    A block of one step is a segment if that step is in `whole`, those of several parts or kernels.
+    A block of one step is a segment if the step is in `whole`: it has several parts or kernels.
     """
     return Plan([group if group[0] in whole else _segment(group) for group in _grouped(blocks)])
 
@@ -48,7 +48,7 @@ def each_block(blocks: Sequence[int], whole: Container[int] = ()) -> Plan:
 def cheap(costs: StepCosts) -> Plan:
     """Keeps convolutions and matrix products and recomputes the rest.
 
-    Each segment ends with a step that has operations: its recomputation stops before these.
+    Each segment ends with a step that has operations: the recomputation stops before these.
     """
     items: list[Item] = []
     run: list[int] = []
@@ -61,9 +61,9 @@ def cheap(costs: StepCosts) -> Plan:
 
 
 def one_by_one(costs: StepCosts, steps: int) -> list[Plan]:
-    """Makes more and more of the first `steps` steps segments of their own.
+    """Returns plans that recompute more and more of the first `steps` steps, each on its own.
 
-    The first are those that free the most bytes per second of recomputation.
+    Steps that free the most bytes per second of recomputation come first.
     """
     freed = costs.newly_saved()
     worth = [step for step in range(steps) if freed[step] > 0]
@@ -88,11 +88,11 @@ def named(
 
 
 def check_name(name: str) -> None:
-    """Raises ArgumentError when there is no scheme of this name."""
+    """Raises ArgumentError if there is no scheme of this name."""
     if name not in NAMES:
         raise ArgumentError(
-            f"checkpoint={shortened(name)} is no scheme; choose True, False, a number of segments, "
-            f"a Plan, auto, {', '.join(NAMES)}.{nearest(name, NAMES)}"
+            f"checkpoint={shortened(name)} is no scheme; choose True, False, 'auto', a number of "
+            f"segments, a Plan, {', '.join(NAMES)}.{nearest(name, NAMES)}"
         )
 
 

@@ -1,23 +1,23 @@
-"""The search space of the dynamic program: segments, sets of storages held, and equal parts.
+"""The search space of the dynamic program: segments, sets of held storages, and equal parts.
 
 A chain of n steps has n + 1 states; a segment [i, j) starts at state i and ends at state j. In a
-chain of up to `FLAT` steps any two states will do. In a longer one, long segments begin and end at
-*cuts*, some of the states; those of at most `NEAR` steps may be anywhere:
+chain of up to `FLAT` steps these may be any two states. In a longer one, long segments begin and
+end at *cuts*, which are some of the states; segments of at most `NEAR` steps may be anywhere:
 
     states    0   1   2   3   4   5   6   7   8
     cuts      |               |               |
     segments          [-----------)               near
               [-------------------------------)   from cut to cut
 
-Of all storages that a plan holds at state i only those in live(i) matter later: a storage in two
-states is in all states between. Those sets are few and known without a budget: the *rows* of a
+Of the storages that a plan holds at state i only those in live(i) matter later: a storage in two
+states is in all states between. There are few such sets, known without a budget: the *rows* of a
 state.
 
 Equal parts in a row, such as the layers of a transformer, are solved once: a *run* is a part of
-`period` steps and what repeats it, up to a state `stop`, the last repetition perhaps in part. Two
-parts are equal where their steps cost the same and their states and saved tensors are the same sets
-of storages but for the storages' numbers, and where all gradients of the later one are smaller by
-the same bytes: the backward has not come to as many parameters yet.
+`period` steps and its repetitions, up to a state `stop`; the last repetition may be incomplete. Two
+parts are equal if their steps cost the same, their states and saved tensors are the same sets of
+storages except for the storages' numbers, and all gradients of the later one are smaller by the
+same bytes, since the backward has made fewer of the parameters' gradients there.
 
     states     0   1   2   3   4   5   6   7   8   9
                    start   |       |       |   stop
@@ -37,19 +37,19 @@ from numpy.typing import NDArray
 from zoo.planner.costs import StepCosts
 
 Storages = frozenset[int]
-FLAT = 150  # steps of a chain in which every state is a cut
-FEW = 128  # cuts to which others are added
-MANY = 400  # cuts, at most; segments nest about as deep, and plans to `planner.plan.DEEPEST`
-NEAR = 12  # steps of a segment that begins and ends anywhere
-TRIED = 8  # starts of a part that are tried as that of the next one
-PARTS = 6  # of a run, at least: to find the values of few ends at a time takes longer
+FLAT = 150  # the most steps of a chain in which every state is a cut
+FEW = 128  # so few cuts get others added
+MANY = 400  # the most cuts; segments nest about as deep, and plans to `planner.plan.DEEPEST`
+NEAR = 12  # the most steps of a segment that begins and ends anywhere
+TRIED = 8  # the later states that are tried as the start of the next part
+PARTS = 6  # the fewest parts of a run: with few, solving few ends at a time takes longer
 
 
 class Row(NamedTuple):
     """A set of storages that can be held at a state."""
 
     missing: int  # bytes of the state's other storages, which are held when a segment starts here
-    grown: int  # bytes that are held besides when the step that starts here is kept
+    grown: int  # additional bytes that are held when the step that starts here is kept
     following: int  # the number of the next state's row when that step is kept
 
 
@@ -59,13 +59,13 @@ class Run(NamedTuple):
     start: int
     period: int
     stop: int
-    grown: int  # bytes by which the gradients of a part are more than those of the next one
+    grown: int  # bytes by which the gradients of a part exceed those of the next one
 
 
 class SearchSpace:
     """The segments and rows of a chain, each list with an entry for every state.
 
-    The values of a state are known for its *ends*, the next `NEAR` states and all later cuts: where
+    The values of a state are known for its *ends*, the next `NEAR` states and all later cuts. There
     a recomputation ends, or the original forward, whose end is `forward`. States of repeated parts
     have equal rows, in the same order.
     """
@@ -74,11 +74,11 @@ class SearchSpace:
         steps = len(costs)
         cuts = default_cuts(costs) if cuts is None else cuts
         self.costs = costs = _without_empty(costs)
-        self.forward = steps + 1  # which is no state
+        self.forward = steps + 1  # not a state
         self.cuts = (*sorted({0, steps, *cuts}), self.forward)
         known = frozenset(self.cuts)
         self.repeats = runs_of(costs, known)
-        # of each state, a number for each set of storages
+        # for each state, the number of each set of storages
         held: list[dict[Storages, int]] = [{} for _ in costs.live]
         _number(held[0], frozenset())
         ends = []
@@ -90,9 +90,9 @@ class SearchSpace:
             for end in ends[-1]:
                 _number(held[end], live & costs.live[end])
         self._complete(held)
-        # the number of the row in which all of the state is held
+        # the number of each state's row in which all of the state is held
         self.own = [numbers[live] for numbers, live in zip(held, costs.live, strict=True)]
-        # where a segment may end before its run does, each with the number of its row then
+        # the states where a segment may end before its run does, each with its row's number there
         self.stops = [
             [(end, held[end][live & costs.live[end]]) for end in of_state]
             for of_state, live in zip(ends, costs.live, strict=True)
@@ -104,7 +104,7 @@ class SearchSpace:
         ]
 
     def _complete(self, held: list[dict[Storages, int]]) -> None:
-        """Adds the sets that follow others, and to each part of a run what the other parts hold."""
+        """Adds the sets that follow others, and to each part of a run the sets of other parts."""
         costs, count = self.costs, 0
         while count != (count := sum(map(len, held))):
             for state, saved in enumerate(costs.saved):
@@ -136,14 +136,14 @@ class SearchSpace:
 
 
 class Entries:
-    """Where the values of the dynamic program lie in its table, and the order to find them in.
+    """The places of the dynamic program's values in its table, and the order of computing them.
 
-    An entry is of a state, a row and an end. The entries of a row are in the order of its ends.
-    Within a run of equal parts there are entries for the states of the first part only: one of a
-    later part with an end in the run is that of its copy in the first, with the end as many steps
-    earlier. The memory that it leaves free is more by the gradients that the later part has not.
+    An entry has a state, a row and an end. The entries of a row are in the order of their ends.
+    In a run of equal parts only the states of the first part have entries: an entry of a later part
+    with an end in the run is that of its copy in the first, with the end as many steps earlier. It
+    has more free memory, by the gradients that do not exist yet in the later part.
 
-    There are `count` entries, `own_count` of them of rows in which all of the state is held.
+    There are `count` entries, of which `own_count` have rows in which all of the state is held.
     """
 
     def __init__(self, space: SearchSpace) -> None:
@@ -151,18 +151,18 @@ class Entries:
         states = len(space.rows)
         every = np.arange(states)
         self.cuts = np.array(space.cuts, np.int64)
-        # the last of the near ends, which may be cuts or not
+        # the last of the near ends, which may be cuts
         self.near = np.minimum(every + NEAR, states - 1)
         self.order = np.zeros(space.forward + 1, np.int64)
         self.order[self.cuts] = np.arange(len(self.cuts))
-        # of a copy: how many steps it is behind its first one, up to which end, and more free bytes
+        # of a copy: its distance in steps to the first, its last end, and the additional free bytes
         self.moved, self.limit, self.grown = np.zeros((3, states), np.int64)
         for run in space.repeats:
             for number, part in enumerate(range(run.start, run.stop, run.period)[1:], 1):
                 copies = slice(part, min(part + run.period, run.stop))
                 self.moved[copies], self.limit[copies] = part - run.start, run.stop
                 self.grown[copies] = number * run.grown
-        # ends that are near, less the cuts that are passed or near
+        # near ends, less the cuts that are passed or near
         self.offset = self.near - every - self.cuts.searchsorted(self.near, "right")
         inner = self.cuts.searchsorted(self.limit, "right") + self.offset
         inner = np.where(self.limit <= self.near, self.limit - every, inner)
@@ -175,9 +175,9 @@ class Entries:
         self.width = width
 
     def find(self, states: Any, rows: Any, ends: Any) -> tuple[Any, int]:
-        """Returns entries, and by how many bytes more are free there.
+        """Returns entries, and the additional free bytes there.
 
-        States, rows and ends may be arrays, if all entries are in the same part of a run or none.
+        States, rows and ends may be arrays if all entries are in the same part of a run or in none.
         """
         first, grown = np.ravel(states)[0], 0
         if np.ravel(ends)[-1] <= self.limit[first]:
@@ -188,7 +188,7 @@ class Entries:
         return self.first[states] + rows * self.width[states] + columns, grown
 
     def place(self, state: int, row: int, end: int) -> tuple[int, int, int]:
-        """Returns an entry, its place among those of own rows, and the bytes more that are free."""
+        """Returns an entry, its place among those of own rows, and its additional free bytes."""
         grown, column = 0, end - state - 1
         if end <= self.limit.item(state):
             moved, grown = self.moved.item(state), self.grown.item(state)
@@ -199,14 +199,14 @@ class Entries:
         return entry, self.own_first.item(state) + column, grown
 
     def ends(self, state: int, low: int, high: int) -> NDArray[np.int64]:
-        """Returns the known ends of a state from behind `low` up to `high`."""
+        """Returns the known ends of a state above `low` and up to `high`."""
         near = self.near.item(state)
         first, last = self.cuts.searchsorted((max(low, near), high), "right")
         inner = np.arange(max(low, state) + 1, min(high, near) + 1)
         return np.concatenate([inner, self.cuts[first:last]])
 
     def in_order(self) -> Iterator[tuple[int, int, int]]:
-        """Yields states and ranges of ends: what their entries need comes before."""
+        """Yields states and ranges of ends, after those that their entries depend on."""
         low = 0
         for run in self.space.repeats:
             for state in reversed(range(run.start)):
@@ -235,8 +235,8 @@ def _without_empty(costs: StepCosts) -> StepCosts:
 def default_cuts(costs: StepCosts) -> list[int]:
     """Chooses the states where long segments begin and end.
 
-    These are all states of a short chain; else those between blocks, of very many only some. If
-    they are few or far apart, the smallest state near the middle between two is added.
+    These are all states of a short chain; else those between blocks, or some of them if they are
+    very many. If they are few or far apart, the smallest state near the middle of two is added.
     """
     steps = len(costs)
     if steps <= FLAT:
@@ -253,7 +253,7 @@ def default_cuts(costs: StepCosts) -> list[int]:
     while (widest := max(stop - start for start, stop in pairwise(cuts))) > 2 * NEAR or (
         len(cuts) <= FEW and widest > 2
     ):
-        # all of about the widest, so that equal blocks are cut alike
+        # all gaps of about the widest, so that equal blocks are cut alike
         gaps = [gap for gap in pairwise(cuts) if gap[1] - gap[0] > max(widest // 2, 2)]
         if len(cuts) + len(gaps) > MANY:
             break
@@ -285,9 +285,9 @@ def runs_of(costs: StepCosts, marked: Container[int]) -> list[Run]:
 
 
 def in_order(storages: Collection[int], costs: StepCosts) -> list[int]:
-    """Returns storages so that those of equal parts have the same places.
+    """Sorts storages so that those of equal parts have the same places.
 
-    By size first: the input of the first layer may be older than what all layers share.
+    By size first: the input of the first layer may be older than storages that all layers share.
     """
     return sorted(storages, key=lambda storage: (costs.sizes[storage], storage))
 
@@ -306,7 +306,7 @@ def _keys(costs: StepCosts, marked: Container[int]) -> Iterator[Hashable]:
 def _run(
     costs: StepCosts, keys: Sequence[Hashable], marked: Container[int], start: int, period: int
 ) -> Run:
-    """Returns the longest run of this start and period; where nothing repeats it is short."""
+    """Returns the longest run of this start and period; a short one if nothing repeats."""
     live, saved, gradients = costs.live, costs.saved, costs.gradients
     grown = gradients[start + 1] - gradients[start + 1 + period]
     names: tuple[dict[int, int], dict[int, int]] = {}, {}
@@ -327,7 +327,7 @@ def _run(
         and gradients[state + 1] - gradients[other + 1] == grown
     ):
         state, other = state + 1, other + 1
-    # what ends at a state does not depend on what it holds, but on whether it is marked
+    # segments that end at a state depend on whether it is marked, not on its storages
     while state > start and (state in marked) != (other in marked):
         state, other = state - 1, other - 1
     return Run(start, period, other, grown)

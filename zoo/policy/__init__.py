@@ -1,1 +1,1 @@
-"""From a `checkpoint=` option or a budget to a plan."""
+"""Chooses a plan by a `checkpoint=` option or a memory budget."""

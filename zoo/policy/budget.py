@@ -1,15 +1,15 @@
-"""From a memory budget to a plan, for a chain whose inputs are known.
+"""Plans for a memory budget, for a chain whose inputs are known.
 
-A budget is the peak of a whole training step. A plan decides about activations only; the rest is
-counted here, and gradients of parameters from when the backward makes them:
+A budget limits the peak of a whole training step. A plan changes activations only; the rest is
+counted here, with gradients of parameters from when the backward makes them:
 
     forward, backward    parameters + buffers + inputs + optimizer state + activations + gradients
-    optimizer            parameters + buffers + inputs + optimizer state + gradients + its workspace
+    optimizer            parameters + buffers + inputs + optimizer state + gradients + temporaries
 
-The larger of the two must keep to the budget. Nothing of the model's size is allocated: bytes come
-from fake tensors, seconds and kernel workspaces from one real run of each kind of kernel
-(`profiling.chain_profile`). For a CUDA device each storage takes whole blocks of its allocator, so
-that the budget is one of `torch.cuda.max_memory_allocated`, the workspaces of cuBLAS left out.
+The larger of the two must fit the budget. Nothing of the model's size is allocated: bytes come
+from fake tensors, seconds and kernel workspaces from real runs of each kind of kernel
+(`profiling.chain_profile`). For a CUDA device each storage is rounded up to blocks of the
+allocator, so that a budget limits `torch.cuda.max_memory_allocated`, except for cuBLAS workspaces.
 """
 
 import copy
@@ -40,21 +40,21 @@ from zoo.profiling.peak_memory import resident_bytes
 from zoo.profiling.progress import each, shown
 from zoo.units import at_least, exact_bytes, parse_bytes
 
-# bytes of the state of a random stream, and of one that a segment keeps, packed
+# bytes of a generator's state, and of a packed one that a segment keeps
 STREAM = 5056
 KEPT_STREAM = 2528 + 128
-# scalars that torch allocates in C++, such as a learning rate: some bytes each
+# bytes of scalars that torch allocates in C++, such as a learning rate
 NUMBERS = 64
-# plans of a kind in `trades`, whose users track a whole step by each
+# the most plans of a kind in `trades`, since callers track a whole step for each
 MOST = 10
-# levels of segments in such a plan: of 150 levels single steps are recomputed 11,000 times
+# the deepest nesting of such a plan: with 150 levels single steps are recomputed 11,000 times
 DEEPEST = 64
 
 Budget = int | float | str
 
 
 class BudgetPlanner:
-    """The costs of a chain, or of a module of which steps were traced, and its best plans."""
+    """The costs of a chain, or of a module whose steps were traced, and its best plans."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class BudgetPlanner:
         if any(map(is_spread, model.parameters())):
             raise ArgumentError(
                 f"the parameters of {type(model).__name__} are spread over processes (DTensor), "
-                "and gathering them is not counted. Plan before they are, with zoo.plan_rank, or "
-                "choose checkpoint=True or a scheme"
+                "and gathering them is not counted. Plan before the model is distributed, with "
+                "zoo.plan_rank, or choose checkpoint=True or a scheme"
             )
         self.title = title_of(model, state)
         self.outline, self.state = outline, state
@@ -91,7 +91,7 @@ class BudgetPlanner:
         self._count()
 
     def with_kernels(self, kernels: Sequence[KernelCosts | None]) -> "BudgetPlanner":
-        """Returns a planner that counts what each kind of kernel takes."""
+        """Returns a planner that counts these seconds and workspaces of kernels."""
         return self._with(kernels=kernels)
 
     def in_backward(self) -> "BudgetPlanner":
@@ -117,7 +117,7 @@ class BudgetPlanner:
     def _count(self) -> None:
         self.kernels_measured = bool(self.kernels)
         costs = self.profile.costs(self.device, self.kernels, self.optimizer.updates)
-        # a training loop's names for the outputs and the loss outlive the backward
+        # a training loop's variables hold the outputs and the loss beyond the backward
         handed = self.profile.found.handed
         self.costs = replace(costs, returned=handed[self.steps] | handed[-1])
         self.whole = self.costs.with_parameter_gradients()
@@ -152,7 +152,7 @@ class BudgetPlanner:
         """Returns the best plans and the classic schemes.
 
         Raises:
-            Interrupted: by Ctrl-C, with those of the best plans that were found.
+            Interrupted: by Ctrl-C, with the best plans found so far.
         """
         return self._frontier(self.points)
 
@@ -187,8 +187,8 @@ class BudgetPlanner:
             kinds = {self.place.type, "cpu" if self.place.type == "meta" else self.place.type}
             if self.device is not None and self.device.kind not in kinds:
                 raise ArgumentError(
-                    "memory_budget='device' is what is free where the model is, on "
-                    f"{self.place}, and device= plans for another one; give bytes such as '80GiB'"
+                    "memory_budget='device' is the free memory of the model's device, "
+                    f"{self.place}, but device= plans for another one; give bytes such as '80GiB'"
                 )
             return free_on(self.place) + self.fixed.parameters + self.fixed.buffers
         if isinstance(budget, float):
@@ -214,10 +214,10 @@ class BudgetPlanner:
 
     @functools.cached_property
     def trades(self) -> list[Point]:
-        """Plans that may be the best where parameters and gradients are sharded; fastest first.
+        """Plans that may be the best if parameters and gradients are sharded; fastest first.
 
-        They are chosen by activations alone, of all kinds, among them plans of single recomputed
-        steps.
+        They are chosen by activations alone, from the best nested plans and from plans that
+        recompute single steps.
         """
         found = _planner().frontier(self.costs, each=each)
         best = [_loss_kept(point.plan, self.steps) for point in found]
@@ -230,13 +230,13 @@ class BudgetPlanner:
     def least(self) -> Point:
         """The plan of least peak, found without the other best ones."""
         point = self._point(_loss_kept(_planner().least(self.whole), self.steps))
-        # of tiny activations the random states of a segment take more than it saves
+        # with tiny activations the random states of a segment take more than it saves
         return min(self.baseline, point, key=lambda point: point.peak)
 
     def _point(self, plan: Plan, name: str = "optimal", result: Simulation | None = None) -> Point:
         result, draws = result or simulate(plan, self.whole), sum(self.costs.draws)
-        # random states that segments keep, and one that a replay restores: as if each kernel that
-        # draws had a segment of its own, so that plans compare by the rest
+        # random states that segments keep, and one that a replay restores: the same for all plans,
+        # as if each kernel that draws had its own segment
         streams = KEPT_STREAM * draws + STREAM if draws and plan.depth() else 0
         during = self.fixed.beside_activations + result.peak + streams
         seconds = sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
@@ -249,7 +249,7 @@ class BudgetPlanner:
         )
 
     def describe(self, point: Point, budget: int | None) -> PlanReport:
-        """Reports on a point that was chosen for a budget in bytes, or for a time."""
+        """Returns the report of a point that was chosen for a budget in bytes, or for a time."""
         result = simulate(point.plan, self.costs)
         return PlanReport(
             plan=self.of_model(point).plan,
@@ -271,7 +271,7 @@ class BudgetPlanner:
         )
 
     def of_model(self, point: Point) -> Point:
-        """Takes the loss, which is not the model's, out of a plan."""
+        """Removes the loss, which is not the model's, from a point's plan."""
         has_loss = len(self.costs) > self.steps
         return replace(point, plan=Plan(point.plan[:-1])) if has_loss else point
 
@@ -293,7 +293,7 @@ class BudgetPlanner:
 
 
 def ways_out(least: int, others: Sequence[str], optimizer: OptimizerBytes) -> str:
-    """Says in a BudgetError how to go on: a budget of so many bytes, or one of the other ways."""
+    """Returns the last sentence of a BudgetError: raise the budget, or one of the other ways."""
     ways = [f"Raise the budget to {at_least(least)!r}", *others]
     ways += ["choose an optimizer of less state"] * (optimizer.state > 0)
     *first, last = ways
@@ -302,7 +302,7 @@ def ways_out(least: int, others: Sequence[str], optimizer: OptimizerBytes) -> st
 
 
 def only_in_backward(needed: int) -> str:
-    """Says in a BudgetError that a step with the optimizer in the backward keeps to the budget."""
+    """Says in a BudgetError that a step with the optimizer in the backward fits the budget."""
     return (
         f" With the optimizer in the backward it needs {exact_bytes(needed)}: "
         "zoo.optimizer_in_backward, and optimizer_in_backward=True here."
@@ -310,7 +310,7 @@ def only_in_backward(needed: int) -> str:
 
 
 def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
-    """Raises ArgumentError unless one of them is given, in a form that is known."""
+    """Raises ArgumentError unless exactly one of them is given, and is valid."""
     if (memory_budget is None) == (max_overhead is None):
         raise ArgumentError(
             f"one of memory_budget and max_overhead must be given; got {memory_budget!r} and "
@@ -329,7 +329,7 @@ def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
         )
     elif memory_budget not in (None, "device"):
         parse_bytes(memory_budget, "memory_budget")
-    # True is an int, and not a number is in no order
+    # True is an int; NaN compares False
     is_number = isinstance(max_overhead, int | float) and not isinstance(max_overhead, bool)
     if max_overhead is not None and not (is_number and max_overhead >= 0):
         raise ArgumentError(
@@ -339,7 +339,7 @@ def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
 
 
 def _loss_kept(plan: Plan, steps: int) -> Plan:
-    """Takes the loss out of a segment that it ends, since it is not the chain's to recompute."""
+    """Moves the loss out of a segment that ends with it, since the chain does not recompute it."""
     total = len(plan.flatten())
     if total == steps or isinstance(plan[-1], int):
         return plan
@@ -354,7 +354,7 @@ def _without_last(item: tuple[Item, ...]) -> tuple[Item, ...]:
 
 
 def _planner() -> Any:
-    # numpy is needed for this, and for nothing else that `import zoo` brings
+    # only this needs numpy, so `import zoo` does not import it
     return needed("zoo.planner.optimal", "planning for a budget", ArgumentError, "plan")
 
 
@@ -380,9 +380,9 @@ def free_on(device: torch.device) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if not counts_memory(device):
         raise ArgumentError(
-            "memory_budget='device', and checkpoint='auto' without a budget, is what is free on "
-            f"the CPU or on a device that counts its memory; this model is on {device}. Put it "
-            "where it is to train, give bytes such as '8GiB', or take the plan that zoo.plan finds "
+            "memory_budget='device', and checkpoint='auto' without a budget, need the CPU or a "
+            f"device that counts its memory; this model is on {device}. Move it to where it is "
+            "to train, give bytes such as '8GiB', or take the plan that zoo.plan finds "
             "for them"
         )
     return free_bytes(device)

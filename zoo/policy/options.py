@@ -69,7 +69,7 @@ def attach(
 def runner_for(
     checkpoint: Checkpoint, memory_budget: Budget | None, max_overhead: float | None
 ) -> "PlannedRunner | None":
-    """Returns what chooses and runs plans for an option, None for False; raises as `attach`."""
+    """Returns the runner for an option, None for False; raises as `attach` does."""
     bounded = memory_budget is not None or max_overhead is not None
     if isinstance(checkpoint, PlanReport):
         checkpoint = checkpoint.plan
@@ -80,7 +80,8 @@ def runner_for(
     if bounded:
         bound = "max_overhead" if memory_budget is None else "memory_budget"
         raise ArgumentError(
-            f"{bound}= goes with checkpoint='auto'; got {checkpoint!r}, which decides without it"
+            f"{bound}= goes with checkpoint='auto'; got checkpoint={checkpoint!r}, which does not "
+            "use it"
         )
     if checkpoint is False:
         return None
@@ -92,17 +93,17 @@ def runner_for(
         schemes.check_name(checkpoint)
     elif not isinstance(checkpoint, int):
         raise ArgumentError(
-            f"checkpoint={checkpoint!r} is none of True, False, 'auto', a number of segments, a "
-            f"Plan, {', '.join(schemes.NAMES)}"
+            f"checkpoint={checkpoint!r} is not an option; choose True, False, 'auto', a number of "
+            f"segments, a Plan, {', '.join(schemes.NAMES)}"
         )
     elif checkpoint < 1:
-        raise ArgumentError(f"checkpoint={checkpoint} segments; choose 1 or more, or False")
+        raise ArgumentError(f"checkpoint={checkpoint}: choose 1 segment or more, or False")
     return PlannedRunner(checkpoint)
 
 
 @dataclass
 class PlannedRunner:
-    """Runs a chain by the plan that its option chooses for inputs of a size."""
+    """Runs a chain by the plan that an option chooses for the size of the inputs."""
 
     checkpoint: Any
     memory_budget: Budget | None = None
@@ -112,11 +113,11 @@ class PlannedRunner:
     compiled: tuple[tuple[Any, ...], ...] = ()
 
     def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
-        """Chooses a plan if need be, then runs by it.
+        """Chooses a plan unless one is cached, then runs by it.
 
-        Under `torch.func` and `torch.export` the chain runs its own forward and saves nothing.
-        Under `torch.compile` it runs by the latest plan for as many steps; choosing one breaks the
-        graph, and so does a chain that cannot be compiled whole.
+        Under `torch.func` and `torch.export` the chain runs its own forward without recomputation.
+        Under `torch.compile` it runs by the latest plan for as many steps. Choosing a plan is a
+        graph break, and so is a chain that cannot be compiled whole.
         """
         if are_functorch_transforms_active() or torch.compiler.is_exporting():
             return fold(outline.steps, inputs)
@@ -136,7 +137,7 @@ class PlannedRunner:
         plans = self.plans.copy()
         known = spec if spec in plans else spec.smallest_cover(plans)
         if known is None and not isinstance(self.checkpoint, Plan) and has_lazy(chain):
-            # for this forward, which gives parameters the sizes by which to plan for the next
+            # for this forward, which gives lazy parameters their sizes
             return schemes.each_block(outline.blocks, outline.whole)
         if known is None:
             plan = self.decide(chain, outline, inputs)
@@ -164,10 +165,10 @@ class PlannedRunner:
         *,
         foreseen: OptimizerBytes | None = None,
     ) -> Plan:
-        """Returns the plan that the option means for a chain and its inputs.
+        """Returns the plan that the option chooses for a chain and its inputs.
 
-        With the bytes of the optimizer that a training would have, inputs may be of a size that
-        does not fit: `True` then runs no kernels, whose workspaces it leaves out.
+        `foreseen` are the bytes of the optimizer of a later training, whose inputs may not fit now:
+        then `True` runs no kernels and leaves workspaces out.
         """
         option = self.checkpoint
         if isinstance(option, Plan):
@@ -188,7 +189,7 @@ class PlannedRunner:
     def _planned(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Plans for the budget and logs the prediction.
 
-        The optimizer is the one that steps in the backward, else AdamW is counted.
+        The optimizer is the one that steps in the backward; if there is none, AdamW is assumed.
         """
         optimizer = _optimizer_in_backward(chain) or torch.optim.AdamW
         planner = BudgetPlanner(chain, outline, inputs, optimizer=optimizer)
@@ -205,20 +206,19 @@ class PlannedRunner:
 
 
 def has_lazy(model: nn.Module) -> bool:
-    """Says whether parameters or buffers of a model get their sizes in its next forward."""
+    """Says whether a model has lazy parameters or buffers without a size."""
     return any(map(is_lazy, (*model.parameters(), *model.buffers())))
 
 
 def _least(chain: Chain, outline: Outline, inputs: State, foreseen: OptimizerBytes | None) -> Plan:
-    """Returns the plan of least peak of the whole step, as far as plans and kernels decide it.
+    """Returns the plan with the least peak of the whole training step.
 
-    Beside activations these are gradients of parameters, from when the backward makes them to when
-    an optimizer in the backward frees them, and kernel workspaces, for which each different kernel
-    runs once. Gradients of parameters that are spread over processes come and go; they are left
-    out.
+    The peak counts activations; gradients of parameters, from when the backward makes them to when
+    an optimizer in the backward frees them; and kernel workspaces, for which each different kernel
+    runs once. Gradients of parameters that are spread over processes are left out.
     """
     profile = Profile(chain, outline, inputs)
-    # a training loop's name for the output outlives the backward
+    # a training loop's variable holds the output beyond the backward
     returned = profile.found.handed[-1]
     if any(map(is_spread, chain.parameters())):
         return least_memory(replace(profile.costs(), returned=returned))
@@ -233,7 +233,7 @@ def _least(chain: Chain, outline: Outline, inputs: State, foreseen: OptimizerByt
 
 
 def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:
-    """Returns the bytes of the optimizer that steps in the backward; None where none does."""
+    """Returns the bytes of the optimizer that steps in the backward; None if there is none."""
     attached = attached_to(chain.parameters())
     if attached is None:
         return None
@@ -245,7 +245,7 @@ def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:
             in_backward=True,
         )
     except ArgumentError:
-        # one that cannot be made again, or step on fake tensors, is taken to need what AdamW does
+        # one that cannot be made again, or cannot step on fake tensors, counts as AdamW
         return optimizer_bytes(torch.optim.AdamW, chain.parameters(), in_backward=True)
 
 
@@ -255,7 +255,7 @@ def _settle_uncompiled(
     torch.compiler.disable(runner.settle)(chain, outline, inputs)  # type: ignore[no-untyped-call]
 
 
-# what torch.compiler.disable sets on a function; to call it here would import the compiler
+# torch.compiler.disable sets these on a function; to call it here would import the compiler
 vars(_settle_uncompiled).update(
     _torchdynamo_disable=True,
     _torchdynamo_disable_msg="zoo decides a plan at the first training forward. For fullgraph=True "
@@ -264,11 +264,11 @@ vars(_settle_uncompiled).update(
 
 
 def _first_decided(request: str, decide: Callable[[], Plan]) -> Plan:
-    """Returns the plan of the first process of a group that decided the same request.
+    """Returns the plan of the first process in a group that decided the same request.
 
-    Clocks differ, and so do plans by measured times. Any of them is exact, but for collectives
-    inside of steps: a recompute must issue these in the same order everywhere. No broadcast, since
-    nobody may wait for a process that never has such inputs:
+    Clocks differ, and so do plans by measured times. Each plan is exact, but collectives inside
+    steps must be recomputed in the same order everywhere. A store is used instead of a broadcast,
+    since other processes may never have such inputs and must not be waited for:
 
         rank 0    asks the store, gets no plan, plans, writes
         rank 1    asks, gets no plan, plans, writes too late and gets what rank 0 wrote
@@ -284,10 +284,10 @@ def _first_decided(request: str, decide: Callable[[], Plan]) -> Plan:
 
 
 def _spec(chain: Chain, outline: Outline, inputs: State) -> InputSpec:
-    """Returns what a plan depends on: the inputs, and the structure that larger ones must share.
+    """Returns what a plan depends on: the inputs' sizes, and the structure.
 
-    Beside properties of the inputs and parameters these are the steps, autocast on the devices of
-    the inputs, and whether an optimizer steps in the backward.
+    The structure is that of inputs and parameters, the steps, autocast on the devices of the
+    inputs, and whether an optimizer steps in the backward.
     """
     given = InputSpec.of(Invocation(inputs), chain)
     devices = sorted({value.device.type for value in inputs if value is not None})
@@ -302,7 +302,7 @@ def _spec(chain: Chain, outline: Outline, inputs: State) -> InputSpec:
 
 
 def _code_of(step: Step) -> tuple[str, str]:
-    """Names what a step runs, without numbers that it is called with, such as a chunk's size."""
+    """Names the code of a step, without its numeric arguments, such as a chunk's size."""
     while isinstance(step, functools.partial):
         step = step.func
     if isinstance(step, nn.Module):

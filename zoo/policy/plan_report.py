@@ -4,9 +4,7 @@ Both print as tables and are written to files and read back, without torch. `zoo
 a report. Pictures need matplotlib, which is imported when one is drawn.
 """
 
-import csv
 import functools
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 from zoo.errors import PlanError
 from zoo.planner.json_reader import read, read_file, read_json
 from zoo.planner.plan import Plan, thinned
-from zoo.report.escaping import markdown_table
+from zoo.report.escaping import markdown_table, to_csv
 from zoo.report.pictures import plots
 from zoo.units import counted, format_bytes
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 NO_WORKSPACES = "without kernel workspaces: no kernel was measured"
 OPTIMAL = "optimal"
-# labels of the categories of a peak whose field names do not explain them
+# labels of the categories whose field names are not clear by themselves
 _LABELS = {
     "optimizer": "optimizer state",
     "kept": "activations kept",
@@ -37,7 +35,7 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class FixedBytes:
-    """Bytes of a training step that no plan changes. `scratch` is the optimizer's, in its step."""
+    """Bytes of a training step that no plan changes; `scratch`: temporaries of the optimizer."""
 
     parameters: int
     buffers: int
@@ -48,7 +46,7 @@ class FixedBytes:
 
     @property
     def beside_activations(self) -> int:
-        """Bytes that are there in forward and backward, the gradients of parameters left out."""
+        """Bytes resident in forward and backward, without gradients of parameters."""
         return self.parameters + self.buffers + self.inputs + self.optimizer
 
     @property
@@ -59,26 +57,26 @@ class FixedBytes:
 
 @dataclass(frozen=True)
 class PeakBytes:
-    """What the bytes of a training step are at its predicted peak, each counted once.
+    """The bytes of a training step at its predicted peak by category, each storage counted once.
 
-    A storage of two of these counts in the first: parameters, buffers, inputs, kept, recomputed.
+    A storage in several categories counts in the first of them.
 
     Attributes:
         moment: "forward of layer1.0.add", "recompute of ...", "backward of ...", or "step of the
             optimizer".
         parameters: the model's, trained or not.
         buffers: the model's, such as running statistics.
-        inputs: what the model is called with, and tensors that the loss holds, such as targets.
+        inputs: the model's inputs, and tensors that the loss holds, such as targets.
         optimizer: the optimizer's state.
-        gradients: of parameters, as far as later steps have left them; in the optimizer's step all.
+        gradients: of parameters, as far as the backward has made them; in the optimizer's step all.
         kept: activations held since the forward: saved tensors of kept steps, inputs of segments,
             and the outputs of the model.
-        recomputed: activations that recomputations hold: likewise, inside of a segment.
-        between: the input of the current step where nobody holds it, and the gradient with which
-            its backward, or that of its segment, begins.
-        work: the most that the current step allocates: outputs, saved tensors, gradients and
-            temporaries; in the optimizer's step what that allocates.
-        reserve: states of random streams that recomputations swap, and a margin where there is one.
+        recomputed: activations that a recomputation holds: the same, within a segment.
+        between: the input of the current step if nothing else holds it, and the gradient with
+            which its backward, or that of its segment, begins.
+        work: the peak of the current step: outputs, saved tensors, gradients and temporaries; in
+            the optimizer's step its temporaries.
+        reserve: random states that recomputations swap, and a margin if there is one.
     """
 
     moment: str
@@ -114,23 +112,23 @@ def peak_table(categories: Mapping[str, int], peak: int) -> str:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan and what it should cost.
+    """A plan and its predicted costs.
 
     Attributes:
         plan: the plan.
         predicted_peak: bytes of the whole training step at its peak.
         predicted_time_ratio: seconds of forward and backward against the baseline's.
-        predicted_activations: bytes of activations at their peak, gradients of parameters left out.
-        budget: bytes, None where time was given.
+        predicted_activations: bytes of activations at their peak, without parameters' gradients.
+        budget: bytes; None if a time was given.
         baseline_peak: `predicted_peak` of the baseline.
-        least_peak: the smallest that any plan reaches; in a chain of more than 150 steps, any whose
+        least_peak: the least peak of any plan; in a chain of more than 150 steps, of any plan whose
             long segments begin and end at some 400 states of it, chosen between blocks.
         fixed: bytes that no plan changes.
         at_peak: `predicted_peak` by category.
         flops: operations of the forward; `recomputed_flops` are those that are recomputed.
         names: of the steps.
         blocks: for each step, the number of its block.
-        saved: for each step, bytes that it saves for its backward and no step before it does.
+        saved: for each step, the bytes that it saves for its backward and no earlier step saves.
         title: the model and its inputs.
         kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
     """
@@ -161,7 +159,7 @@ class PlanReport:
         """Reads what `to_json` wrote.
 
         Raises:
-            PlanError: it is no such text. A plan alone, nested lists, is read by `Plan.from_json`.
+            PlanError: the text holds no report. `Plan.from_json` reads a plan without its costs.
         """
         return read_json(text, "report of a plan", PlanError, _report)
 
@@ -174,8 +172,8 @@ class PlanReport:
         """Reads a file that `save` wrote.
 
         Raises:
-            FileError: there is no such file, or it cannot be read.
-            PlanError: it is no such file. One that holds a plan alone, as nested lists, is read by
+            FileError: the file does not exist or cannot be read.
+            PlanError: the file holds no report. A plan without its costs is read by
                 `zoo.Plan.from_json(Path(path).read_text())`.
         """
         return cls.from_json(read_file(path))
@@ -185,7 +183,7 @@ class PlanReport:
         return self.plan.draw(self.names)
 
     def table(self) -> str:
-        """Returns what is predicted and the peak by category, as text that is also Markdown."""
+        """Returns the predictions and the peak by category, as text that is also Markdown."""
         peaks = {
             "peak": self.predicted_peak,
             **self._limits(),
@@ -246,7 +244,7 @@ class PlanReport:
 def _report(values: Any) -> PlanReport:
     if isinstance(values, list):
         raise PlanError(
-            "it holds a list, as a plan without its costs does; zoo.Plan.from_json reads that, and "
+            "it holds a list, as a plan without its costs is; zoo.Plan.from_json reads that, and "
             "checkpoint= takes the plan"
         )
     report = read(PlanReport, values)
@@ -260,9 +258,9 @@ def _report(values: Any) -> PlanReport:
 
 @dataclass(frozen=True)
 class Point:
-    """A plan on the frontier, or a scheme beside it: peak of a training step, time ratio.
+    """A plan on the frontier, or a scheme: peak of a training step in bytes, time ratio.
 
-    `recomputed_share` is that of the forward's floating point operations; above 1 where steps are
+    `recomputed_share` is a share of the forward's floating-point operations; above 1 if steps are
     recomputed more than once.
     """
 
@@ -283,10 +281,10 @@ class Frontier(Sequence[Point]):
     Attributes:
         points: the plans.
         baseline: the plan without recomputation, time ratio 1.
-        lower_bound: bytes that no plan goes below: what no plan changes (parameters, buffers,
-            inputs, optimizer state), and the most that the forward or the backward of one step
-            takes alone, or the optimizer's step. It holds for any schedule of these steps that
-            neither moves states off the device nor runs parts of a step.
+        lower_bound: bytes that no plan goes below: those that no plan changes (parameters, buffers,
+            inputs, optimizer state), plus the largest forward or backward of a single step, or the
+            optimizer's step. It holds for any schedule of these steps that neither offloads states
+            nor runs parts of a step.
         title: the model and its inputs.
         kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
     """
@@ -320,8 +318,8 @@ class Frontier(Sequence[Point]):
     def table(self, points: int = 12) -> str:
         """Returns a line per plan, by rising peak, as text that is also Markdown.
 
-        Of the best plans at most `points` are shown, evenly spread, the first and the last among
-        them; of the classic schemes and the baseline all.
+        At most `points` of the best plans are shown, evenly spread, including the first and the
+        last, and all classic schemes and the baseline.
         """
         best = self.optimal
         shown = [*thinned(best, points), *self.schemes, self.baseline]
@@ -358,20 +356,18 @@ class Frontier(Sequence[Point]):
         """Reads what `to_json` wrote.
 
         Raises:
-            PlanError: it is no such text.
+            PlanError: the text holds no frontier.
         """
         return read_json(text, "frontier", PlanError, functools.partial(read, cls))
 
     def to_csv(self) -> str:
         """Writes a line per plan: its name, bytes, ratios, and the text that `Plan.parse` reads."""
-        file = io.StringIO(newline="")
-        writer = csv.writer(file)
-        writer.writerow(["name", "peak_bytes", "peak_ratio", "time_ratio", "plan"])
-        writer.writerows(
+        names = ("name", "peak_bytes", "peak_ratio", "time_ratio", "plan")
+        values = (
             (point.name, point.peak, self._of_baseline(point), point.time_ratio, point.plan.text())
             for point in (*self.points, self.baseline)
         )
-        return file.getvalue()
+        return to_csv(dict(zip(names, row, strict=True)) for row in values)
 
     def plot(self, target: "str | Path | Axes") -> None:
         """Draws peak memory against predicted time into a file (.svg, .png, .pdf) or an Axes.
@@ -380,7 +376,7 @@ class Frontier(Sequence[Point]):
         baseline, the least memory of any plan and the lower bound.
 
         Raises:
-            ArgumentError: matplotlib is not installed, or a file of no known kind.
+            ArgumentError: matplotlib is not installed, or the file's suffix is another one.
         """
         plots().draw_frontier(target, self.summary(), f"Memory and time of {self.title}")
 

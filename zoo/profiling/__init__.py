@@ -1,1 +1,1 @@
-"""What a chain costs and what a training step took, in bytes and operations."""
+"""Profiling: the bytes, operations and seconds that a chain will take and a training step took."""

@@ -1,10 +1,10 @@
 """Runs the backward of an autograd graph node by node, in this thread, without autograd's engine.
 
 The engine has threads, which a forked process does not inherit: once a process has run a backward,
-autograd refuses one in its children. What runs here are the same nodes in the same order (the
-latest first), without gradients of gradients and without hooks on tensors. An `autograd.Function`
-gets zeros for a gradient that is not there, also where it asked for None. A block of
-`torch.utils.checkpoint`'s inside is counted as if recomputed for each of its saved tensors.
+autograd refuses one in its children. Here the same nodes run in the same order (the latest first),
+without gradients of gradients and without tensor hooks. An `autograd.Function` gets zeros for a
+missing gradient, even if it asked for None. A block inside that `torch.utils.checkpoint` recomputes
+is counted as if recomputed for each of its saved tensors.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class LeafGradient(NamedTuple):
-    """A leaf and its complete gradient; `is_behind` an earlier node: on a path that leads to it."""
+    """A leaf and its complete gradient; `is_behind`: a path to the leaf has an earlier node."""
 
     leaf: Tensor
     gradient: Tensor
@@ -25,7 +25,7 @@ class LeafGradient(NamedTuple):
 
 
 class _Pending:
-    """A node that will run: the gradients of its outputs so far, and how many are yet to come."""
+    """A node that will run: the gradients of its outputs so far, and how many are missing."""
 
     def __init__(self, node: Any) -> None:
         self.metadata = node._input_metadata
@@ -51,11 +51,10 @@ class _Pending:
 
 @torch.no_grad()
 def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient]:
-    """Yields leaves with their gradients by a scalar, each when its gradient is complete.
+    """Yields leaves with the gradients of a scalar, each when its gradient is complete.
 
-    `roots` holds the scalar, if any, and is emptied: a node that has run is let go of, and with it
-    what it saved, as soon as nobody else holds it. Nodes of a sequence number below `earlier` are
-    earlier ones.
+    `roots` holds the scalar, if any, and is emptied, so that each node is freed after it ran,
+    together with its saved tensors. Nodes with a sequence number below `earlier` are earlier ones.
     """
     if not roots:
         return
@@ -69,7 +68,7 @@ def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient
     while ready:
         node = heapq.heappop(ready)[-1]
         given = pending.pop(node)
-        # an autograd.Function may have an attribute of that name
+        # an autograd.Function may have an attribute named `variable`
         leaf = None if hasattr(node, "apply") else getattr(node, "variable", None)
         if leaf is not None:
             if given.gradients[0] is not None:
@@ -84,12 +83,12 @@ def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient
                 pending[behind].is_behind |= is_behind
                 if not pending[behind].missing:
                     heapq.heappush(ready, (-behind._sequence_nr(), next(order), behind))
-        # a name would hold a node, and with it what it saved
+        # a name would keep a node alive, and with it its saved tensors
         del made, node, gradient, behind
 
 
 def _pending(root: Any) -> dict[Any, _Pending]:
-    """Finds all nodes, and counts for each the edges that lead to it."""
+    """Finds all nodes, and counts the edges that lead to each."""
     found = {root: _Pending(root)}
     stack = [root]
     while stack:
@@ -104,17 +103,17 @@ def _pending(root: Any) -> dict[Any, _Pending]:
 
 
 def _run(node: Any, given: list[Tensor | None]) -> Sequence[Tensor | None]:
-    """Runs a node; returns a gradient or None for each of the nodes behind it."""
+    """Runs a node; returns a gradient or None for each of its next nodes."""
     if not hasattr(node, "apply"):
         made = node(*given)
         return made if isinstance(made, tuple) else (made,)
-    # an autograd.Function, in which a gradient that is not there is taken for one of zeros
+    # an autograd.Function gets zeros for a missing gradient
     gradients = (
         torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device) if one is None else one
         for one, kind in zip(given, node._input_metadata, strict=True)
     )
     made = node.apply(*gradients)
     every = made if isinstance(made, tuple) else (made,)
-    # of its arguments only tensors have nodes behind them
+    # only its tensor arguments have next nodes
     wanted = itertools.compress(every, node.needs_input_grad)
     return [None if behind is None else next(wanted) for behind, _ in node.next_functions]

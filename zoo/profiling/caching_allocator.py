@@ -1,8 +1,8 @@
-"""torch's CUDA caching allocator as a model: what a sequence of requests takes of a GPU's memory.
+"""A model of torch's CUDA caching allocator: the GPU memory that a sequence of requests takes.
 
 `torch.cuda.max_memory_allocated` counts blocks, `max_memory_reserved` the segments that blocks are
-cut from; what lies between is cached or lost to fragmentation. A block is larger than its request,
-a segment larger than its block:
+split from; the difference is cached or lost to fragmentation. A block is at least as large as its
+request, a segment at least as large as its block:
 
     request           block                   segment
     up to 1 MiB       512 bytes, rounded up   2 MiB, shared by small blocks
@@ -10,13 +10,13 @@ a segment larger than its block:
     10 MiB and more   likewise                the block, rounded up to 2 MiB
 
     segment  | block | block | free        |      the smallest free block that is large enough
-             | block | free  | free        |      is cut; a freed block merges with its neighbors
+             | block | free  | free        |      is split; a freed block merges with its neighbors
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp, the constants those of
-c10/core/AllocatorConfig.h (torch 2.14), by default settings and on one stream. Left out: what
-`PYTORCH_ALLOC_CONF` changes (expandable segments, a largest split, rounding to powers of two,
-garbage collection), blocks that other streams use, pools of CUDA graphs. docs/cuda.md says how this
-was compared with torch's own allocator.
+c10/core/AllocatorConfig.h (torch 2.14), with default settings and one stream. Not modeled: the
+settings of `PYTORCH_ALLOC_CONF` (expandable segments, a largest split, rounding to powers of two,
+garbage collection), blocks that other streams use, pools of CUDA graphs. docs/cuda.md says how the
+model was compared with torch's own allocator.
 """
 
 from typing import NamedTuple
@@ -29,20 +29,20 @@ BLOCK = 512
 SMALL = MIB
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
-# a block of so many bytes gets a segment of its own
+# a block of this size or more gets a segment sized for it
 ALONE = 10 * MIB
-# of cuBLAS, for each thread that multiplies, the forward's and the backward's: ":4096:2:16:8", in
-# KiB, in parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp; 32 MiB on Hopper
+# cuBLAS has one for each thread that multiplies, the forward's and the backward's: ":4096:2:16:8",
+# in KiB, in parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp; 32 MiB on Hopper
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) << 10
 
 
 def block_of(kind: str) -> int:
-    """Returns the unit in which `max_memory_allocated` counts on a kind of device: bytes, if 1."""
+    """Returns the bytes that `max_memory_allocated` rounds up to on a kind of device; 1: none."""
     return BLOCK if kind == "cuda" else 1
 
 
 def rounded_up(size: int, unit: int) -> int:
-    """Returns the least multiple of a unit that is no less than a size."""
+    """Rounds a size up to a multiple of a unit."""
     return -(-size // unit) * unit
 
 
@@ -62,27 +62,27 @@ class Block(NamedTuple):
 
 
 class Count:
-    """Bytes now, and the most that there were."""
+    """Current and peak bytes."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
 
     def add(self, size: int) -> None:
-        """Counts bytes that come, or go where they are below 0."""
+        """Adds allocated bytes; freed ones are negative."""
         self.now += size
         self.peak = max(self.peak, self.now)
 
 
 class CachingAllocator:
-    """Hands out blocks as torch does on a GPU where it may reserve `limit` bytes; None: any.
+    """Allocates blocks as torch does on a GPU where it may reserve `limit` bytes; None: no limit.
 
     Attributes:
         requested: bytes that were requested and not freed.
         allocated: bytes of their blocks, `torch.cuda.memory_allocated`.
         reserved: bytes of all segments, `torch.cuda.memory_reserved`.
         segments: bytes of each segment, by its address.
-        small, large: bytes of each cached block in segments of a kind, by its address.
-        end: the address of the next segment; no address is used again.
+        small, large: bytes of each free block in small or large segments, by its address.
+        end: the address of the next segment; addresses are never reused.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -99,7 +99,7 @@ class CachingAllocator:
         cached, least_rest = (self.small, BLOCK) if need <= SMALL else (self.large, SMALL + 1)
         if all(free < need for free in cached.values()):
             cached[self._new_segment(need)] = segment_bytes(need)
-        # of blocks of the same size that of the least address
+        # of blocks of the same size, the one at the lowest address
         taken, address = min((free, start) for start, free in cached.items() if free >= need)
         del cached[address]
         if taken - need >= least_rest:
@@ -122,7 +122,7 @@ class CachingAllocator:
         cached[start] = end - start
 
     def release_cached(self) -> None:
-        """Gives back the segments of which no byte is in use, as `torch.cuda.empty_cache` does."""
+        """Releases the segments without a block in use, as `torch.cuda.empty_cache` does."""
         for address, size in list(self.segments.items()):
             cached = self.small if size == SMALL_SEGMENT else self.large
             if cached.get(address) == size:
@@ -151,12 +151,12 @@ class CachingAllocator:
 
 
 class CudaPeaks(NamedTuple):
-    """The most bytes at once in a step, as `torch.cuda` counts them.
+    """Peak memory of a training step in bytes, as `torch.cuda` counts it.
 
     requested: bytes of tensors and workspaces.
-    allocated: bytes of their blocks, as `torch.cuda.max_memory_allocated` says.
-    reserved: bytes of all segments, as `torch.cuda.max_memory_reserved` says.
-    workspaces: bytes that cuBLAS holds at the end, part of all three.
+    allocated: bytes of their blocks, as `torch.cuda.max_memory_allocated` returns.
+    reserved: bytes of all segments, as `torch.cuda.max_memory_reserved` returns.
+    workspaces: bytes that cuBLAS holds at the end; the other three include them.
     """
 
     requested: int

@@ -1,14 +1,14 @@
 """The bytes and operations of each step of a chain, from one run on fake tensors.
 
-A fake tensor has a shape, a dtype, a device and a storage of the right size with nothing behind it,
-so a model is measured that would not fit, and the kernels chosen are those of the real device. For
-a model on the meta device they are those of the CPU, since meta tensors choose others for attention
-and LSTMs. Between steps not even fake tensors are kept, only their specs; so steps that do the same
-to the same specs are run once.
+A fake tensor has a shape, a dtype, a device and a storage of the right size, but no data. So a
+model that would not fit can be measured, and the kernels are those of the real device. A model on
+the meta device is measured with the CPU's kernels, since meta tensors choose others for attention
+and LSTMs. Between steps only the specs of tensors are kept; so steps that do the same to the same
+specs are run once.
 
-Kernel workspaces (oneDNN's reordered tensors, cuDNN's) are not seen, unless each different kernel
-also runs for real: see `kernel_costs`. The steps run in another process, or copies of them here:
-see `isolation`.
+Kernel workspaces (oneDNN's reordered tensors, cuDNN's) are invisible, unless each different kernel
+also runs for real: see `kernel_costs`. The steps run in a forked process, or copies of them in this
+one: see `isolation`.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.chain_step_profile import (
     REAL,
     GradientSpec,
+    StepContext,
     StepRun,
     Strided,
-    Surroundings,
     Update,
     UpdateBytes,
     run_step,
@@ -65,16 +65,16 @@ from zoo.verification.state_comparison import BOOKKEEPING
 
 
 class _Use(NamedTuple):
-    """The steps whose backwards sum up a gradient of a parameter or of its cast."""
+    """The steps whose backwards add to one gradient, of a parameter or of its cast."""
 
     steps: tuple[int, ...] = ()
     size: int = 0
-    made: int = 0  # the first state, from the last step on, that has the gradient behind it
-    added: int = -1  # the step that adds to a gradient that is a view, so not in place; -1 if none
+    made: int = 0  # the backward has made the gradient when it comes to this state
+    added: int = -1  # the step whose backward adds to a view, so not in place; -1 if none
     is_shared: bool = False
 
     def followed_by(self, number: int, update: Update) -> "_Use":
-        """Counts a use by a later step, too."""
+        """Adds a use by a later step."""
         made = number + (update.is_shared and update.born < 0)
         added = self.steps[-1] if self.steps and update.is_view else -1
         return _Use((*self.steps, number), update.size, made, added, update.is_shared)
@@ -83,26 +83,26 @@ class _Use(NamedTuple):
 class ChainRun(NamedTuple):
     """What the steps of a chain do, as data; fields without a comment are as in `StepCosts`."""
 
-    runs: tuple[StepRun, ...]  # for each step what it did, one and the same for equal steps
-    owners: tuple[dict[int, int], ...]  # ids of its parameters, by those of the step that ran
+    runs: tuple[StepRun, ...]  # of each step; equal steps share one
+    owners: tuple[dict[int, int], ...]  # ids of a step's parameters, by those of the step that ran
     sizes: tuple[int, ...]
-    handed: tuple[frozenset[int], ...]  # storages of each state, also those that no step reads
+    handed: tuple[frozenset[int], ...]  # storages of each state, including those that no step reads
     live: tuple[frozenset[int], ...]
     saved: tuple[frozenset[int], ...]
     gradients: tuple[int, ...]
     kernels: tuple[KernelSpec | None, ...]  # the different ones
-    casts: tuple[tuple[int, ...], ...]  # of each run's; one storage for all casts of a weight
+    casts: tuple[tuple[int, ...], ...]  # storages of each run's casts; all of a weight share one
     copied: tuple[frozenset[int], ...]
     held: tuple[frozenset[int], ...]
-    outside: int  # bytes of tensors that functions of the chain hold, such as a loss its targets
+    outside: int  # bytes of tensors that the steps' functions hold, such as the targets of a loss
 
 
 class Profile:
-    """The steps of a chain for inputs like these (real, fake or meta tensors).
+    """The profile of a chain's steps for inputs like these (real, fake or meta tensors).
 
     Grad mode, autocast and the training flags are those of the caller. Casts of weights are counted
-    as autocast caches them: made once, and held until the forward of the chain ends. A storage
-    takes whole blocks of so many bytes.
+    as autocast caches them: made once, and held until the forward of the chain ends. Storages are
+    rounded up to multiples of `block` bytes.
 
     Raises:
         PlanError: a step fails, or needs numbers that a fake tensor does not have.
@@ -137,11 +137,12 @@ class Profile:
         kernels: Sequence[KernelCosts | None] = (),
         updates: UpdateBytes | None = None,
     ) -> StepCosts:
-        """Puts the numbers of all steps together, with seconds and workspaces of `kernels`.
+        """Returns the costs of all steps, with the seconds and workspaces of `kernels`.
 
-        Without these, workspaces are left out and seconds are estimates from the peak rates of
-        `device`, by default one like the inputs'. With `updates`, what an optimizer allocates to
-        update a parameter, it steps in the backward and frees each gradient.
+        Without `kernels`, workspaces are left out and seconds are estimated from the peak rates of
+        `device`, by default one like the inputs'. `updates` are the bytes that an optimizer
+        allocates to update a parameter; with them, the optimizer steps in the backward and frees
+        each gradient.
         """
         found, runs = self.found, self.runs
         device = device or DEVICES["cpu" if self.device.type in ("cpu", "meta") else "a100"]
@@ -155,7 +156,7 @@ class Profile:
 
         uses, uses_of_casts = self._uses
         of_parameters = self._gradients(uses, frees=updates is not None)
-        # those that no step has are there all the time
+        # gradients of parameters that no step uses count all the time
         others = max(self.gradient_bytes - sum(use.size for use in uses.values()), 0)
         of_casts = self._gradients(uses_of_casts, frees=True)
         return StepCosts(
@@ -190,7 +191,7 @@ class Profile:
             first_saved.update(dict.fromkeys(self.found.saved[number], number))
         curves = []
         for number, run in enumerate(self.runs):
-            # a cast stays as long as an earlier step has it
+            # a cast that an earlier step saves, too, is not freed here
             casts = zip(run.casts, self.found.casts[number], strict=True)
             left_out = {c.freed for c, storage in casts if first_saved.get(storage) != number}
             others = []
@@ -204,7 +205,7 @@ class Profile:
                         left_out.add(update.born)
                         continue
                     if of_cast.steps[-1] != number:
-                        # it has gone into the sum, which is freed behind the kernel that converts
+                        # it went into the sum, which is freed after the kernel that converts it
                         others += [(update.born, -update.cast), (update.born + 3, update.cast)]
                 if update.is_shared and use.steps[-1] != number:
                     left_out.add(update.born)
@@ -218,11 +219,12 @@ class Profile:
         return curves
 
     def _gradients(self, uses: Mapping[int, _Use], *, frees: bool) -> list[int]:
-        """Returns the bytes of gradients that there are when the backward comes to each state.
+        """Returns the bytes of gradients that exist when the backward reaches each state.
 
-        One that several steps sum up in a buffer is there before the backward of the last of these
-        where the forward made it. What `frees` each when it is complete, such as an optimizer in
-        the backward, leaves that of a weight that steps share through an earlier node.
+        A gradient that several steps add to in a buffer exists before the backward of the last of
+        them if the forward made the buffer. With `frees`, each gradient is freed when it is
+        complete, as by an optimizer in the backward; except that of a weight that steps share
+        through an earlier autograd node.
         """
         changes = [0] * (len(self.runs) + 1)
         for use in uses.values():
@@ -233,10 +235,10 @@ class Profile:
 
     @functools.cached_property
     def _uses(self) -> tuple[dict[int, _Use], dict[int, _Use]]:
-        """The uses of each parameter, by its id, and those by casts that autocast caches.
+        """The uses of each parameter, by its id, and the uses of its cast that autocast caches.
 
-        Steps that have the cast of a weight add up its gradients as they are. The backward of the
-        first of these converts the sum, and that alone makes a gradient of the weight.
+        The steps that use a weight's cast add up gradients of the cast. Only the backward of the
+        first of these steps converts the sum to a gradient of the weight.
         """
         uses: dict[int, _Use] = {}
         casts: dict[int, _Use] = {}
@@ -259,9 +261,9 @@ class Profile:
 def _run_steps(
     chain: nn.Module, outline: Outline, inputs: State, block: int, is_apart: bool
 ) -> ChainRun:
-    """Runs the steps on fake tensors: in a child (`is_apart`) themselves, else copies of them."""
+    """Runs the steps on fake tensors in a forked process (`is_apart`), else copies of the steps."""
     caches_casts = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-    propagation = _SpecPropagation(inputs, Surroundings(block, caches_casts))
+    propagation = _SpecPropagation(inputs, StepContext(block, caches_casts))
     on_meta = any(parameter.is_meta for parameter in chain.parameters())
     with (
         contextlib.ExitStack() as restored,
@@ -284,8 +286,8 @@ def _run_steps(
         fakes = [v if isinstance(v, FakeTensor) else fake_of(mode, v) for v in owned]
         real = [v for v in (*inputs, *owned) if v is not None and type(v) in REAL]
         for storage in (tensor.untyped_storage() for tensor in (*fakes, *real)):
-            propagation.around.outside[storage._cdata] = storage, 0
-        # the steps are the program's, whose function modes they may need
+            propagation.context.outside[storage._cdata] = storage, 0
+        # the steps are user code and may need the user's function modes
         with EnableTorchFunction():
             return propagation.run(steps, outline.held)
 
@@ -293,11 +295,11 @@ def _run_steps(
 def _copies(
     chain: nn.Module, steps: Sequence[Step], made: Mapping[int, Tensor]
 ) -> tuple[Step, ...]:
-    """Copies steps and the modules that they are of, without hooks and without what is large."""
+    """Copies steps and their modules, without hooks and without large or trained parameters."""
     known: dict[int, Any] = {
         id(parameter): parameter
         for parameter in chain.parameters()
-        # a step may write a small one that is frozen
+        # a small frozen one is copied, since a step may write it
         if parameter.requires_grad or parameter.nbytes > SMALL
     }
     known |= made
@@ -310,10 +312,10 @@ def _copies(
 
 
 def _recurrent_parameters(chain: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
-    """Stands in for parameters on the meta device that LSTMs and GRUs have.
+    """Returns fakes for the LSTMs' and GRUs' parameters on the meta device, by id.
 
-    Their operators compare devices before anything is dispatched, where all others are moved. These
-    stay, since a step may hold one beside its modules, and is known by it.
+    Their operators compare devices before anything is dispatched, where tensors of all others are
+    moved. Other parameters stay, since a step may hold one itself and is identified by it.
     """
     layers = (module for module in chain.modules() if isinstance(module, nn.RNNBase))
     weights = [p for layer in layers for p in layer.parameters() if p.is_meta and not is_spread(p)]
@@ -321,7 +323,7 @@ def _recurrent_parameters(chain: nn.Module, mode: FakeTensorMode) -> dict[int, T
 
 
 def _fake_buffer(fixes: FakeTensorFixes, buffer: Tensor) -> Tensor:
-    """Stands in for a buffer; a counter stays a number, since some layers compute with it."""
+    """Returns a fake of a buffer; a counter keeps its value, since some layers compute with it."""
     if buffer.ndim == 0 and buffer.device.type in ("cpu", "meta"):
         with unset_fake_temporarily():
             return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.clone()
@@ -333,13 +335,13 @@ def _fake_buffer(fixes: FakeTensorFixes, buffer: Tensor) -> Tensor:
 
 @dataclass
 class _Place:
-    """A step in the chain, and how its run numbers tensors and storages."""
+    """A step in the chain, and how the tensors and storages of its run are numbered there."""
 
-    key: tuple[Hashable, StateSpec]  # what it does, and what it is given, numbered from 0
+    key: tuple[Hashable, StateSpec]  # its `step_key` and its inputs, numbered from 0
     given: StateSpec
     made: StateSpec
     run: StepRun
-    tensors: list[int]  # numbers in the chain of those of the run
+    tensors: list[int]  # numbers in the chain, by those in the run
     storages: list[int]
     owners: dict[int, int]
 
@@ -349,23 +351,23 @@ class _Place:
 
 
 class _SpecPropagation:
-    """Propagates the specs of the state through a chain: shape propagation.
+    """Propagates the specs of the state through a chain, like shape propagation.
 
-    Between steps there are numbers alone: of tensors, and of storages.
+    Between steps tensors and storages are only numbers.
     """
 
-    def __init__(self, inputs: State, around: Surroundings) -> None:
-        self.around = around
-        storages = Storages(around.block)
+    def __init__(self, inputs: State, context: StepContext) -> None:
+        self.context = context
+        storages = Storages(context.block)
         self.states = [tuple(spec and spec.on_cpu() for spec in storages.specs(inputs))]
         self.sizes = storages.sizes
         self.inputs = frozenset(range(len(self.sizes)))
         self.tensors = len({spec.tensor for spec in self.states[0] if spec is not None})
         self.places: list[_Place] = []
         self.known: dict[Hashable, StepRun] = {}
-        # by its key the first such step, and the ids of its parameters
+        # the first step of each key, and the ids of its parameters
         self.samples: dict[Hashable, tuple[Step, list[int]]] = {}
-        self.casts: dict[int, int] = {}  # by the id of a weight the storage of its first cast
+        self.casts: dict[int, int] = {}  # the storage of a weight's first cast, by the weight's id
 
     def run(self, steps: Sequence[Step], held: Sequence[Held]) -> ChainRun:
         """Runs each different step once."""
@@ -384,18 +386,18 @@ class _SpecPropagation:
             live=live,
             saved=tuple(place.numbers(place.run.saved) - self.inputs for place in places),
             gradients=gradients,
-            kernels=tuple(spec for _, spec in self.around.kernels.values()),
+            kernels=tuple(spec for _, spec in self.context.kernels.values()),
             casts=tuple(
                 tuple(place.storages[cast.storage] for cast in place.run.casts) for place in places
             ),
             copied=tuple(place.numbers(place.run.copied) for place in places),
             held=tuple(map(operator.or_, of_forward, unread)),
             sizes=tuple(self.sizes),
-            outside=sum(size for _, size in self.around.outside.values()),
+            outside=sum(size for _, size in self.context.outside.values()),
         )
 
     def _advance(self, step: Step, described: Callable[[nn.Module], Hashable]) -> None:
-        """Runs a step on the state, or on the part of it that the step reads, and follows."""
+        """Runs a step on the part of the state that it reads, and appends the next state."""
         given, part = self.states[-1], getattr(step, "func", None)
         if isinstance(part, PassThrough):
             step = functools.partial(part.function, *cast(NamedStep, step).args)
@@ -404,7 +406,7 @@ class _SpecPropagation:
         storages: dict[int, int] = {}
         state = tuple(spec and spec.renumbered(tensors, storages) for spec in given)
         parameters, firsts = _parameters_of(step), dict[int, int]()
-        # where modules share parameters inside of a step, equal steps share likewise
+        # equal steps share parameters among their modules in the same way
         sharing = tuple(firsts.setdefault(one, len(firsts)) for one in parameters)
         key = (step_key(step, described), sharing), state
         _, measured = self.samples.setdefault(key, (step, parameters))
@@ -430,18 +432,19 @@ class _SpecPropagation:
     def _run(self, key: tuple[Hashable, StateSpec], strided: Strided = ()) -> StepRun:
         if (key, strided) not in self.known:
             step, _ = self.samples[key]
-            self.known[key, strided] = run_step(step, key[1], strided, self.around)
+            self.known[key, strided] = run_step(step, key[1], strided, self.context)
         return self.known[key, strided]
 
     def _gradients(self) -> tuple[int, ...]:
-        """Returns the bytes of each state's gradients, from the last state to the first.
+        """Returns the bytes of each state's gradients.
 
-        A step gives its inputs their gradients; an addition gives both the same tensor. Tensors
-        that a step handed on keep theirs; where the step used them too, the sum is a tensor of its
-        own. A step that gets gradients which are not contiguous is measured anew with such.
+        A step's backward makes the gradients of its inputs; an addition gives both inputs the same
+        tensor. Tensors that a step passes on keep their gradients; where the step also used one,
+        the sum is a new tensor. A step whose incoming gradients are not contiguous is measured
+        again with such gradients.
         """
         outputs = self._trained(-1)
-        # a language model that returns its loss and then its logits is trained by the loss
+        # a language model that returns its loss and then its logits is trained with the loss
         is_loss = bool(outputs) and not outputs[0].shape
         held = {s.tensor: self._own(s) for s in outputs if not (is_loss and s.shape)}
         found = [held]
@@ -462,7 +465,7 @@ class _SpecPropagation:
         return [spec for spec in self.states[number] if spec and spec.requires_grad]
 
     def _measure_strided(self, place: _Place, held: Mapping[int, GradientSpec]) -> None:
-        """Runs a step again that gets gradients which are not contiguous."""
+        """Runs a step again whose incoming gradients are not contiguous."""
         strided = tuple(
             (output, held[spec.tensor]._replace(storage=None))
             for output, spec in enumerate(place.made)
@@ -472,24 +475,24 @@ class _SpecPropagation:
             place.run = self._run(place.key, strided)
 
     def _held(self, held: Held) -> frozenset[int]:
-        """Returns the storages that a forward holds beside a state."""
+        """Returns the storages that the forward holds in addition to a state."""
         entries = (self.states[state][place] for state, place in held.tensors)
         storages = {spec.storage for spec in entries if spec is not None}
         if held.others:
-            # one for them all
+            # one storage for them all
             storages.add(len(self.sizes))
-            self.sizes.append(sum(rounded_up(size, self.around.block) for size in held.others))
+            self.sizes.append(sum(rounded_up(size, self.context.block) for size in held.others))
         return frozenset(storages - self.inputs)
 
     def _own(self, spec: TensorSpec) -> GradientSpec:
-        """Describes a gradient that lies in a storage of its own."""
+        """Returns the spec of a gradient in a storage of its own."""
         size = math.prod(spec.shape) * spec.dtype.itemsize
-        return GradientSpec(("own", spec.tensor), rounded_up(size, self.around.block))
+        return GradientSpec(("own", spec.tensor), rounded_up(size, self.context.block))
 
     def _live(self) -> tuple[frozenset[int], ...]:
-        """Returns for each state the storages that later steps read; of the last one, its own.
+        """Returns for each state the storages that later steps read; for the last one, its own.
 
-        Without those that are handed on because the chain returns them, such as a cache of keys.
+        Without those that are only passed on since the chain returns them, such as a cache of keys.
         """
         read = {spec.tensor for spec in self.places[-1].made if spec} if self.places else set()
         found = [self._storages(self.states[-1], read)]
@@ -500,7 +503,6 @@ class _SpecPropagation:
         return tuple(reversed(found))
 
     def _storages(self, state: StateSpec, tensors: Container[int] | None = None) -> frozenset[int]:
-        """Returns the storages of a state, or of some tensors of it."""
         specs = [spec for spec in state if spec and (tensors is None or spec.tensor in tensors)]
         return frozenset(spec.storage for spec in specs) - self.inputs
 
@@ -514,9 +516,10 @@ def _parameters_of(step: Step) -> list[int]:
 
 
 def step_key(step: Any, described: Callable[[nn.Module], Hashable]) -> Hashable:
-    """Says what a step does: its functions, bound values, and what `described` says of modules.
+    """Identifies what a step does: its functions, bound values, and `described` of its modules.
 
-    With descriptions, equal keys mean equal work on equal inputs; with ids, also equal parameters.
+    If `described` returns descriptions, equal keys mean equal work on equal inputs; if it returns
+    ids, also the same parameters.
     """
     if isinstance(step, functools.partial):
         bound = _value_key((*step.args, *step.keywords.values()), described)
@@ -524,13 +527,13 @@ def step_key(step: Any, described: Callable[[nn.Module], Hashable]) -> Hashable:
     if isinstance(step, nn.Module):
         return None, described(step)
     owner = getattr(step, "__self__", None)
-    # a function written in C has an owner, its library, and no function
+    # the `__self__` of a function written in C is its library, and it has no `__func__`
     function = getattr(step, "__func__", step) if owner is not None else id(step)
     return function, _value_key(owner, described)
 
 
 def _value_key(value: Any, described: Callable[[nn.Module], Hashable]) -> Hashable:
-    """Names a value: what cannot be compared by value is only like itself."""
+    """Returns a key for a value: its id where it cannot be compared by value."""
     if isinstance(value, nn.Module):
         return described(value)
     if isinstance(value, tuple | list):
@@ -539,7 +542,7 @@ def _value_key(value: Any, described: Callable[[nn.Module], Hashable]) -> Hashab
 
 
 def _described(module: nn.Module) -> Hashable:
-    """Describes a module: its type, settings, parameters and what is inside."""
+    """Describes a module: its type, settings, parameters and submodules."""
     owned = (*module._parameters.items(), *module._buffers.items())
     settings = ((name, v) for name, v in vars(module).items() if name not in BOOKKEEPING)
     return (

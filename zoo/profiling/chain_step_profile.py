@@ -24,7 +24,7 @@ from zoo.profiling.fake_tensors import LIFT, QUESTIONS, as_data
 from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, storages_of, tensors_in
 
-# tensors that are not fake, nor made of others
+# tensors that are neither fake nor wrappers of other tensors
 REAL = (Tensor, nn.Parameter)
 _CONVERSION = torch.ops.aten._to_copy.default
 # these start no kernel
@@ -32,19 +32,19 @@ _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_fo
 
 
 @dataclass
-class Surroundings:
-    """What the steps of a chain have in common while they run."""
+class StepContext:
+    """The context that the steps of a chain share while they run."""
 
-    block: int = 1  # bytes: storages take whole blocks
-    caches_casts: bool = False  # holds casts of weights to the end of the forward, as autocast does
-    # storages that somebody else holds, by their addresses, and the bytes that count: none of
-    # parameters, buffers, inputs and fakes of real tensors, all of others, such as targets
+    block: int = 1  # storages are rounded up to multiples of so many bytes
+    caches_casts: bool = False  # autocast holds casts of weights until the forward ends
+    # storages that are not the step's, by their addresses, and the bytes to count: 0 for
+    # parameters, buffers, inputs and fakes of real tensors; all for others, such as targets
     outside: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    # different calls of kernels by their texts: the number of each, and its spec
+    # the number and the spec of each different kernel call, by the spec's repr
     kernels: dict[str, tuple[int, KernelSpec | None]] = field(default_factory=dict)
 
     def bytes_of(self, storage: Any) -> int:
-        """Returns the bytes of a storage, in whole blocks."""
+        """Returns the bytes of a storage, rounded up to blocks."""
         return rounded_up(storage.nbytes(), self.block)
 
     def bytes_in(self, tensor: Tensor) -> int:
@@ -67,23 +67,23 @@ def bytes_moved(tensor: Tensor) -> int:
 class GradientSpec(NamedTuple):
     """The gradient of a tensor."""
 
-    storage: Hashable  # a name, which that of others may be, too
+    storage: Hashable  # a name; gradients of the same name share a storage
     bytes: int
-    stride: tuple[int, ...] | None = None  # None if contiguous: steps that need it so copy it
+    stride: tuple[int, ...] | None = None  # None if contiguous
 
 
-# places in a state and the gradients of the tensors there, those that are not contiguous
+# the gradients that are not contiguous, each with its tensor's place in the state
 Strided = tuple[tuple[int, GradientSpec], ...]
-# outputs that have a graph, and their gradients where these are not contiguous
+# the outputs with a grad_fn, and the specs of gradients that are not contiguous
 Ends = dict[Tensor, GradientSpec | None]
-# the shape and the type of a parameter
+# the shape and the dtype of a parameter
 Form = tuple[tuple[int, ...], torch.dtype]
 # bytes that an optimizer allocates to update a parameter
 UpdateBytes = Mapping[Form, int]
 
 
 def form_of(parameter: Tensor) -> Form:
-    """Returns the shape and the type of a parameter."""
+    """Returns the shape and the dtype of a parameter."""
     return tuple(parameter.shape), parameter.dtype
 
 
@@ -92,64 +92,64 @@ class Cast(NamedTuple):
 
     weight: int  # its id
     storage: int
-    freed: int  # by which event of the backward; -1 if before
+    freed: int  # the event of the backward that freed it; -1 if before
 
 
 class Update(NamedTuple):
-    """The gradient of a parameter that is complete, and may be used and freed."""
+    """A complete gradient of a parameter, which may now be used and freed."""
 
     parameter: int  # its id
     form: Form
-    born: int  # by which event of the backward; -1 if before
+    born: int  # the event of the backward that allocated it; -1 if before
     done: int  # events of the backward until it was complete
-    size: int  # bytes; 0 of one in the storage of a later one
-    # bytes of the gradient of a cast that autocast caches, which became this one and was freed at
-    # once; 0 where there is none
+    size: int  # bytes; 0 if it shares the storage of a later one
+    # bytes of the gradient of a cast that autocast caches, which was converted to this one and
+    # freed at once; 0 if there is none
     cast: int
     is_shared: bool  # other steps add to it, through an autograd node made before this step
-    is_view: bool  # autograd's first addition to it (to that of the cast) is not in place
+    is_view: bool  # so autograd's first addition to it (or to the cast's) is not in place
 
 
 @dataclass(frozen=True)
 class StepRun:
     """What a step did. Storages are numbered: those of its inputs first, then new ones.
 
-    `backward` is above the saved tensors and the incoming gradients. Both are freed on the way, as
-    autograd frees them: a gradient when it was used, a saved tensor when its autograd node is done.
-    Gradients of tensors that the step only hands on are already there.
+    `backward` counts bytes above the saved tensors and incoming gradients. Both are freed on the
+    way, as autograd does: a gradient after its use, a saved tensor after its autograd node.
+    Gradients of tensors that the step only passes on are not counted.
     """
 
     outputs: StateSpec
     new_sizes: tuple[int, ...]  # bytes of the new storages among outputs and saved tensors
-    saved: frozenset[int]  # storages, those of parameters left out
+    saved: frozenset[int]  # storages, without those of parameters
     forward: Curve
     until_saved: Curve  # the forward until the last tensor is saved
     backward: Curve
-    gives: Mapping[int, GradientSpec]  # those of tensors of the state that it took part in
+    gives: Mapping[int, GradientSpec]  # gradients of its inputs, by the number of the tensor
     updates: tuple[Update, ...]  # in the order in which they are complete
-    made: int  # bytes of gradients of parameters that the forward made; its curves are without them
+    made: int  # bytes of parameters' gradients that the forward made; the curves leave them out
     draws: int  # kernels of the forward that draw random numbers
-    # storages of inputs of which a segment keeps a copy: small, without history, read by kernels
+    # storages of inputs that a segment copies: small, without a grad_fn, read by kernels
     copied: frozenset[int]
     casts: tuple[Cast, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the first floating tensor that it returned."""
+        """The dtype of the first floating-point tensor that it returned."""
         dtypes = [spec.dtype for spec in self.outputs if spec is not None]
         return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
-def run_step(step: Step, state: StateSpec, strided: Strided, around: Surroundings) -> StepRun:
+def run_step(step: Step, state: StateSpec, strided: Strided, context: StepContext) -> StepRun:
     """Runs a step, forward and backward, on a state of these specs, under a `FakeTensorMode`.
 
-    Storages and tensors are numbered from 0 in order. Kernels that are new, and tensors that
-    somebody else holds, are added to those `around`.
+    Storages and tensors are numbered from 0 in order. New kernels, and tensors that are not the
+    step's, are added to the context.
     """
-    storages = Storages(around.block)
+    storages = Storages(context.block)
     leaves = storages.empty(state)
     given = len(storages.sizes)
-    mode = AllocationMode(around)
+    mode = AllocationMode(context)
     saved = _SavedTensors(storages, leaves, mode)
     start = sequence_number()
     with mode, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
@@ -159,7 +159,7 @@ def run_step(step: Step, state: StateSpec, strided: Strided, around: Surrounding
     ends = ends_of(outputs, strided)
     roots = [root_of(ends)] if ends else []
     incoming = sum(
-        rounded_up(output.nbytes, around.block) if gradient is None else gradient.bytes
+        rounded_up(output.nbytes, context.block) if gradient is None else gradient.bytes
         for output, gradient in ends.items()
     )
     casts = [(weight, storages.number(cast), mode.births_of([cast])) for weight, cast in mode.casts]
@@ -174,7 +174,7 @@ def run_step(step: Step, state: StateSpec, strided: Strided, around: Surrounding
     trained = [found for found in complete if id(found[0]) not in inputs]
     births = mode.births_of(gradient for _, gradient, *_ in trained)
     pairs = [(spec, leaf) for spec, leaf in zip(state, leaves, strict=True) if spec is not None]
-    gradients = {id(leaf): _gradient_spec(gradient, around) for leaf, gradient, *_ in complete}
+    gradients = {id(leaf): _gradient_spec(gradient, context) for leaf, gradient, *_ in complete}
     return StepRun(
         outputs=returned,
         new_sizes=tuple(storages.sizes[given:]),
@@ -196,10 +196,10 @@ def run_step(step: Step, state: StateSpec, strided: Strided, around: Surrounding
     )
 
 
-def _gradient_spec(gradient: Tensor, around: Surroundings) -> GradientSpec:
+def _gradient_spec(gradient: Tensor, context: StepContext) -> GradientSpec:
     is_dense = gradient.layout is not torch.strided or gradient.is_contiguous()
     return GradientSpec(
-        key_of(gradient), around.bytes_in(gradient), None if is_dense else gradient.stride()
+        key_of(gradient), context.bytes_in(gradient), None if is_dense else gradient.stride()
     )
 
 
@@ -223,7 +223,7 @@ def _updates(
                 form=form_of(leaf),
                 born=born,
                 done=moment - mode.backward,
-                size=mode.around.bytes_in(gradient) if last[key] is leaf else 0,
+                size=mode.context.bytes_in(gradient) if last[key] is leaf else 0,
                 cast=cast,
                 is_shared=is_shared,
                 is_view=is_view and not is_shared,
@@ -233,7 +233,7 @@ def _updates(
 
 
 def ends_of(outputs: Sequence[Tensor | None], strided: Strided = ()) -> Ends:
-    """Lists the outputs that have a graph, each once."""
+    """Lists the outputs with a grad_fn, each once."""
     gradients = dict(strided)
     return {
         output: gradients.get(place)
@@ -269,10 +269,10 @@ def _ones(shape: torch.Size, options: dict[str, Any], gradient: GradientSpec | N
 
 
 class _SavedTensors:
-    """Notes the storages that autograd saves in a step's forward, parameters left out, and when.
+    """Records the storages, except parameters', that autograd saves in a step's forward.
 
-    A recomputation may stop after the `last` one, unless it `may_change`: the operation may be
-    about to write it, as dropout does its mask.
+    A recomputation may stop after `last` events, when the last of them is saved, unless that one
+    `may_change`: its operation may be about to write it, as dropout writes its mask.
     """
 
     def __init__(
@@ -286,12 +286,12 @@ class _SavedTensors:
         self._writer = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Notes a saved tensor; returns what autograd holds: no cycle with its own history."""
+        """Records a saved tensor; returns one without a reference cycle through its own grad_fn."""
         if tensor.grad_fn is not None:
             self.may_change &= tensor.grad_fn._sequence_nr() < self._writer
         elif not tensor.requires_grad and id(tensor) not in self._inputs:
             self.may_change, self._writer = True, sequence_number() - 1
-        is_outside = tensor.untyped_storage()._cdata in self.mode.around.outside
+        is_outside = tensor.untyped_storage()._cdata in self.mode.context.outside
         if not (is_outside or isinstance(tensor, nn.Parameter)):
             self.numbers.add(self.storages.number(tensor))
             self.last = self.mode.now
@@ -299,40 +299,40 @@ class _SavedTensors:
 
 
 class AllocationMode(KernelMode):
-    """Records in order the storages that operations make, when each is freed, and the kernels.
+    """Records allocations, frees and kernels as events, in their order.
 
-    A storage that comes or goes is a pair: the place of the event that made it (-1 for none), and
-    its bytes, negative where it goes.
+    An allocation or free is a pair: the index of the event that allocated the storage (-1 for
+    none), and its bytes, negative for a free.
     """
 
     supports_higher_order_operators = False
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, context: StepContext) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.around = around
+        self.context = context
         self.events: list[tuple[int, int] | Kernel] = []
-        self.backward = 0  # the event with which it begins
+        self.backward = 0  # the index of its first event
         self.draws = 0
         self.read: set[int] = set()  # addresses of the storages that kernels were given
-        self.casts: list[tuple[int, Tensor]] = []  # ids of weights, and casts that are cached
+        self.casts: list[tuple[int, Tensor]] = []  # ids of weights, and their cached casts
         self._births: dict[int, int] = {}
-        # whether what was converted was a view, by the event that made the copy
+        # whether the source of a conversion was a view, by the event that allocated the result
         self._conversions: dict[int, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in QUESTIONS:
             return func(*args, **kwargs)
-        inputs, outside = tensors_in((args, kwargs)), self.around.outside
+        inputs, outside = tensors_in((args, kwargs)), self.context.outside
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
         given = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
         for tensor in inputs:
-            # the code makes the numbers of `torch.tensor` itself
+            # the code itself makes the data of `torch.tensor`
             if type(tensor) in REAL and func is not LIFT:
                 for storage in storages_of(tensor):
-                    outside.setdefault(storage._cdata, (storage, self.around.bytes_of(storage)))
+                    outside.setdefault(storage._cdata, (storage, self.context.bytes_of(storage)))
         starts_kernel = not (func.is_view or func in _FREE)
-        # before it runs, since one that writes in place may change what it was given
+        # before it runs, since it may change its arguments in place
         number = self._number(func, args, kwargs) if starts_kernel else 0
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
@@ -345,7 +345,7 @@ class AllocationMode(KernelMode):
                 outside.setdefault(storage._cdata, (storage, 0))
             elif storage._cdata not in given:
                 self._note(storage)
-        if self.around.caches_casts and _is_cached(func, args, result):
+        if self.context.caches_casts and _is_cached(func, args, result):
             self.casts.append((id(args[0]), result))
         if starts_kernel:
             self.read |= given
@@ -356,14 +356,14 @@ class AllocationMode(KernelMode):
         return result
 
     def _number(self, func: Any, args: Any, kwargs: Any) -> int:
-        spec, known = KernelSpec.of(func, args, kwargs), self.around.kernels
+        spec, known = KernelSpec.of(func, args, kwargs), self.context.kernels
         return known.setdefault(repr(spec), (len(known), spec))[0]
 
     def _note(self, storage: Any) -> None:
         key = storage._cdata
-        if key not in self._births and key not in self.around.outside:
+        if key not in self._births and key not in self.context.outside:
             birth = self._births[key] = self.now
-            size = self.around.bytes_of(storage)
+            size = self.context.bytes_of(storage)
             self.events.append((birth, size))
             weakref.finalize(storage, self._free, key, size).atexit = False
 
@@ -376,7 +376,7 @@ class AllocationMode(KernelMode):
         return len(self.events)
 
     def curve(self, start: int = 0, end: int | None = None, left_out: Container[int] = ()) -> Curve:
-        """Returns the events between two places, as if some storages had taken nothing."""
+        """Returns the events between two indices, as if some storages had no bytes."""
         events = self.events[start:end]
         return Curve(
             tuple(
@@ -386,36 +386,36 @@ class AllocationMode(KernelMode):
         )
 
     def bytes_at(self, place: int) -> int:
-        """Returns the bytes that came with an event; below 0 if they went, 0 if it is a kernel."""
+        """Returns the bytes that an event allocated (below 0: freed); 0 for a kernel."""
         event = self.events[place] if place < self.now else (-1, 0)
         return 0 if isinstance(event, Kernel) else event[1]
 
     def born(self, key: int) -> int:
-        """Returns which event of the backward made a storage; -1 if it was made before."""
+        """Returns the event of the backward that allocated a storage; -1 if it is older."""
         return max(self._births.get(key, -1) - self.backward, -1)
 
     def freed(self, births: Container[int]) -> int:
-        """Returns which event of the backward freed what these events made; -1 if none."""
+        """Returns the event of the backward that freed what these events allocated; -1 if none."""
         later = enumerate(self.events[self.backward :])
         return next((n for n, e in later if not isinstance(e, Kernel) and e[0] in births), -1)
 
     def converted(self, born: int) -> tuple[int, bool] | None:
-        """Returns the bytes that an event of the backward converted, and whether of a view.
+        """Returns the source bytes of a conversion in the backward, and whether it was a view.
 
-        None where it was no conversion, or where they were not freed behind that kernel.
+        None if the event is no conversion, or if the source was not freed after that kernel.
         """
         place = self.backward + born
         is_view, size = self._conversions.get(place), self.bytes_at(place + 2)
         return None if is_view is None or size >= 0 else (-size, is_view)
 
     def births_of(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Returns the storages of tensors, by the places of the events that made them."""
+        """Returns the events that allocated the storages of tensors."""
         storages = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
         return {self._births[storage] for storage in storages if storage in self._births}
 
 
 def _is_cached(func: Any, args: Any, result: Any) -> bool:
-    """Says whether autocast caches what a kernel returned: a weight in its lower precision."""
+    """Says whether autocast caches a kernel's result: a weight cast to its lower precision."""
     if func is not _CONVERSION or not isinstance(args[0], nn.Parameter):
         return False
     is_trained = args[0].requires_grad and args[0].dtype is torch.float32

@@ -1,20 +1,19 @@
-"""What fake tensors lack and planning needs: the numbers of constants, the bytes of some kernels.
+"""What fake tensors lack and planning needs: the values of constants, the bytes of some kernels.
 
-A fake tensor has no numbers, and code that reads one (`torch.arange(2, 5).tolist()` in a loss)
-raises DataDependentOutputException. But what code makes of its own numbers and of shapes alone is
-the same whatever the data: a counter, whether a given mask masks anything. So beside each fake
-tensor whose numbers are known a real one is kept, and every kernel that gets only such tensors runs
-on these, too (constant propagation). Of any other tensor no number is made up.
+A fake tensor has no values, and code that reads one (`torch.arange(2, 5).tolist()` in a loss)
+raises DataDependentOutputException. But values that code computes from its own constants and from
+shapes are the same whatever the data: a counter, whether a given mask masks anything. So each fake
+tensor whose values are known has a real one beside it, and every kernel that gets only such tensors
+runs on the real ones, too (constant propagation). No value of any other tensor is made up.
 
-Of three kinds of kernels torch gets the memory wrong when tensors are fake:
+For three kinds of kernels torch gets the memory wrong when tensors are fake:
 
-- Those of fused optimizers write in place and allocate nothing. torch does not know what they do to
-  fake tensors and runs them, on real tensors of the same sizes.
-- The CPU's batch norm of half precision with weights of float32, as under autocast, saves its
-  statistics in float32; a fake one in half precision.
-- The CPU's LSTM hands its backward a workspace that as a fake tensor is empty, and for real is most
-  of what an LSTM saves. How large it is only the kernel knows: each different call runs once, for
-  real.
+- Fused optimizers write in place and allocate nothing. torch has no fake kernels for them and runs
+  them on real tensors of the same sizes.
+- The CPU's batch norm in half precision with float32 weights, as under autocast, saves its
+  statistics in float32; a fake one saves them in half precision.
+- The CPU's LSTM returns a workspace for its backward, most of what an LSTM saves. A fake one is
+  empty. Only the kernel knows the real size: each different call runs once, for real.
 """
 
 import contextlib
@@ -53,12 +52,12 @@ def _operators(overload: str, names: str) -> frozenset[Any]:
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 BATCH_NORM = torch.ops.aten.native_batch_norm.default
-# makes a fake tensor of a real one
+# wraps the real tensor of `torch.tensor([...])`
 LIFT = torch.ops.aten.lift_fresh.default
-# what torch asks of a tensor itself, before it runs a kernel: no kernels
+# torch asks a tensor these before it runs a kernel; they are no kernels
 DEVICE = torch.ops.prim.device.default
 QUESTIONS = frozenset({DEVICE, torch.ops.prim.layout.default})
-# element by element; the result has the type of arguments that all have one type
+# element by element; arguments of one dtype give a result of that dtype
 POINTWISE = _operators("Tensor", "add sub mul div") | _operators(
     "default",
     "relu gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward "
@@ -69,28 +68,28 @@ IN_PLACE = (
     | _operators("default", "relu_ addcmul_ addcdiv_")
     | _operators("Scalar", "lerp_")
 )
-# numbers of a constant, at most; who reads more reads data
+# the most elements of a constant; a larger tensor is data
 MOST = 1 << 12
-# in a process of its own, which need not save memory
+# the same in a forked process, which need not save memory
 SMALL = 1 << 16
 LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 @functools.cache
 def import_for_fakes() -> None:
-    """Has torch import once, and not in each forked process, what fake tensors need."""
+    """Imports what fake tensors need, once and not in each forked process."""
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 class NumbersNeeded(BaseException):
-    """A forward reads numbers that nobody knows; no `except Exception` of its own catches it."""
+    """A forward reads unknown values; no `except Exception` of its own catches this."""
 
 
 class FakeTensorFixes(KernelMode):
-    """Corrects what a `FakeTensorMode` makes of kernels; enter it inside of one.
+    """Corrects the results of a `FakeTensorMode`; enter it inside one.
 
-    `strict` raises NumbersNeeded where torch raises exceptions of its own. With `moves_meta` the
-    model is on the meta device: tensors there, also those that its forward makes, are on the CPU,
+    `strict` raises NumbersNeeded instead of torch's own exceptions. `moves_meta` is for a model on
+    the meta device: its tensors there, and those that its forward makes, are moved to the CPU,
     whose kernels stand for those of any device.
     """
 
@@ -100,25 +99,25 @@ class FakeTensorFixes(KernelMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.strict, self.moves_meta = mode, strict, moves_meta
         self.most = SMALL if strict else MOST
-        self.asked = False  # for unknown numbers, also where the forward went on all the same
+        self.asked = False  # for unknown values, even if the forward went on
         self._constants: Any = WeakTensorKeyDictionary()  # fake tensors -> real ones
-        # storages of real ones that unknown numbers were written to
+        # storages of real ones whose fakes were overwritten with unknown values
         self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def know(self, fake: Tensor, real: Tensor) -> None:
-        """Notes the numbers of a fake tensor."""
+        """Records the values of a fake tensor."""
         self._constants[fake] = real
 
     def forget(self, tensor: Tensor) -> None:
-        """Takes the numbers of a tensor, and of all that share its storage, for unknown."""
+        """Marks the values of a tensor, and of all that share its storage, as unknown."""
         if (real := self._constants.get(tensor)) is not None:
             self._stale.add(real.untyped_storage())
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Has `tolist` and `numpy`, which are no kernels, return constants, too.
+    def constants_readable(self) -> Iterator[None]:
+        """Lets `tolist` and `numpy`, which are no kernels, return constants, too.
 
-        transformers masks otherwise when it sees fake tensors; now only where it cannot know.
+        transformers makes other masks for fake tensors; here only for those of unknown values.
         """
 
         def read(fake: Tensor) -> Tensor:
@@ -169,7 +168,7 @@ class FakeTensorFixes(KernelMode):
         return result
 
     def _moved(self, leaf: Any) -> Any:
-        """Returns what stands on the CPU for a tensor on the meta device, or for that device."""
+        """Replaces a tensor on the meta device by a fake on the CPU, and that device by the CPU."""
         if isinstance(leaf, torch.device):
             return CPU if leaf.type == "meta" else leaf
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and leaf.is_meta:
@@ -177,7 +176,7 @@ class FakeTensorFixes(KernelMode):
         return leaf
 
     def _on_fakes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a kernel on fake tensors, those that torch gets wrong as they are for real."""
+        """Runs a kernel on fake tensors, with the results that torch gets wrong corrected."""
         result = result_by_rule(self.mode, func, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -196,24 +195,24 @@ class FakeTensorFixes(KernelMode):
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-        """Runs a kernel on the real tensors, too; says whether they could."""
+        """Runs a kernel on the real tensors, too; says whether that was possible."""
         try:
             reals = self._on_reals(func, args, kwargs)
         except Exception:
-            # a kernel of another device alone
+            # a kernel that only another device has
             return False
         for fake, real in zip(tensors_in(result), tensors_in(reals), strict=True):
             self.know(fake, real)
         return True
 
     def _knows(self, func: Any, tensors: Sequence[Tensor]) -> bool:
-        """Says whether a kernel makes the same each time, of numbers that are known."""
+        """Says whether a kernel is deterministic and gets known values."""
         effects = effects_of(func)
         if effects.opaque or effects.seeded or effects.reshapes or effects.empty:
             return False
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return False
-        # what makes constants reads only shape and dtype of another tensor
+        # `zeros_like` and the like read only the shape and dtype of a tensor
         return effects.blank or all(self._real_of(tensor) is not None for tensor in tensors)
 
     def _real_of(self, tensor: Tensor) -> Tensor | None:
@@ -222,7 +221,7 @@ class FakeTensorFixes(KernelMode):
             return None if real.untyped_storage() in self._stale else real
         if isinstance(tensor, FakeTensor) or not is_plain(tensor) or tensor.numel() > self.most:
             return None
-        # a tensor that the code itself has, such as that of `torch.tensor([1, 2])`
+        # a real tensor of the code itself, such as `torch.tensor([1, 2])`
         if tensor.is_meta or tensor.requires_grad:
             return None
         self.know(tensor, copied(tensor))
@@ -234,7 +233,7 @@ class FakeTensorFixes(KernelMode):
                 return CPU if isinstance(leaf, torch.device) else leaf
             if (known := self._real_of(leaf)) is not None:
                 return known
-            # of this one only the shape and the dtype count
+            # only its shape and dtype are read
             return torch.empty((), dtype=leaf.dtype).expand(leaf.shape)
 
         with unset_fake_temporarily():
@@ -251,7 +250,7 @@ class FakeTensorFixes(KernelMode):
 
 
 def as_data(tensor: Tensor) -> Tensor:
-    """Returns a tensor whose numbers only stand in for others: nobody takes them for constants."""
+    """Returns a tensor whose values are placeholders and must not count as constants."""
     for mode in dispatch_modes():
         if isinstance(mode, FakeTensorFixes):
             mode.forget(tensor)
@@ -259,7 +258,7 @@ def as_data(tensor: Tensor) -> Tensor:
 
 
 def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
-    """Puts tensors in the place of a model's own, by id, also in its modules' lists of them."""
+    """Replaces a model's tensors, by id, including those in lists and dicts of its modules."""
     leaves = (nn.Module, *VALUES)
 
     def other(value: Any) -> Any:
@@ -267,7 +266,7 @@ def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
             return made.get(id(value), value)
         if type(value) in (list, tuple):
             return type(value)(map(other, value))
-        # a tree takes long, and most values are no containers
+        # a tree map is slow, and most values are no containers
         is_leaf = isinstance(value, leaves)
         return value if is_leaf else pytree.tree_map_only(Tensor, other, value)
 
@@ -280,21 +279,21 @@ def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Copies the numbers of a tensor to where they can be read."""
+    """Copies the values of a tensor to a real one on the CPU."""
     with unset_fake_temporarily(), torch.no_grad():
         return tensor.detach().to(CPU, copy=True)
 
 
-# bytes, by the call
+# bytes of workspaces, by the repr of the call's spec
 _workspaces: dict[str, int] = {}
 
 
 def _workspace(func: Any, args: Any, kwargs: Any) -> int:
-    """Returns the bytes of the workspace that the CPU's LSTM hands its backward."""
+    """Returns the bytes of the workspace that the CPU's LSTM returns for its backward."""
     spec = KernelSpec.of(func, args, kwargs)
     if repr(spec) not in _workspaces:
         assert spec is not None
-        # gradients are on, since else the kernel makes none
+        # without grad mode the kernel makes none
         with unset_fake_temporarily(), torch.enable_grad():
             operator, args, kwargs = spec.prepared()
             workspace = operator(*args, **kwargs)[-1]
@@ -303,7 +302,7 @@ def _workspace(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def answer(question: Any, tensor: Tensor) -> Any:
-    """Answers a question, as a `FakeTensorMode` does."""
+    """Returns the device or layout of a tensor, as a `FakeTensorMode` does."""
     if question is not DEVICE or type(tensor) is not FakeTensor:
         return question(tensor)
     is_inside = tensor.fake_mode.in_kernel_invocation  # type: ignore[attr-defined]
@@ -311,7 +310,7 @@ def answer(question: Any, tensor: Tensor) -> Any:
 
 
 def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns what torch would for a kernel on fake tensors, NotImplemented without a rule."""
+    """Returns torch's result of a kernel on fake tensors, faster; NotImplemented without a rule."""
     if func is torch.ops.aten.empty_strided.default:
         return _empty_strided(mode, *args, **kwargs)
     tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
@@ -327,13 +326,13 @@ def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> A
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Says whether a tensor is a fake one of no known numbers."""
+    """Says whether a tensor is a strided fake without a constant of torch's own."""
     is_fake = type(tensor) is FakeTensor and tensor.layout is torch.strided
     return is_fake and tensor.constant is None  # type: ignore[attr-defined]
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Says whether tensors are dense, of one shape, stride, device and floating type."""
+    """Says whether tensors are dense, of one shape, stride, device and floating-point dtype."""
     first = tensors[0]
     return (
         first.is_floating_point()
@@ -385,7 +384,7 @@ def _batch_norm(mode: FakeTensorMode, x: Tensor, *others: Any) -> Any:
 
 
 def statistics_type(x: Tensor, *weights: Any) -> torch.dtype:
-    """Returns the type of a batch norm's statistics on the CPU: float32 where one weight's is."""
+    """Returns the dtype of a batch norm's statistics on the CPU: float32 if a weight's is."""
     dtypes = [weight.dtype for weight in weights if isinstance(weight, Tensor)]
     return torch.float32 if torch.float32 in dtypes else x.dtype
 

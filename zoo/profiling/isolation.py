@@ -1,14 +1,14 @@
-"""Isolates a run of a user's code: a forked process, whose side effects end with it.
+"""Isolates a run of user code in a forked process, whose side effects end with it.
 
-    parent    fork ------------------------- what the function returned, or raised
+    parent    fork ------------------------- the function's result or error
     child        the function, end
 
-A thread of the parent, which the child lacks, may have held a lock at the fork. So a watch in the
-child ends it when it has stopped.
+Whatever the code counts, caches, draws, prints or takes from an iterator, it does so in the child.
+A thread of the parent, which the child lacks, may have held a lock at the fork; so a watchdog ends
+a child that has stopped.
 
-What the code counts, caches, draws, prints or takes from an iterator, it does in the child. Where a
-process cannot be forked, since a device is in use, the code runs in the parent on what the caller
-copied. Then only the random streams are restored: what it changes beside these copies stays so.
+If the process cannot be forked, since a device is in use, the code runs in the parent on copies
+that the caller made. Then only the random streams are restored: other changes remain.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ from zoo.engine.devices import devices_in_use, random_state_restored
 from zoo.errors import ZooError
 from zoo.profiling.source_location import line_of_frame
 
-# what autograd's engine says in a forked process where it has threads for a device
+# part of the error of autograd's engine in a forked process where it has threads for a device
 NO_FORK = "fork-based multiprocessing"
-# seconds without work after which a child waits for what will never come
+# seconds without CPU time after which a child is taken to be blocked forever
 PATIENCE = 30
 # packages that start processes and wait for them
 STARTING = ("subprocess", "multiprocessing", "concurrent")
 
 
 class Failed(NamedTuple):
-    """What a function raised, as text; an error of zoo's also itself."""
+    """The text of a function's error; for one of zoo's own also the error."""
 
     text: str
     error: ZooError | None = None
@@ -61,14 +61,14 @@ def can_fork() -> bool:
 def isolated(
     function: Callable[[bool], Any], failed: Callable[[str], ZooError], *, fires_hooks: bool = False
 ) -> Any:
-    """Calls a function where nobody sees it, and returns what it returns.
+    """Calls a function isolated from the program, and returns its result, which must pickle.
 
-    It is told whether nothing that it changes is seen afterwards. In another process it must
-    return what pickles. Dispatch modes and anomaly detection do not see it, nor do hooks for all
-    modules unless it `fires_hooks`, as the forward of a user does.
+    The function is told whether it runs in a forked process, where its changes have no effect on
+    this one. Dispatch modes and anomaly detection are off, and so are global module hooks unless
+    it `fires_hooks`, as a user's forward does.
 
     Raises:
-        ZooError: the one that it raised, else the one that `failed` makes of a text.
+        ZooError: the function's own, or `failed` of the text of any other error.
     """
     answer: Any = Failed(NO_FORK)
     if can_fork():
@@ -88,7 +88,7 @@ def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) 
     if is_apart and not fires_hooks:
         for hooks in GLOBAL_HOOKS:
             hooks.clear()
-    # inside of a mode for fake tensors nothing is for real
+    # inside a FakeTensorMode the modes must stay
     modes = disable_current_modes() if active_fake_mode() is None else contextlib.nullcontext()
     try:
         with modes, torch.autograd.set_detect_anomaly(False):
@@ -98,10 +98,10 @@ def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) 
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
-    """Calls a function in a child; returns what it returns, or `Failed`."""
+    """Calls a function in a forked process; returns its result or `Failed`."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python warns of threads, which the child does not have and does not wait for
+        # Python warns of the parent's threads, for which the child does not wait
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
@@ -116,14 +116,14 @@ def in_fork(function: Callable[[], Any]) -> Any:
         os.kill(child, signal.SIGKILL)
         raise
     finally:
-        # somebody else may wait for all children
+        # other code may have waited for all children
         with contextlib.suppress(ChildProcessError):
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return pickle.loads(answer) if answer else Failed(f"it ended the process, with status {status}")
 
 
 def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
-    """Answers and ends at once: what is here belongs to the parent, which cleans it up."""
+    """Sends the answer and ends the process at once, without the cleanup that is the parent's."""
     try:
         gc.disable()
         faulthandler.disable()
@@ -131,7 +131,7 @@ def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
         nowhere = sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         for place in (1, 2):
             os.dup2(nowhere.fileno(), place)
-        # the threads of kernels stayed in the parent
+        # the threads of kernels exist only in the parent
         torch.set_num_threads(1)
         leave_out_compiler()
         answering = threading.Lock()
@@ -150,13 +150,13 @@ def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
 
 
 def _watch(watched: int, writer: int, answering: threading.Lock) -> None:
-    """Ends this process with a failure where a thread of it has stopped."""
+    """Ends this process with a failure when the watched thread has stopped."""
     idle = 0
     while idle < PATIENCE:
         before = time.process_time()
         time.sleep(1.0)
         works = time.process_time() - before > 0.01
-        # its frames are looked at only while it rests: who has one keeps tensors alive
+        # frames are read only while it is idle: a reference to one keeps tensors alive
         idle = 0 if works or _waits_for_process(watched) else idle + 1
     text = (
         f"for {PATIENCE} s nothing has run at {line_of_frame(sys._current_frames().get(watched))}: "
@@ -167,7 +167,7 @@ def _watch(watched: int, writer: int, answering: threading.Lock) -> None:
 
 
 def _waits_for_process(watched: int) -> bool:
-    """Says whether a thread waits for a process that it has started, such as a compiler."""
+    """Says whether a thread waits for a process that it started, such as a compiler."""
     frame = sys._current_frames().get(watched)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] in STARTING:
@@ -184,13 +184,13 @@ def _end(writer: int, answer: bytes, answering: threading.Lock) -> NoReturn:
         os._exit(0)
 
 
-# held by the thread on which no hook for all modules fires
+# held by the thread on which no global module hook fires
 _silence = threading.RLock()
 
 
 @contextlib.contextmanager
 def _hooks_silenced() -> Iterator[None]:
-    """Lets no hook for all modules fire on this thread; on other threads they go on."""
+    """Silences global module hooks on this thread; on other threads they fire."""
     thread = threading.get_ident()
 
     def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:

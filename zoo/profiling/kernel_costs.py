@@ -1,15 +1,15 @@
 """Bytes and seconds of kernels: estimated from a device's peak rates (a roofline), or measured.
 
-A fake tensor shows what a kernel returns. Its workspace (a convolution's reordered weights, the
-copy that a sort works on) it does not show, nor seconds. So each different call of a kernel can run
-for real, alone, on tensors of the same specs: no code of a user's runs, and no more memory is
-needed than one kernel takes. What was measured is known for as long as the process lives.
+Fake tensors show what a kernel returns, but neither its workspace (a convolution's reordered
+weights, the copy that a sort works on) nor its seconds. So each different call of a kernel can run
+for real, alone, on tensors of the same specs: no user code runs, and no more memory is needed than
+one kernel takes. Measurements are kept until the process ends.
 
-An estimate is for a device that may not be here. A kernel takes as long as its arithmetic or its
-traffic, whichever is longer, and a while to start; a plan needs only how steps compare. Sources:
+An estimate is for a device that may not be present. A kernel takes as long as its arithmetic or its
+memory traffic, whichever is longer, plus a launch; a plan needs only relative times. Sources:
 NVIDIA's data sheets of the H200, H100 (SXM), A100 (80 GB, SXM), L4, T4 and V100 (SXM2) and the Ada
-architecture's white paper; dense numbers, with float32 products in TF32 where there is one for
-`torch.set_float32_matmul_precision("high")` and for cuDNN's convolutions.
+architecture's white paper; rates without sparsity. float32 rates are those of TF32 where the device
+has it, as with `torch.set_float32_matmul_precision("high")` and in cuDNN's convolutions.
 """
 
 import bisect
@@ -32,26 +32,26 @@ from zoo.errors import ArgumentError, nearest, shortened
 from zoo.profiling.progress import each
 from zoo.profiling.tensor_spec import KernelSpec
 
-# a quick kernel is timed so often; a slow one only until so many seconds went by
+# the most timed runs of a kernel, and the seconds after which no further run begins
 RUNS = 10
 SECONDS = 0.005
-# beside this it is little what a first run takes longer: to build the kernel, and for the profiler
+# in so long a first run the setup of the kernel and the profiler are negligible
 LONG = 0.05
-# kernels whose costs are known at once, at most
+# the most entries of the cache of costs
 MOST_KNOWN = 1 << 14
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device by its peak rates."""
+    """The peak rates of a device."""
 
-    operations: Mapping[int, float]  # a second, by the bytes of a number: 8, 4, 2
-    bandwidth: float  # bytes a second
-    start: float = 5e-6  # seconds between one kernel and the next that an eager program needs
+    operations: Mapping[int, float]  # per second, by the bytes of an element: 8, 4, 2
+    bandwidth: float  # bytes per second
+    start: float = 5e-6  # seconds of an eager program between two kernels
     kind: str = "cuda"
 
     def seconds(self, flops: int, moved: int, dtype: torch.dtype) -> float:
-        """Returns the seconds of a kernel of so many operations and bytes."""
+        """Estimates the seconds of a kernel from its operations and the bytes that it moves."""
         size = min(self.operations, key=lambda known: abs(known - dtype.itemsize))
         return max(flops / self.operations[size], moved / self.bandwidth) + self.start
 
@@ -64,17 +64,13 @@ DEVICES: dict[str, Device] = {
     "l4": Device({8: 0.47e12, 4: 60e12, 2: 121e12}, 0.3e12),
     "t4": Device({8: 0.25e12, 4: 8.1e12, 2: 65e12}, 0.32e12),
     "v100": Device({8: 7.8e12, 4: 15.7e12, 2: 125e12}, 0.9e12),
-    # two cores with AVX2 and one channel of memory: a small machine, not any one
+    # a small machine: two cores with AVX2 and one memory channel
     "cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu"),
 }
 
 
 def device_named(name: str) -> Device:
-    """Returns a device of the table.
-
-    Raises:
-        ArgumentError: it is not in the table.
-    """
+    """Returns a device of the table; raises ArgumentError for one that is not in it."""
     if name not in DEVICES:
         hint = nearest(str(name), DEVICES)
         if str(name).partition(":")[0] == devices.accelerator():
@@ -88,7 +84,7 @@ def device_named(name: str) -> Device:
 class KernelCosts(NamedTuple):
     """Seconds of a kernel (median; of its first run if not timed), and its workspace.
 
-    The workspace is the most bytes beside its results.
+    The workspace is its peak in bytes, without its results.
     """
 
     seconds: float
@@ -96,7 +92,7 @@ class KernelCosts(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel that ran: the number of its call, floating point operations, bytes it touched."""
+    """A kernel that ran: the number of its call, floating-point operations, bytes it moved."""
 
     number: int
     flops: int
@@ -105,7 +101,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes that were allocated or freed (below 0) and kernels that ran, in the order of time."""
+    """Allocated bytes, freed bytes (below 0) and kernels, in their order."""
 
     events: tuple[int | Kernel, ...]
 
@@ -116,11 +112,11 @@ class Curve:
 
     @property
     def flops(self) -> int:
-        """Floating point operations of its kernels."""
+        """Floating-point operations of its kernels."""
         return sum(kernel.flops for kernel in self.kernels)
 
     def peak(self, costs: Sequence[KernelCosts | None] = ()) -> int:
-        """Returns the most bytes at once; a kernel takes its workspace beside its results."""
+        """Returns the peak in bytes; a kernel takes its workspace in addition to its results."""
         total = most = 0
         for event in self.events:
             if not isinstance(event, Kernel):
@@ -131,7 +127,10 @@ class Curve:
         return most
 
     def edited(self, left_out: Container[int], others: Iterable[tuple[int, int]]) -> "Curve":
-        """Returns the curve with events of no bytes, and with other bytes before their places."""
+        """Returns the curve without the bytes of some events, and with others inserted.
+
+        `others` are pairs: the event that the bytes come before, and the bytes.
+        """
         events: list[tuple[int, int | Kernel]] = [*others]
         events += [(n, 0 if n in left_out else event) for n, event in enumerate(self.events)]
         return Curve(tuple(event for _, event in sorted(events, key=operator.itemgetter(0))))
@@ -139,7 +138,7 @@ class Curve:
     def seconds(
         self, device: Device, dtype: torch.dtype, costs: Sequence[KernelCosts | None] = ()
     ) -> float:
-        """Returns the seconds of its kernels: measured ones, else estimated ones."""
+        """Returns the seconds of its kernels, measured or else estimated."""
         seconds = 0.0
         for kernel in self.kernels:
             known = costs[kernel.number] if costs else None
@@ -150,26 +149,26 @@ class Curve:
 
 @functools.cache
 def flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """Returns torch's formulas for floating point operations, by operator."""
+    """Returns torch's formulas for floating-point operations, by operator."""
     # imported late because it imports triton: 0.2 s that `import zoo` does not need
     from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
 
     return flop_registry
 
 
-# by what a kernel is called with, the settings that choose it, and whether it was timed
+# by the repr of the call's spec, the settings that select the kernel, and whether it was timed
 _known: dict[tuple[str, Settings, bool], KernelCosts | None] = {}
 
 
 def measure_kernels(
     specs: Sequence[KernelSpec | None], device: torch.device, *, timed: bool = True
 ) -> list[KernelCosts | None]:
-    """Runs kernels on a device, each that is not known yet; None for those that cannot run alone.
+    """Measures kernels on a device, unless known; None for those that cannot run alone.
 
-    Each runs once, which shows its workspace; those that are `timed` run several times.
+    Each runs once, which shows its workspace; `timed` ones run several times.
 
     Raises:
-        ArgumentError: on a CPU where a profiler of torch's is at work.
+        ArgumentError: the device is the CPU, and another profiler of torch's is active.
     """
     settings = read_settings()
     if len(_known) + len(specs) > MOST_KNOWN:
@@ -204,20 +203,20 @@ def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[K
         seconds = (span[1] - span[0]) / 1e9
         if timed and seconds <= LONG:
             seconds = _median_seconds(spec)
-        # above what is left at its end: its results
+        # what is left at its end are its results
         costs.append(KernelCosts(seconds, max(totals) - max(totals[-1], 0)))
     return costs
 
 
 def _span(spec: KernelSpec) -> tuple[int, int] | None:
-    """Runs a kernel; returns the nanoseconds when it began and ended, None where it fails."""
+    """Runs a kernel; returns when it began and ended, in nanoseconds; None if it fails."""
     try:
         operator, args, kwargs = spec.prepared()
         start = time.time_ns()
         result = operator(*args, **kwargs)
         end = time.time_ns()
     except Exception:
-        # numbers that it does not take, such as those of a matrix without an inverse
+        # values that it rejects, such as a matrix without an inverse
         return None
     del result
     return start, end
@@ -237,7 +236,7 @@ def _on_accelerator(
     specs: Sequence[KernelSpec], device: torch.device, timed: bool
 ) -> list[KernelCosts | None]:
     if not devices.counts_memory(device):
-        # its kernels are estimated, by bytes and operations
+        # its kernels are estimated
         return [None] * len(specs)
     device = devices.indexed(device)
     with torch.accelerator.device_index(device.index):

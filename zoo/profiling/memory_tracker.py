@@ -1,24 +1,24 @@
 """Memory tracker: the lifetime of every storage in a training step, on any device or fake tensors.
 
-torch's memory snapshot is for CUDA; its profiler names operations, not what a tensor is for. Here a
-dispatch mode sees the storages that operations allocate, a weak reference sees each one freed, and
-its category is decided after the block:
+torch's memory snapshot is for CUDA; its profiler names operations, not the purpose of a tensor.
+Here a dispatch mode sees the storages that operations allocate, and a weak reference sees each one
+freed. The category of a storage is known after the tracked block of code:
 
     parameters, buffers     those of the model
     optimizer state         in `optimizer.state` after a step of any optimizer
-    inputs                  given as such, or read by an operation and older than the block
-    gradients               in `.grad` of a parameter after a backward, or used in it by an
-                            optimizer in the backward; from when they exist
-    recomputed              allocated in the recomputation of a part of the model
+    inputs                  passed as `inputs`, or older than the block and read by an operation
+    gradients               in `.grad` of a parameter after a backward, or used by an optimizer
+                            in the backward; from when they exist
+    recomputed              allocated in a recomputation
     saved activations       allocated before a backward and alive when it begins: saved tensors, and
                             outputs that the program still holds
     temporaries             all others
 
-Grad mode is on inside a backward where that recomputes. It is also on with `create_graph`, which is
-read from the call of the backward; there the engine is asked.
+Within a backward, grad mode is on during a recomputation. It is also on throughout a backward with
+`create_graph`, which is read from the caller's frame; then only the engine's replays count.
 
 Kernel workspaces belong to no tensor. With `allocator=True` torch's profiler records the events of
-the CPU's allocator. Each storage takes the exact times of the block at its address; blocks of no
+the CPU's allocator. Each storage gets the exact times of the block at its address; blocks without a
 storage are "kernel workspace":
 
     allocator   address 7   +64 .............. -64       address 9   +512 -512
@@ -80,7 +80,7 @@ class StorageLifetime:
     """The lifetime of a storage, or of a block of the allocator; times in nanoseconds.
 
     `resident`: older than the tracked code. `saved`: allocated before a backward and alive when
-    that began. `category`: "" until it is known.
+    the backward began. `category`: "" until it is known.
     """
 
     bytes: int
@@ -97,7 +97,7 @@ class StorageLifetime:
     address: int = 0
 
     def allocation(self, start: int, end: int | None) -> Allocation:
-        """Returns it as a timeline has it, from one point to another."""
+        """Returns it as an `Allocation` from one point of a timeline to another."""
         made = "saved activations" if self.saved else "temporaries"
         made = "recomputed" if self.phase == "recompute" else made
         category = self.category or ("inputs" if self.resident else made)
@@ -106,7 +106,7 @@ class StorageLifetime:
 
 
 class Tracker(ContextDecorator):
-    """Tracks a block of code, as `zoo.track` says; `timeline` is that of the latest one."""
+    """Tracks a block of code, as `zoo.track` says; `timeline` is that of the latest block."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Tracker(ContextDecorator):
         self.device = place_of(model)
         if optimizer is not None and not is_optimizer(optimizer):
             raise ArgumentError(
-                "optimizer= is the optimizer that steps in the block; got "
+                "optimizer= takes the optimizer that steps in the block; got "
                 f"{getattr(optimizer, '__name__', None) or shortened(optimizer)}"
             )
         if allocator and self.device.type != "cpu":
@@ -142,7 +142,7 @@ class Tracker(ContextDecorator):
         return super().__call__(function)
 
     def __enter__(self) -> Timeline:
-        """Starts, and returns the timeline that is filled when the block ends."""
+        """Starts tracking; returns the timeline, which is filled when the block ends."""
         self.timeline = Timeline(type(self.model).__name__, str(self.device))
         block = self._tracked(self.timeline)
         block.__enter__()
@@ -150,7 +150,7 @@ class Tracker(ContextDecorator):
         return self.timeline
 
     def __exit__(self, *error: Any) -> None:
-        """Stops and fills the timeline, also after an exception."""
+        """Stops tracking and fills the timeline, also after an exception."""
         self._open.pop().__exit__(*error)
 
     @contextlib.contextmanager
@@ -171,7 +171,7 @@ class Tracker(ContextDecorator):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the storages that operations make on this thread, and in the backwards it starts."""
+    """Records the storages that operations allocate on this thread and in its backwards."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Records operations and steps of optimizers inside the block."""
+        """Records operations and optimizers' steps inside the block."""
         with (
             register_optimizer_step_pre_hook(self._begin_optimizer),
             register_optimizer_step_post_hook(self._end_optimizer),
@@ -243,13 +243,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and records the storages that are new in its result."""
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # by far the most frequent call, and no operation
+            return args[0].fake_device  # no operation, and by far the most frequent call
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
         if any(map(is_traceable_wrapper_subclass, given)):
-            return NotImplemented  # operations on what it wraps follow
+            return NotImplemented  # operations on the wrapped tensors follow
         location = self._begin_operation(sys._getframe(1))
-        # a replay also reads the engine's own copies
+        # a replay's inputs may be the engine's own copies
         for tensor in () if is_replaying() else given:
             for storage in storages_of(tensor):
                 self._record(storage, tensor, location, resident=func is not LIFT)
@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def _resizing(self) -> Iterator[None]:
-        """Records the gathered parameters of FSDP2, which resizes storages without an operation."""
+        """Records the parameters that FSDP2 gathers: it resizes storages without an operation."""
         if not sharded_modules(self.model):
             yield
             return
@@ -280,7 +280,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def _step_alone(self, optimizer: Any, group: Any, parameter: Tensor) -> None:
-        """Records a gradient that an optimizer in the backward uses, before it is freed."""
+        """Records a gradient before an optimizer in the backward uses and frees it."""
         name = self.names.get(id(parameter), "")
         self._categorize("gradients", [(name, parameter.grad)])
         independence.step_alone(optimizer, group, parameter)
@@ -288,7 +288,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_result(self, storage: Any, tensor: Tensor, location: Location) -> None:
         known = self.alive.get(storage._cdata)
         if known is not None and known.bytes != storage.nbytes():
-            self._freed(storage._cdata, known)  # it was resized: another allocation
+            self._freed(storage._cdata, known)  # resizing makes a new allocation
         self._record(storage, tensor, location)
 
     def _categorize(self, category: str, named: Iterable[tuple[str, Tensor | None]]) -> None:
@@ -306,7 +306,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self.alive or not storage.nbytes():
             return
-        # a fake tensor's storage, too, is on the meta device
+        # a fake tensor's storage is on the meta device, too
         is_real = storage.device.type != "meta"
         life = StorageLifetime(
             storage.nbytes(),
@@ -328,7 +328,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del self.alive[key], self.ends[key]
 
     def _now(self) -> int:
-        """Returns the nanoseconds of the clock, more each time."""
+        """Returns the clock's nanoseconds, more with each call."""
         self.latest = max(self.latest + 1, time.time_ns())
         return self.latest
 
@@ -363,7 +363,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_recomputation(self, frame: FrameType) -> bool:
         if not torch.is_grad_enabled():
             return False
-        # the backward of a GPU is on a thread of its own, whose stack does not say who began it
+        # a GPU's backward has its own thread, whose stack does not show the call that began it
         own = threading.get_ident() == self.thread
         caller = frame if own else sys._current_frames().get(self.thread)
         return is_replaying() or not is_differentiated(caller)
@@ -384,7 +384,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stepping, self.is_forward = max(self.stepping - 1, 0), False
 
     def _match(self, events: Iterable[tuple[int, int, int]]) -> list[StorageLifetime]:
-        """Gives each storage the times of its block; returns the blocks of no storage."""
+        """Gives each storage the times of its block; returns the blocks without a storage."""
         workspaces: dict[int, StorageLifetime] = {}
         alive: dict[int, StorageLifetime] = {}
         seen = sorted(self.lifetimes, key=lambda life: -life.born)

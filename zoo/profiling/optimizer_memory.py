@@ -1,6 +1,6 @@
-"""Bytes of an optimizer: its state, and what a step of it allocates.
+"""Bytes of an optimizer: its state, and the temporaries of its step.
 
-It steps on fake parameters, so that Adam's two copies of a large model are counted and not made.
+It steps on fake parameters, so that Adam's two copies of a large model are counted, not allocated.
 """
 
 import functools
@@ -19,7 +19,7 @@ from zoo.profiling.caching_allocator import block_of, rounded_up
 from zoo.profiling.chain_step_profile import (
     AllocationMode,
     Form,
-    Surroundings,
+    StepContext,
     UpdateBytes,
     form_of,
 )
@@ -27,7 +27,7 @@ from zoo.profiling.fake_tensors import FakeTensorFixes, import_for_fakes
 from zoo.profiling.isolation import isolated
 from zoo.profiling.tensor_spec import tensors_in
 
-# steps after which no optimizer does anything for the first time: RAdam rectifies from its sixth on
+# after so many steps an optimizer does the same in each: RAdam rectifies from its sixth step on
 LATE = 1000
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
@@ -35,10 +35,10 @@ MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes of an optimizer: its state, and the most that a step allocates beside it.
+    """Bytes of an optimizer: its state, and the peak of a step above the state.
 
-    `updates` are those of a step for one parameter, by its shape and type, where the optimizer
-    steps in the backward; None where it does not.
+    `updates` are the bytes of a step for one parameter, by its shape and dtype, if the optimizer
+    steps in the backward; else None.
     """
 
     state: int = 0
@@ -47,7 +47,7 @@ class OptimizerBytes:
 
 
 def check_maker(make: object) -> None:
-    """Raises ArgumentError unless `make` can be called: an optimizer itself cannot."""
+    """Raises ArgumentError unless `make` is callable; an optimizer itself is not."""
     if not callable(make):
         name = type(make).__name__
         raise ArgumentError(
@@ -57,7 +57,7 @@ def check_maker(make: object) -> None:
 
 
 def is_optimizer(value: object) -> bool:
-    """Says whether a value steps, and has groups of parameters and a state, as torch's have."""
+    """Says whether a value has what torch's optimizers have: a step, parameter groups, a state."""
     return (
         not isinstance(value, type)
         and callable(getattr(value, "step", None))
@@ -93,15 +93,15 @@ def optimizer_bytes(
     in_backward: bool = False,
     device: str | None = None,
 ) -> OptimizerBytes:
-    """Counts the bytes of the optimizer that `make` builds for these parameters; None is no state.
+    """Counts the bytes of the optimizer that `make` builds for these parameters; None: no bytes.
 
-    With `in_backward` it steps for each parameter as soon as the gradient is complete. `device`
-    names the kind that it is to step on, if that is not where the parameters are. On a CUDA device
-    each tensor takes whole blocks of the allocator.
+    With `in_backward` it steps for each parameter as soon as the gradient is complete. `device` is
+    the kind of device that it will step on, if the parameters are on another. On a CUDA device
+    each tensor is rounded up to blocks of the allocator.
 
     Raises:
-        ArgumentError: `make` makes none, raises or ends the process, or a step needs more than
-            gradients: a closure, or numbers in them.
+        ArgumentError: `make` returns no optimizer, raises or ends the process, or a step needs more
+            than gradients: a closure, or values of the gradients.
     """
     if make is None:
         return OptimizerBytes(updates={} if in_backward else None)
@@ -122,7 +122,7 @@ def _on_fakes(
     make: MakeOptimizer, tensors: list[Tensor], in_backward: bool, device: str | None, block: int
 ) -> OptimizerBytes:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
-        # made anew: a fake of a parameter shares its version, which a graph may have noted
+        # not fakes of the parameters: these share their version counters, which a graph may check
         fakes = [
             nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
             for p in tensors
@@ -133,7 +133,7 @@ def _on_fakes(
         optimizer = made_by(make, fakes)
         for group in optimizer.param_groups:
             _choose_kernels_of_lists(group, device)
-        # torch's own take one parameter after the other without kernels of lists
+        # without multi-tensor kernels torch's optimizers take one parameter after the other
         are_loops = all("foreach" in g and not g["foreach"] for g in optimizer.param_groups)
         try:
             if in_backward or are_loops:
@@ -147,9 +147,9 @@ def _on_fakes(
 
 
 def _choose_kernels_of_lists(group: dict[str, Any], device: str | None) -> None:
-    """Sets foreach= to what torch's default is for real parameters: it never chooses it for fakes.
+    """Sets foreach= to torch's default for real parameters; for fakes torch never chooses it.
 
-    Kernels of lists hold temporaries of all parameters at once: about a copy of the weights.
+    Multi-tensor kernels hold temporaries of all parameters at once: about a copy of the weights.
     """
     is_default = group.get("foreach", False) is None
     if is_default and not group.get("fused") and not group.get("differentiable"):
@@ -170,7 +170,7 @@ def _counted(optimizer: torch.optim.Optimizer, block: int) -> OptimizerBytes:
 def _counted_by_form(
     optimizer: torch.optim.Optimizer, in_backward: bool, block: int
 ) -> OptimizerBytes:
-    """Steps for one parameter of each shape and type, which shows what the others take."""
+    """Steps for one parameter of each shape and dtype; others of the form take the same."""
     state, most = 0, 0
     updates: dict[Form, int] = {}
     for group in optimizer.param_groups:
@@ -186,7 +186,7 @@ def _counted_by_form(
             for form, one in ones.items():
                 updates[form] = max(updates.get(form, 0), _allocated(block, step, one))
             continue
-        # a loop's names hold what was made for the parameter before
+        # the variables of a loop still hold the temporaries of the previous parameter
         for run in dict.fromkeys(itertools.pairwise(forms)) or [forms[:1]]:
             most = max(most, _allocated(block, step, *map(ones.__getitem__, run)))
     return OptimizerBytes(state, most, updates if in_backward else None)
@@ -204,6 +204,6 @@ def _state_bytes(state: Any, block: int) -> int:
 
 
 def _allocated(block: int, step: Callable[..., Any], *parameters: Tensor) -> int:
-    with AllocationMode(Surroundings(block)) as allocations:
+    with AllocationMode(StepContext(block)) as allocations:
         step(*parameters)
     return int(allocations.curve().peak())

@@ -2,8 +2,8 @@
 
 torch has `max_memory_allocated` on accelerators and nothing on the CPU, where the process's
 resident set misleads: the C library keeps freed pages. The events come from torch's profiler on the
-CPU, from the caching allocator's history on a device that keeps one (CUDA, XPU); of others only the
-peak is known. They include kernel workspaces, which no tensor shows.
+CPU, and from the caching allocator's history on a device that keeps one (CUDA, XPU); of others only
+the peak is known. Kernel workspaces, which belong to no tensor, are included.
 
     event      +a   +b   +g   -b   +c   -a  ...        a, b, c: activations, g: a gradient
     allocated  a    ab   abg  ag   agc  gc
@@ -13,9 +13,9 @@ peak is known. They include kernel workspaces, which no tensor shows.
 inputs and the gradients that exist *at that moment*. Gradients appear one by one, so subtracting
 their total would understate a peak early in the backward.
 
-Left out: memory that other libraries allocate by themselves; on an accelerator also what the
+Not counted: memory that other libraries allocate themselves; on an accelerator also what the
 caching allocator rounds up and reserves, see `torch.accelerator.max_memory_reserved`. Every
-operation on the CPU is recorded: meant for a step or a few, not for an epoch.
+operation on the CPU is recorded, so measure a few training steps, not an epoch.
 """
 
 import contextlib
@@ -35,18 +35,18 @@ from zoo.invocation import place_of
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.tensor_spec import storages_of, tensors_in
 
-# otherwise the profiler writes to stderr that it runs and that there is no GPU
+# otherwise the profiler logs to stderr that it runs and that there is no GPU
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-# an address, and the bytes allocated there; below 0 where they are freed
+# an address, and the bytes allocated there; below 0 if freed
 Event = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """What was allocated and freed while a callable ran, in the order of time.
+    """The allocations and frees while a callable ran, in their order.
 
-    Blocks that existed before are left out. Without a history there is only the peak, as an event.
+    Blocks that existed before are left out. Without a history the peak is the only event.
     """
 
     events: tuple[Event, ...]
@@ -65,7 +65,7 @@ class MemoryTrace:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were allocated at once, above those at the start."""
+        """The most bytes allocated at once, above those at the start."""
         return max(self._allocated(), default=0)
 
     def blocks_at_peak(self) -> list[int]:
@@ -76,9 +76,9 @@ class MemoryTrace:
         return sorted((self.events[index][1] for index in alive.values()), reverse=True)
 
     def activation_peak(self, gradients: Iterable[int] = ()) -> int:
-        """Returns the most bytes at once without gradients.
+        """Returns the most bytes allocated at once, without gradients.
 
-        `gradients` are `gradient_addresses(model)` after the step: the blocks there outlive it.
+        `gradients` are `gradient_addresses(model)` after the step; their blocks outlive it.
         """
         alive = _alive_after(self.events)
         left_out = {alive.get(address) for address in gradients}
@@ -97,7 +97,7 @@ def _alive_after(events: Sequence[Event]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class ResidentBytes:
-    """Bytes resident before or after a step, each storage counted once, in this order."""
+    """Bytes resident before or after a step; a storage counts in the first category that has it."""
 
     parameters: int
     buffers: int
@@ -142,10 +142,10 @@ def trace(function: Callable[[], object], device: torch.device | str = "cpu") ->
 
 @dataclass
 class Spending:
-    """What a block allocated, known when it has ended.
+    """The memory that a block of code allocated, known when it has ended.
 
-    `peaks` maps a device ("cpu", "cuda:0") to bytes; `largest` maps it to the sizes of the blocks
-    that made up the peak, largest first, as far as they are known (CPU).
+    `peaks` maps a device ("cpu", "cuda:0") to bytes; `largest` maps it to the sizes of the
+    allocator's blocks at the peak, largest first, where they are known (CPU).
     """
 
     peaks: dict[str, int] = field(default_factory=dict)
@@ -153,21 +153,21 @@ class Spending:
 
     @property
     def peak(self) -> int:
-        """The largest peak of a device in bytes."""
+        """The largest peak among the devices, in bytes."""
         return max(self.peaks.values(), default=0)
 
 
 @contextlib.contextmanager
 def spending(device: str | None = None) -> Iterator[Spending]:
-    """Measures a block on one device; without one, on the CPU and on all devices in use.
+    """Measures a block of code on one device; by default on the CPU and on all devices in use.
 
-    On the CPU these are the most bytes that the block itself had allocated at once, in this thread
-    and the backwards that it starts. On others they are the most that were allocated, above what
-    was when the block began: what it frees of that counts in its favor.
+    On the CPU the peak counts only what the block itself allocates, in this thread and the
+    backwards that it starts. On other devices it is the peak of all allocations, less those when
+    the block began: if the block frees some of them, its peak is lower.
 
     Raises:
-        ArgumentError: a device that does not count its memory, or a CPU's block inside of another
-            or of a profiler.
+        ArgumentError: the device does not count its memory, or a block that is measured on the CPU
+            is inside another one or inside a profiler.
     """
     chosen = torch.device(device or "cpu")
     on_cpu = chosen.type == "cpu"
@@ -186,7 +186,7 @@ def spending(device: str | None = None) -> Iterator[Spending]:
         spent.peaks["cpu"], spent.largest["cpu"] = record.peak, record.blocks_at_peak()
     for place in filter(devices.counts_memory, devices.devices_in_use()):
         if device is None if on_cpu else chosen in (place, torch.device(place.type)):
-            # the block may be the first to use the device: nothing was allocated before
+            # without an entry the block is the first to use the device
             spent.peaks[str(place)] = devices.peak(place) - before.get(place, 0)
 
 
@@ -218,7 +218,7 @@ def resident_bytes(
     inputs: Iterable[Tensor] = (),
     block: int = 1,
 ) -> ResidentBytes:
-    """Counts the bytes that a model and its step hold now, each storage in whole blocks."""
+    """Counts the bytes that a model and its step hold now, each storage rounded up to blocks."""
     seen: set[int] = set()
 
     def new_bytes(tensors: Iterable[Tensor]) -> int:
@@ -247,7 +247,7 @@ def _gradients(model: nn.Module) -> Iterator[Tensor]:
 
 
 def history_events(entries: Iterable[dict[str, Any]]) -> list[Event]:
-    """Reads the history of the caching allocator, as its snapshot lists it for one device."""
+    """Returns the events of the caching allocator's history, from its snapshot for one device."""
     signs = {"alloc": 1, "free_requested": -1}
     chosen = (entry for entry in entries if entry["action"] in signs)
     return [(entry["addr"], signs[entry["action"]] * entry["size"]) for entry in chosen]

@@ -1,12 +1,12 @@
-"""Progress of what takes longer than two seconds, on stderr.
+"""Shows progress on stderr for work that takes longer than two seconds.
 
     zoo.largest: ResNet on 48×3×224×224: timing kernels |███       | 31/120 [00:07]
 
-Code only names the part that it is at; a thread reads these names and shows them, so that a single
-long part is shown, too. A terminal and a notebook have tqdm's bar, which is gone at the end. A pipe
-has a line for each part that the thread finds, and so has a terminal without tqdm. ZOO_PROGRESS=0
-in the environment shows nothing. Of many ranks the first one shows its progress; other processes
-that `multiprocessing` started show none.
+Code only names its current part; a thread reads and shows these names, so that a single long part
+is shown, too. Terminals and notebooks show tqdm's bar, which disappears at the end. A pipe, or a
+terminal without tqdm, gets a line for each part that the thread finds. ZOO_PROGRESS=0 in the
+environment turns progress off. Of many ranks only the first shows progress; processes that
+`multiprocessing` started show none.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from torch import distributed
 
 # seconds before anything is shown, and between two lines
 DELAY = 2.0
-# seconds between two states of a bar
+# seconds between two updates of a bar
 INTERVAL = 0.5
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
 WITHOUT_COUNT = "{desc}[{elapsed}]"
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass
 class Part:
-    """A part of the work: its name, and what it counts, where it does."""
+    """A part of the work: its name, and the items that it counts, if any."""
 
     name: str
     counted: str = ""
@@ -41,7 +41,7 @@ class Part:
 
 
 class _Local(threading.local):
-    """The parts that a thread is at, the outermost first."""
+    """The nested parts that a thread is in, the outermost first."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -52,7 +52,7 @@ _local = _Local()
 
 @contextlib.contextmanager
 def shown(name: str) -> Iterator[None]:
-    """Shows the name of what the block does, once the outermost block has taken two seconds.
+    """Shows the name of a block of code, once the outermost block has taken two seconds.
 
     Also a decorator.
     """
@@ -72,8 +72,7 @@ def shown(name: str) -> Iterator[None]:
 
 
 def each(counted: str, items: Collection[T]) -> Iterator[T]:
-    """Yields items; shows how many of them the innermost `shown` block has done."""
-    # outside of any block nothing is shown
+    """Yields items; shows how many are done in the innermost `shown` block, if there is one."""
     part = _local.parts[-1] if _local.parts else Part("")
     part.counted, part.total = counted, len(items)
     for part.done, item in enumerate(items):
@@ -94,7 +93,7 @@ def _show(parts: Sequence[Part], ended: threading.Event, file: TextIO) -> None:
     start, latest = time.time(), ""
     if ended.wait(DELAY):
         return
-    # a reader may close the pipe
+    # the reader may have closed the pipe
     with contextlib.suppress(OSError, ValueError), _bar(file) as bar:
         while True:
             # a copy, since the work goes on
@@ -115,22 +114,22 @@ def _show(parts: Sequence[Part], ended: threading.Event, file: TextIO) -> None:
 
 
 def _bar(file: TextIO) -> Any:
-    """Returns tqdm's bar, a context; that of None for a pipe, and where tqdm is not installed."""
+    """Returns tqdm's bar as a context; one of None for a pipe, or if tqdm is not installed."""
     is_notebook = type(file).__module__.startswith("ipykernel")
     if not (is_notebook or file.isatty()):
         return contextlib.nullcontext()
     try:
-        # it takes a tenth of a second
+        # importing it takes a tenth of a second
         from tqdm.auto import tqdm  # noqa: PLC0415
     except ImportError:
         return contextlib.nullcontext()
-    # tqdm's own thread, which would go on, looks after bars that nobody draws
+    # tqdm's monitor thread would outlive the bar
     kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
     return kind(total=1, file=file, leave=False, dynamic_ncols=True, bar_format=WITHOUT_COUNT)
 
 
 def _words(parts: Sequence[Part]) -> str:
-    """Names the parts; of all but the innermost also how much is done."""
+    """Joins the names of the parts and their counts; the innermost count is only in the bar."""
     words: list[str] = []
     for part in parts:
         counted = [f"{part.counted} {part.done}/{part.total}"] if part.counted else []

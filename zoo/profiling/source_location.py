@@ -1,7 +1,7 @@
 """Source locations: the module, step and line that an operation belongs to, from Python's stack.
 
-Module hooks would miss a chain's steps, stay open when a recomputation stops early and change the
-model while it is tracked.
+Module hooks would miss a chain's steps, would not fire at the end of a module whose recomputation
+stops early, and would change the tracked model.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _ZOO = _FOLDER(_FOLDER(__file__)) + os.sep
 # zoo's own files that compute a model; all others run models
 _SHOWN = tuple(folder + os.sep for package in (models, layers) for folder in package.__path__)
 _HIDDEN = (_FOLDER(torch.__file__) + os.sep, contextlib.__file__, "<")
-# a file with this name among its globals is a training loop of zoo, which is no user's code
+# a module of zoo with this global runs a training loop; its lines are not the user's
 LOOP = "IS_TRAINING_LOOP"
 
 
@@ -45,7 +45,7 @@ _UNWRITTEN = Source(0, "")
 
 
 class Locations:
-    """Names the locations of one model; `inside` says whether the latest frame was in the model."""
+    """Finds source locations in one model; `inside`: the latest frame was in the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -55,7 +55,7 @@ class Locations:
         self._lines: dict[tuple[str, str], str] = {}
 
     def here(self, frame: FrameType | None) -> Location:
-        """Describes the location of a frame, and sets `inside`."""
+        """Returns the location of a frame, and sets `inside`."""
         module = line = below = None
         step, is_cut = "", False
         self.inside = False
@@ -75,7 +75,7 @@ class Locations:
                     module = self.paths.get(source.module) if module is None else module
                 line = line or source.line or None
             elif line is None and code in _BACKWARDS:
-                # the loss calls a backward, and not what is recomputed in it
+                # a recomputation's line is that of its forward, not of the call of backward()
                 line = self._lines.get((step, module or ""), "")
             elif line is None:
                 line = _line_at(caller)
@@ -84,11 +84,11 @@ class Locations:
             below = caller
         path = module or ""
         if line is None:
-            # a backward on a thread of its own, whose stack begins there
+            # the stack of a backward's own thread begins there
             line = self._lines.get((step, path), "")
         elif step or path:
             self._lines.setdefault((step, path), line)
-        # steps that were cut out of a model are in the blocks of its modules, as without a plan
+        # steps that the tracer found are in the blocks of their modules, as without a plan
         home = module if is_cut and module is not None else step or module
         block = "" if home is None else self._block(home)
         if step and path:
@@ -96,7 +96,7 @@ class Locations:
         return Location(block, step, path, line)
 
     def of_module(self, path: str, known: Location = UNKNOWN) -> Location:
-        """Describes the location of an idle module; `known` says more than its path."""
+        """Returns the location of a module that is not running; step and line are `known`'s."""
         return Location(self._homes.get(path) or self._block(path), known.step, path, known.line)
 
     def _block(self, path: str) -> str:
@@ -106,10 +106,10 @@ class Locations:
 def modules_around(
     frame: FrameType | None, paths: Mapping[int, str]
 ) -> tuple[tuple[str, ...], str]:
-    """Returns the paths of the modules that run around a frame, outermost first, and its line.
+    """Returns the paths of the modules whose calls contain a frame, outermost first, and its line.
 
     `paths` are by the ids of modules. The line is "file:line" of the innermost code that is not
-    torch's; "" where no module runs.
+    torch's; "" if no module is running.
     """
     modules: list[str] = []
     line = None
@@ -123,18 +123,18 @@ def modules_around(
 
 
 def line_of_traceback(error: BaseException) -> str:
-    """Returns "file:line" of the model's code that raised an error; "" where none did."""
+    """Returns "file:line" of the innermost user code in an error's traceback; "" if none."""
     frames = traceback.walk_tb(error.__traceback__)
     return ([line for frame, number in frames if (line := _line_at(frame, number))] or [""])[-1]
 
 
 def line_of_frame(frame: FrameType | None) -> str:
-    """Returns "file:line" of the innermost code around a frame that is not torch's."""
+    """Returns "file:line" of the innermost user code in a frame's stack; "" if none."""
     return next((line for caller in _outward(frame) if (line := _line_at(caller))), "")
 
 
 def is_differentiated(frame: FrameType | None) -> bool:
-    """Says whether the backward that a frame is in makes a graph of itself: `create_graph`."""
+    """Says whether the backward that contains a frame was called with `create_graph`."""
     backward = next((caller for caller in _outward(frame) if caller.f_code in _BACKWARDS), None)
     return backward is not None and bool(_local(backward, "create_graph"))
 
@@ -156,20 +156,20 @@ def _local(frame: FrameType, name: str) -> Any:
     values = frame.f_locals
     value = values[name]
     if sys.version_info < (3, 13):
-        # a copy that the frame keeps: tensors in it would live longer
+        # the frame keeps this copy, and would keep its tensors alive
         values.clear()
     return value
 
 
 def _source(step: Any, frame: FrameType | None) -> Any:
-    """Returns where the call was written that a step repeats now, in a frame of its function."""
+    """Returns the source of the call that a step is repeating in a frame of its function."""
     if frame is None or not isinstance(step, NamedStep) or not step.sources:
         return _UNWRITTEN
     return step.sources[_local(frame, "place")]
 
 
 def _line_at(frame: FrameType, number: int | None = None) -> str | None:
-    """Returns "file:line" of a frame, None where that runs models, "" for zoo's training loops."""
+    """Returns "file:line" of a frame; None if its code runs models, "" for zoo's training loops."""
     if LOOP in frame.f_globals:
         return ""
     shown = _shown(frame.f_code.co_filename)

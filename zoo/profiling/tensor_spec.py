@@ -1,6 +1,6 @@
-"""Tensors and calls of kernels without their numbers: shape, stride, dtype, device, storage.
+"""The metadata of tensors and of kernel calls: shape, stride, dtype, device, storage.
 
-From such metadata tensors are made again, fake or real: those that alias share a storage again.
+Tensors, fake or real, can be made from it again; those that shared a storage share one again.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from zoo.engine.operator_effects import CONSTANTS, KERNELS, resolved
 from zoo.optimizer.in_backward import FreedGradient
 from zoo.profiling.caching_allocator import rounded_up
 
-# what holds no tensor
+# types that hold no tensor
 VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
 class TensorSpec(NamedTuple):
-    """A tensor without its numbers; `bytes` are those of its storage.
+    """The metadata of a tensor; `bytes` are those of its storage.
 
-    Where there are several, `tensor` and `storage` number them: equal numbers, the same.
+    Among several specs, equal `tensor` or `storage` numbers mean the same tensor or storage.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class TensorSpec(NamedTuple):
         )
 
     def empty(self, base: Tensor | None = None) -> Tensor:
-        """Makes such a tensor with any numbers, in the storage of a tensor of bytes or its own."""
+        """Makes such a tensor without values, in the storage of `base` (bytes) or in its own."""
         if base is None and self.offset == 0:
             dense = torch.empty_strided(
                 self.shape, self.stride, dtype=self.dtype, device=self.device
@@ -63,26 +63,26 @@ class TensorSpec(NamedTuple):
             base = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
         size = self.dtype.itemsize
         numbers = base[: self.bytes // size * size].view(self.dtype)
-        # detached: no view that autograd would have to know
+        # detached: for autograd it is no view
         view = numbers.as_strided(self.shape, self.stride, self.offset).detach()
         return view.requires_grad_(self.requires_grad)
 
     def alone(self) -> "TensorSpec":
-        """Returns the spec of the same numbers in a storage that holds nothing else."""
+        """Returns the spec of the same tensor in a storage that holds nothing else."""
         steps = zip(self.shape, self.stride, strict=True)
         reach = 1 + sum((size - 1) * stride for size, stride in steps)
         numbers = reach if math.prod(self.shape) else 0
         return self._replace(offset=0, bytes=numbers * self.dtype.itemsize)
 
     def renumbered(self, tensors: dict[int, int], storages: dict[int, int]) -> "TensorSpec":
-        """Translates both numbers; those not met yet are given the next free one."""
+        """Maps both numbers; a number that is not mapped yet gets the next free one."""
         return self._replace(
             tensor=tensors.setdefault(self.tensor, len(tensors)),
             storage=storages.setdefault(self.storage, len(storages)),
         )
 
     def on_cpu(self) -> "TensorSpec":
-        """Puts a tensor of the meta device on the CPU, whose kernels stand for those of any."""
+        """Moves a tensor on the meta device to the CPU, whose kernels stand for any device's."""
         return self._replace(device=torch.device("cpu")) if self.device.type == "meta" else self
 
 
@@ -90,9 +90,9 @@ StateSpec = tuple[TensorSpec | None, ...]
 
 
 class Storages:
-    """Numbers storages: those of the tensors made here first, then others as they are met.
+    """Numbers storages in the order in which they are made here or first seen.
 
-    `sizes` are their bytes, in whole `block`s.
+    `sizes` are their bytes, rounded up to multiples of `block`.
     """
 
     def __init__(self, block: int = 1) -> None:
@@ -109,7 +109,7 @@ class Storages:
         return int(self._numbers[storage])
 
     def specs(self, tensors: Iterable[Tensor | None], before: Iterable[Any] = ()) -> StateSpec:
-        """Describes tensors; those among `before` have the first numbers."""
+        """Returns the specs of tensors; tensors in `before` get the first numbers."""
         numbers: dict[int, int] = {}
         for tensor in before:
             if tensor is not None:
@@ -122,7 +122,7 @@ class Storages:
         return tuple(None if tensor is None else described(tensor) for tensor in tensors)
 
     def empty(self, state: StateSpec) -> tuple[Tensor | None, ...]:
-        """Makes a state whose numbers come in order; its storages are given the same numbers."""
+        """Makes the tensors of a state numbered from 0; their storages get the same numbers."""
         specs = {spec.tensor: spec for spec in state if spec is not None}
         views = Counter(spec.storage for spec in specs.values())
         bases: dict[int, Tensor | None] = {}
@@ -137,7 +137,7 @@ class Storages:
 
 
 class KernelSpec(NamedTuple):
-    """A call of a kernel: its arguments as a pytree, with a `TensorSpec` for each tensor."""
+    """A kernel call: its arguments as a pytree, with a `TensorSpec` for each tensor."""
 
     operator: str
     leaves: tuple[Any, ...]
@@ -145,7 +145,7 @@ class KernelSpec(NamedTuple):
 
     @classmethod
     def of(cls, operator: Any, args: Any, kwargs: Any) -> "KernelSpec | None":
-        """Describes a call; None for a kernel that cannot be called alone."""
+        """Returns the spec of a call; None for a kernel that cannot be called alone."""
         if getattr(operator, "namespace", "") not in KERNELS:
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -163,10 +163,10 @@ class KernelSpec(NamedTuple):
         return cls(str(operator), tuple(leaves), tree)
 
     def prepared(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Makes what the call takes: floating tensors of halves, others of zeros."""
+        """Returns the operator and its arguments: floating-point tensors of 0.5, others of 0."""
         made: Any = Storages().empty(self._tensors)
         for tensor in made:
-            # an expanded tensor cannot be written, its storage can
+            # an expanded tensor cannot be written, but its storage can
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             whole.set_(tensor.untyped_storage())
             whole.fill_(0.5 if tensor.is_floating_point() or tensor.is_complex() else 0)
@@ -186,9 +186,10 @@ class KernelSpec(NamedTuple):
 
 
 def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
-    """Describes the arguments of a kernel.
+    """Returns the specs of a kernel's arguments.
 
-    Where one lies in a larger storage that no other looks at is nothing to a kernel.
+    An argument that shares its storage with no other gets one of its own size, at offset 0: a
+    kernel does not see the rest.
     """
     described = (spec.on_cpu() for spec in Storages().specs(tensors) if spec is not None)
     specs = [spec._replace(requires_grad=False) for spec in described]
@@ -197,7 +198,7 @@ def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
 
 
 def storages_of(tensor: Any) -> list[Any]:
-    """Lists a tensor's storages in this process; of a wrapper such as DTensor those inside it."""
+    """Lists a tensor's storages in this process; those inside a wrapper such as DTensor."""
     if isinstance(tensor, FreedGradient):
         return []
     if is_traceable_wrapper_subclass(tensor):
@@ -222,7 +223,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = [getattr(value, part.name) for part in dataclasses.fields(value)]
     else:
-        # it knows all containers, and takes ten times as long
+        # a pytree knows all containers, but takes ten times as long
         parts = [leaf for leaf in pytree.tree_leaves(value) if leaf is not value]
     parts = (part for part in parts if not isinstance(part, VALUES))
     return [tensor for part in parts for tensor in tensors_in(part)]

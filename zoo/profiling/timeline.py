@@ -1,8 +1,8 @@
 """The memory timeline of a training step, as data: the lifetime of every allocation.
 
 `memory_tracker` records one; reading, comparing and drawing it needs no torch. Time is counted in
-events: at point 0 only what the step finds is allocated, and each allocation or release makes the
-next point.
+events: point 0 has only the allocations that are older than the step, and each allocation or
+release makes the next point.
 
     point        0     1     2     3     4
     weight       XXXXXXXXXXXXXXXXXXXXXXXXXXX        start 0, end None
@@ -12,9 +12,7 @@ next point.
 """
 
 import bisect
-import csv
 import functools
-import io
 import itertools
 import json
 import math
@@ -29,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from zoo.errors import ArgumentError
 from zoo.planner.json_reader import read, read_file, read_json, read_row
 from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, Block, CachingAllocator, CudaPeaks
+from zoo.report.escaping import to_csv
 from zoo.report.pictures import plots
 from zoo.units import format_bytes
 
@@ -36,13 +35,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WORKSPACE = "kernel workspace"
-# in the order in which they are stacked: what no plan changes is at the bottom
+# in the order in which they are stacked: those that no plan changes are at the bottom
 CATEGORIES = (
     *("parameters", "buffers", "optimizer state", "inputs", "gradients"),
     *("saved activations", "recomputed", "temporaries", WORKSPACE),
 )
 RESIDENT = frozenset(CATEGORIES[:5])
-# names of categories in files of before, and what they are now
+# names of categories in older files, and their names now
 RENAMED = {"unseen": WORKSPACE}
 VERSION = 1
 MOST_BLOCKS = 16  # in a table
@@ -55,16 +54,16 @@ class Allocation:
 
     Attributes:
         bytes: its size.
-        start: the point of its allocation; 0 where the step finds it.
-        end: the point of its release; None where it outlives the step.
+        start: the point of its allocation; 0 if it is older than the step.
+        end: the point of its release; None if it outlives the step.
         category: one of `CATEGORIES`.
-        phase: what the program was doing when it was allocated; "before" where the step finds it.
+        phase: the phase of the step that allocated it; "before" if it is older.
         block: the block of the model that allocated it, or that a parameter belongs to: the path of
             a module, a chain's step, the model's class for code in no block; "" for none.
         step, module: the step of the chain and the path of the module, likewise.
-        line: "file:line" of the program, outside torch; in the backward that of the forward.
+        line: "file:line" of the program, outside torch; in the backward, the forward's line.
         shape, dtype: those of the first tensor that used it.
-        name: of the parameter or buffer; for a gradient, of its parameter.
+        name: that of the parameter or buffer; for a gradient, that of its parameter.
     """
 
     bytes: int
@@ -82,12 +81,12 @@ class Allocation:
 
     @property
     def home(self) -> str:
-        """The block, or the phase where it was allocated outside of the model."""
+        """The block, or the phase if it was allocated outside of the model."""
         return self.block or self.phase
 
     @property
     def place(self) -> str:
-        """The most specific name of what allocated it."""
+        """The most specific name for its origin."""
         return self.name or self.module or self.step or self.phase
 
 
@@ -99,7 +98,7 @@ class Mark:
     phase: str
 
 
-# a curve drawn over a page's width shows no more
+# a curve over the width of a page shows no more points
 POINTS = 240
 HOLDER_FIELDS = ("bytes", "category", "shape", "dtype", "place", "phase", "line")
 
@@ -108,9 +107,9 @@ HOLDER_FIELDS = ("bytes", "category", "shape", "dtype", "place", "phase", "line"
 class Timeline:
     """Every allocation of a tracked step, and the phases of the step.
 
-    Empty until the tracked block ends. With `allocator`, the allocator's own events are in it: what
-    no tensor shows has the category "kernel workspace", and the peak is exact to the byte. `error`
-    is the exception that ended the block, "" for none.
+    Empty until the tracked block ends. With `allocator` it includes the allocator's own events:
+    memory of no tensor has the category "kernel workspace", and the peak is exact to the byte.
+    `error` is the exception that ended the block, "" for none.
     """
 
     title: str = ""
@@ -138,32 +137,32 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were allocated at once."""
+        """The most bytes allocated at once."""
         return max(self.total())
 
     @property
     def peak_point(self) -> int:
-        """The first point at which they were."""
+        """The first point at the peak."""
         return self.total().index(self.peak)
 
     @property
     def tensor_peak(self) -> int:
-        """The most bytes that tensors took at once."""
+        """The most bytes of tensors at once."""
         return max(self.total(CATEGORIES[:-1]))
 
     @property
     def activation_peak(self) -> int:
-        """The most bytes at once beside parameters, gradients, optimizer, buffers and inputs."""
+        """The peak of all but parameters, buffers, optimizer state, inputs and gradients."""
         return max(self.total(category for category in CATEGORIES if category not in RESIDENT))
 
     @property
     def tensor_activation_peak(self) -> int:
-        """The same without kernel workspaces."""
+        """`activation_peak` without kernel workspaces."""
         return max(self.total(name for name in CATEGORIES[:-1] if name not in RESIDENT))
 
     @property
     def kernel_workspace(self) -> int | None:
-        """The peak less that of the tensors; None without the allocator's events."""
+        """The peak less `tensor_peak`; None without the allocator's events."""
         return self.peak - self.tensor_peak if self.allocator else None
 
     def phase_at(self, point: int) -> str:
@@ -171,20 +170,22 @@ class Timeline:
         return next((mark.phase for mark in reversed(self.phases) if mark.point <= point), "")
 
     def by(self, attribute: str, point: int | None = None) -> dict[str, int]:
-        """Returns the bytes at a point, by default the peak, by "category", "block", "module" ...
+        """Returns the bytes at a point (the peak by default), by "category", "block", "module" ...
 
         Raises:
             ArgumentError: allocations have no such attribute.
         """
         if attribute not in _ATTRIBUTES:
-            raise ArgumentError(f"allocations have no {attribute!r}: {', '.join(_ATTRIBUTES)}")
+            raise ArgumentError(
+                f"allocations have no attribute {attribute!r}, but {', '.join(_ATTRIBUTES)}"
+            )
         sizes: Counter[str] = Counter()
         for allocation in self.at(point):
             sizes[getattr(allocation, attribute)] += allocation.bytes
         return dict(sizes)
 
     def at(self, point: int | None = None) -> list[Allocation]:
-        """Lists what is allocated at a point, by default the peak; the largest first."""
+        """Lists the allocations at a point (the peak by default), the largest first."""
         point = self.peak_point if point is None else point
         alive = [
             a for a in self.allocations if a.start <= point and (a.end is None or point < a.end)
@@ -192,11 +193,11 @@ class Timeline:
         return sorted(alive, key=lambda allocation: -allocation.bytes)
 
     def holders(self, count: int = 10, *, resident: bool = False) -> list[Allocation]:
-        """Lists the largest at the peak; with `resident` also parameters and the like."""
+        """Lists the largest allocations at the peak; `resident`: also parameters and the like."""
         return [a for a in self.at() if resident or a.category not in RESIDENT][:count]
 
     def blocks(self, *, resident: bool = False) -> dict[str, int]:
-        """Returns the bytes of activations, or of all else, of each block at the peak."""
+        """Returns each block's bytes at the peak: activations, or with `resident` the others."""
         sizes = dict.fromkeys((a.home for a in self.allocations), 0)
         for a in self.at():
             if (a.category in RESIDENT) is resident:
@@ -224,7 +225,7 @@ class Timeline:
         plots().draw_timeline(target, self.summary(), title, subtitle)
 
     def summary(self, points: int = POINTS) -> dict[str, Any]:
-        """Returns what a report draws, at about so many of the points, the peaks among them."""
+        """Returns what a report draws: about `points` of the points, including the peaks."""
         curves = {name: curve for name, curve in self.curves().items() if any(curve)}
         total = self.total()
         activations = self.total(name for name in CATEGORIES if name not in RESIDENT)
@@ -260,7 +261,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
-        """Reads what `to_json` wrote; anything else is an ArgumentError."""
+        """Reads what `to_json` wrote; raises ArgumentError for anything else."""
         return read_json(text, "timeline", ArgumentError, _timeline)
 
     def save(self, path: str | Path) -> None:
@@ -272,30 +273,30 @@ class Timeline:
         """Reads a file that `save` wrote.
 
         Raises:
-            FileError: there is no such file, or it cannot be read.
-            ArgumentError: it is no such file.
+            FileError: the file does not exist or cannot be read.
+            ArgumentError: the file holds no timeline.
         """
         return cls.from_json(read_file(path))
 
     def save_memory_viz(self, path: str | Path) -> None:
         """Writes a snapshot for https://pytorch.org/memory_viz, where "Active Memory" draws it.
 
-        As of `torch.cuda.memory._snapshot`, on any device; its frames say what the bytes are for,
-        module and line. Each allocation has an address of its own, in the order of their start: how
-        an allocator places or reserves memory is not in a timeline.
+        Its format is that of `torch.cuda.memory._snapshot`, for any device; its frames name the
+        category, the module and the line. Each allocation has its own address, in the order of
+        their starts, since a timeline has no addresses.
         """
-        # the page reads no later protocol
+        # the page reads no later protocol of pickle
         Path(path).write_bytes(pickle.dumps(_snapshot(self.allocations), protocol=4))
 
     def on_cuda(self, workspace: int = CUBLAS_WORKSPACE, limit: int | None = None) -> CudaPeaks:
-        """Predicts what `torch.cuda` would count in this step: its storages, in their order.
+        """Predicts what `torch.cuda` would count in this step, from its storages in their order.
 
-        cuBLAS takes a `workspace` where the forward begins and another where the backward does,
-        each for as long as the process lives; 0 for a model that multiplies no matrices. What
-        kernels of the CPU take beside tensors is left out, and what those of CUDA take is unknown.
+        cuBLAS allocates a `workspace` when the forward begins and another when the backward begins,
+        and keeps both; pass 0 for a model without matrix products. Workspaces of CPU kernels are
+        left out, those of other CUDA kernels are unknown.
 
         Raises:
-            ArgumentError: at most `limit` bytes may be reserved, and the step needs more.
+            ArgumentError: the step needs to reserve more than `limit` bytes.
         """
         starts = {mark.phase: mark.point for mark in reversed(self.phases)}
         points = [starts[phase] for phase in ("forward", "backward") if phase in starts]
@@ -303,7 +304,7 @@ class Timeline:
         tensors = (a for a in self.allocations if a.category != WORKSPACE)
         storages += [(a.start, a.end, a.bytes) for a in tensors]
         numbered = [(number, *storage) for number, storage in enumerate(storages) if storage[2]]
-        # a storage is freed before another one comes at the same point
+        # at the same point a free comes before an allocation
         events = [(start, 1, number) for number, start, _, _ in numbered]
         events += [(end, 0, number) for number, _, end, _ in numbered if end is not None]
         allocator, blocks = CachingAllocator(limit), dict[int, Block]()
@@ -317,16 +318,15 @@ class Timeline:
 
     def to_csv(self) -> str:
         """Writes one row for each point: the point, its phase, the bytes of each category."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["point", "phase", *CATEGORIES])
-        for point, sizes in enumerate(zip(*self.curves().values(), strict=True)):
-            writer.writerow([point, self.phase_at(point), *sizes])
-        return text.getvalue()
+        curves = self.curves()
+        return to_csv(
+            {"point": n, "phase": self.phase_at(n), **{name: curves[name][n] for name in curves}}
+            for n in range(self.length + 1)
+        )
 
     @property
     def heading(self) -> str:
-        """One line: model, device, the peak and when it is."""
+        """One line: model, device, the peak and its time."""
         point = self.peak_point
         phase = f" in the {self.phase_at(point)}" if self.phase_at(point) else ""
         peak = f"peak {format_bytes(self.peak)}{phase}, at event {point} of {self.length}"
@@ -371,7 +371,7 @@ def compare(timelines: Mapping[str, Timeline], holders: int = 10) -> str:
 
 
 def _snapshot(allocations: Sequence[Allocation]) -> dict[str, Any]:
-    """Returns allocations as torch's snapshot has them: a segment, whose blocks they are."""
+    """Returns allocations as a snapshot of torch's: the blocks of a single segment."""
     address, blocks, events = 0, list[dict[str, Any]](), list[tuple[int, dict[str, Any]]]()
     for a in sorted(allocations, key=operator.attrgetter("start")):
         file, _, line = a.line.rpartition(":")
@@ -379,7 +379,7 @@ def _snapshot(allocations: Sequence[Allocation]) -> dict[str, Any]:
         frames = [{"filename": file, "line": int(line) if line.isdecimal() else 0, "name": name}]
         event = {"addr": address, "size": a.bytes, "stream": 0, "frames": frames}
         actions = ("alloc", a.start), ("free_requested", a.end), ("free_completed", a.end)
-        # what the step finds has no event of its allocation
+        # older allocations have no event
         events += [(point, {"action": action, **event}) for action, point in actions if point]
         state = "active_allocated" if a.end is None else "inactive"
         sizes = {"size": a.bytes, "requested_size": a.bytes}
@@ -397,7 +397,7 @@ def _rows(names: Iterable[str], columns: Sequence[Mapping[str, int]]) -> Rows:
 
 
 def _largest(sizes: Mapping[str, int]) -> list[str]:
-    """Returns the names of the largest in their order."""
+    """Returns the names of the largest sizes, in the order of `sizes`."""
     largest = set(sorted(sizes, key=lambda name: -sizes[name])[:MOST_BLOCKS])
     return [name for name in sizes if name in largest and sizes[name]]
 
@@ -407,7 +407,7 @@ _ATTRIBUTES = tuple(entry.name for entry in fields(Allocation))
 
 @dataclass
 class _Stored:
-    """A timeline as its JSON has it."""
+    """The JSON of a timeline."""
 
     version: int
     columns: tuple[str, ...]
@@ -421,19 +421,19 @@ class _Stored:
 
 
 def _timeline(values: Any) -> Timeline:
-    """Makes a timeline of what its JSON holds; raises ValueError for anything else."""
+    """Makes a timeline from parsed JSON; raises ValueError for anything else."""
     stored = read(_Stored, values)
     if stored.version != VERSION:
-        raise ValueError(f"it is of version {stored.version}; {VERSION} is read")
+        raise ValueError(f"its version is {stored.version}; this zoo reads version {VERSION}")
     phases = [read_row(Mark, ("point", "phase"), row) for row in stored.phases]
     allocations = [read_row(Allocation, stored.columns, row) for row in stored.allocations]
     length = stored.length
-    # a curve has a value for each point: no more than the allocations make
+    # each allocation makes at most two events; a larger length would make curves of any size
     if not 0 <= length <= 2 * len(allocations):
-        raise ValueError(f"{len(allocations)} allocations make no {length} events")
+        raise ValueError(f"{len(allocations)} allocations cannot make {length} events")
     for point in (point for a in allocations for point in (a.start, a.end or 0)):
         if not 0 <= point <= length:
-            raise ValueError(f"an allocation is at point {point} of {length}")
+            raise ValueError(f"an allocation is at point {point}, but its length is {length}")
     allocations = [replace(a, category=RENAMED.get(a.category, a.category)) for a in allocations]
     return Timeline(
         stored.title, stored.device, length, stored.allocator, stored.error, phases, allocations
@@ -447,10 +447,10 @@ def _lines(rows: Rows) -> str:
 
 
 def _places(allocations: Sequence[Allocation], points: Sequence[int]) -> dict[str, Any]:
-    """Returns step, module and line of the latest allocation at each point, each of them once."""
+    """Returns step, module and line of the latest allocation at each point, without repeats."""
     made = sorted((a.start, (a.step, a.module, a.line)) for a in allocations if a.start)
     starts = [start for start, _ in made]
-    # where the step begins nothing of it is allocated
+    # before the step's first allocation there is none
     latest = [bisect.bisect_right(starts, point) for point in points]
     places = [made[number - 1][1] if number else ("", "", "") for number in latest]
     names = list(dict.fromkeys(places))
@@ -459,7 +459,7 @@ def _places(allocations: Sequence[Allocation], points: Sequence[int]) -> dict[st
 
 
 def _extremes(total: list[int], points: int) -> Iterator[int]:
-    """Yields the points of most and of fewest bytes of each stretch, so that both are drawn."""
+    """Yields the points of most and of fewest bytes in each stretch, so that both are drawn."""
     stretch = max(math.ceil(2 * len(total) / points), 1)
     for start in range(0, len(total), stretch):
         part = range(start, min(start + stretch, len(total)))

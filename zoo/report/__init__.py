@@ -1,1 +1,1 @@
-"""Turns results into tables and plots; knows no torch."""
+"""Turns results into tables and charts; needs no torch."""

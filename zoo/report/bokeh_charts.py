@@ -1,7 +1,7 @@
-"""Charts as bokeh's own JSON, with hover and zoom, for a report's page.
+"""Charts as bokeh's JSON, with hover and zoom, for a report's page.
 
-A model's `tags` name the role of each color, such as "kept"; page.js looks the color up in the
-style sheet, again whenever the color scheme changes.
+The `tags` of a bokeh model name the role of each color, such as "kept"; page.js looks the color up
+in the style sheet, and again whenever the color scheme changes.
 """
 
 import json
@@ -25,10 +25,10 @@ TIPS = (
 
 
 def interactive(chart: Chart) -> Any:
-    """Returns bokeh's JSON of a chart, which is as wide as its place on the page."""
+    """Returns bokeh's JSON of a chart, which fills the width of its place on the page."""
     zoom = models.BoxZoomTool(dimensions="width")
     x, y = ((axis.start, axis.stop) for axis in (chart.x, chart.y))
-    # figure takes these, which its types do not say
+    # figure accepts these, but its type stubs do not say so
     ranges: Any = {"x_range": x, "y_range": y}
     plot: Any = figure(
         height=300, sizing_mode="stretch_width", toolbar_location=None, tools=[zoom],
@@ -37,17 +37,17 @@ def interactive(chart: Chart) -> Any:
     )  # fmt: skip
     _draw_axis(plot.xaxis[0], plot.xgrid[0], chart.x)
     _draw_axis(plot.yaxis[0], plot.ygrid[0], chart.y)
-    # what is drawn below zero are no sizes
+    # shapes below zero are not sizes
     plot.yaxis.bounds = (max(chart.y.start, 0), chart.y.stop)
     draw: Any = {Bars: _draw_bars, Steps: _draw_steps, Marks: _draw_marks}
     for layer in chart.layers:
         draw[type(layer)](plot, layer)
         if layer.tips:
-            # bokeh's steps do not notice the pointer, its lines do
+            # bokeh's steps have no hover, its lines do
             line: Any = {"mode": "vline", "line_policy": "prev"} if isinstance(layer, Steps) else {}
             drawn = plot.renderers[-1:]
             plot.add_tools(models.HoverTool(renderers=drawn, tooltips=_tips(layer.tips), **line))
-    # bokeh numbers the models of a process; the same chart is to give the same text
+    # bokeh numbers the models of a process; renumbered, the same chart gives the same text
     names: dict[str, str] = {}
     text = json.dumps(json_item(plot))
     return json.loads(
@@ -112,7 +112,7 @@ def _draw_marks(plot: Any, marks: Marks) -> None:
     if marks.tips:
         return
     share = (x[0] - plot.x_range.start) / (plot.x_range.end - plot.x_range.start)
-    # bokeh takes a number for each of these, which its annotations do not say
+    # bokeh accepts a number for each of these, but its annotations do not say so
     corners: Any = {"padding": 2, "border_radius": 4}
     text = Label(
         x=x[0], y=y[0], text=marks.text, background_fill_alpha=0.8, **corners,
@@ -131,7 +131,7 @@ def _source(layer: Layer, **columns: Any) -> models.ColumnDataSource:
 
 
 def _tips(names: Iterable[str]) -> str:
-    """Writes tips in the page's colors: bokeh's own are for a white page."""
+    """Returns the HTML of tips in the page's colors: bokeh's own are for a white page."""
     rows = (
         f'<span style="color: var(--faint)">{escape(name)}</span><b>@{{tip {number}}}</b>'
         for number, name in enumerate(names)

@@ -28,15 +28,15 @@ class Label(NamedTuple):
 
     @property
     def middle(self) -> float:
-        """Where the text is centered."""
+        """The place at which the text is centered."""
         return (self.start + self.stop) / 2
 
 
 class ChainAxis(NamedTuple):
     """The axis of a chain of n steps.
 
-    edges: for each step where it starts, and where the last one ends: n + 1 numbers, rising.
-    columns: for each column of the picture the steps in it, a range.
+    edges: the start of each step, and the end of the last one: n + 1 rising numbers.
+    columns: the steps in each column of the picture, a range.
     numbers, stages: two rows of labels.
     """
 
@@ -47,7 +47,7 @@ class ChainAxis(NamedTuple):
 
 
 def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
-    """Lays a chain out along an axis: one column per step, or per block where there are many."""
+    """Lays a chain out along an axis: one column per step, or per block if there are many steps."""
     grouped = [[*group] for _, group in groupby(range(len(names)), blocks.__getitem__)]
     runs = [range(group[0], group[-1] + 1) for group in grouped]
     long = len(names) > MOST_STEPS
@@ -62,7 +62,7 @@ def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
         Label(block_name(names[run.start : run.stop]), edges[run.start], edges[run.stop])
         for run in runs
     ]
-    # blocks in a row whose names differ after the last dot only; a name without a dot stays alone
+    # groups of adjacent blocks whose names differ only after the last dot
     alike = groupby(enumerate(labels), lambda entry: entry[1].text.rpartition(".")[0] or entry[0])
     groups = [[label for _, label in group] for _, group in alike]
     numbers = [
@@ -74,7 +74,7 @@ def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
     stages: list[Label] = []
     for group in groups:
         label = Label(_stage(group), group[0].start, group[-1].stop)
-        # what repeats gets one label: embed, decode, embed, decode -> "embed, decode"
+        # a repeated sequence gets one label: embed, decode, embed, decode -> "embed, decode"
         for place in range(max(len(stages) - 2, 0), len(stages)):
             if label.text in stages[place].text.split(", "):
                 texts = ", ".join(old.text for old in stages[place:]).split(", ")
@@ -95,7 +95,7 @@ def segments(items: Sequence[Item], level: int = 0) -> Iterator[tuple[range, int
 
 
 def block_name(names: Sequence[str]) -> str:
-    """Names a block by the path that its steps share, else by its first step."""
+    """Names a block after the path that its steps share, else after its first step."""
     plain = [re.sub(r"\(.*", "", name) for name in names]
     paths = zip(*(name.split(".")[:-1] for name in plain), strict=False)
     shared = takewhile(lambda parts: len(set(parts)) == 1, paths)
@@ -103,7 +103,7 @@ def block_name(names: Sequence[str]) -> str:
 
 
 def fitting(labels: Sequence[Label], room: float) -> list[Label]:
-    """Leaves out labels that would stand closer than `room` columns to the one before."""
+    """Leaves out labels that are closer than `room` columns to the previous one."""
     chosen: list[Label] = []
     for label in labels:
         if not chosen or label.middle - chosen[-1].middle >= room:
@@ -112,7 +112,7 @@ def fitting(labels: Sequence[Label], room: float) -> list[Label]:
 
 
 def round_numbers(labels: Sequence[Label], room: float) -> list[Label]:
-    """Leaves every label, or every second, fifth, tenth ..., so that all have `room` columns."""
+    """Returns every label, or every second, fifth, tenth ..., so that each has `room` columns."""
     for every in (1, 2, 5, 10, 20, 50, 100, 200, 500):
         chosen = [label for label in labels if int(label.text) % every == 0]
         if fitting(chosen, room) == chosen:
@@ -121,7 +121,7 @@ def round_numbers(labels: Sequence[Label], room: float) -> list[Label]:
 
 
 def _stage(group: Sequence[Label]) -> str:
-    """Names blocks in a row by the path that they share, a single one by its own name."""
+    """Names adjacent blocks after the path that they share, a single one by its own name."""
     parent, _, leaf = group[0].text.rpartition(".")
     if len(group) > 1:
         return parent.rpartition(".")[2]

@@ -3,12 +3,13 @@
 `matplotlib_charts.py` draws them into files, `bokeh_charts.py` for the page.
 
     memory       bytes over a training step: all runs, their peaks marked
-    categories   bytes of one run, stacked by what they are for
+    categories   bytes of one run, stacked by category
     plan         what each step saves, kept or recomputed; the segments below
     frontier     least time for each peak, the classic schemes, what was measured
 
-A step with a plan has more allocations than the baseline's: its backward recomputes forwards. So
-that both share an axis, each phase has a width of its own, filled evenly:
+A training step with a plan has more allocations than the baseline's, since its backward recomputes
+forwards. So that both share an axis, each phase has a fixed width, over which its events are spread
+evenly:
 
     events     0 ........ 900 ......... 1500 .. 1560      baseline
                0 ... 700 .................. 2100 2160     with a plan
@@ -40,30 +41,30 @@ RESIDENT = ("parameters", "buffers", "optimizer state", "inputs", "gradients")
 MEANINGS = {
     "parameters": "the weights",
     "buffers": "tensors of the model that are not trained, such as running means",
-    "optimizer state": "what the optimizer keeps from step to step, such as momentum",
+    "optimizer state": "tensors that the optimizer keeps from step to step, such as momentum",
     "inputs": "the batch and its targets",
     "gradients": "of parameters, from when the backward makes them until they are freed",
-    "saved activations": "results of the forward that it keeps for the backward",
-    "recomputed": "activations that the backward has made again, until it has used them",
-    "temporaries": "all other tensors: what is made and freed on the way",
-    "kernel workspace": "memory that a kernel takes inside itself and no tensor shows",
+    "saved activations": "results of the forward that are kept for the backward",
+    "recomputed": "activations that the backward has recomputed, until it has used them",
+    "temporaries": "all other tensors: allocated and freed on the way",
+    "kernel workspace": "memory that a kernel allocates internally and that belongs to no tensor",
 }
 CATEGORIES = tuple(MEANINGS)
-# by how often a step runs in a training step: its color, and words; 4 stands for all above
+# by how often a step runs in a training step: color and words; 4 stands for 4 and more
 RUNS = {
     1: ("kept", "kept"),
     2: ("recomputed-once", "recomputed"),
     3: ("recomputed-twice", "recomputed twice"),
     4: ("recomputed-often", "recomputed more often"),
 }
-# shapes of marks as bokeh names them: their markers in matplotlib, their characters in a legend
+# shapes of marks by bokeh's names: matplotlib's markers, and characters for a legend
 SHAPES = {
     **{"circle": ("o", "●"), "square": ("s", "■"), "triangle": ("^", "▲"), "diamond": ("D", "◆")},
     **{"inverted_triangle": ("v", "▼"), "plus": ("P", "✚"), "ring": ("", "◯")},
 }
-# a longer range of memory is drawn on a logarithmic axis, a slower plan at the upper edge
+# a wider range of memory gets a logarithmic axis; a slower plan is drawn at the upper edge
 WIDE, SLOW = 8, 2.0
-# between bars, in steps
+# the distance of bars, in steps
 GAP = 0.06
 
 
@@ -82,7 +83,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What is drawn in one color; `tips` are columns of text that hovering shows."""
+    """Shapes in one color; `tips` are columns of text that hovering shows."""
 
     color: str
     name: str = ""
@@ -99,7 +100,7 @@ class Bars(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Layer):
-    """A curve that keeps its height up to the next x; `alpha` fills it down to `low`."""
+    """A step curve, constant up to the next x; `alpha` is the opacity of the area down to `low`."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -111,9 +112,9 @@ class Steps(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class Marks(Layer):
-    """Marks; `text` is written beside the first, but not on the page where hovering shows `tips`.
+    """Marks; `text` is written beside the first, except on the page if hovering shows `tips`.
 
-    `group` is their name in the legend of a picture with these texts.
+    `group` is their name in the legend of a picture that shows the texts.
     """
 
     spots: Sequence[tuple[float, float]]
@@ -126,7 +127,7 @@ class Marks(Layer):
 
 @dataclass(frozen=True)
 class Chart:
-    """Layers, the first at the back, those with a name in the legend."""
+    """Layers, the first at the back; layers with a name are in the legend."""
 
     x: Axis
     y: Axis
@@ -134,7 +135,7 @@ class Chart:
 
 
 def phase_starts(timeline: Timeline) -> tuple[int, int, int, int]:
-    """Returns the events at which forward, backward and optimizer begin and the last one ends."""
+    """Returns the events at which forward, backward and optimizer begin, and the last event."""
     length, phases = timeline["length"], timeline["phases"]
     starts = (start for start, phase in phases if phase in ("backward", "recompute"))
     backward = next(starts, length)
@@ -143,15 +144,15 @@ def phase_starts(timeline: Timeline) -> tuple[int, int, int, int]:
 
 
 def places(timeline: Timeline, events: Sequence[float]) -> list[float]:
-    """Returns where events of a recorded timeline lie on the axis of a step."""
+    """Maps events of a recorded timeline to the axis of a training step."""
     *starts, end = phase_starts(timeline)
-    # a step without an optimizer ends where the optimizer would begin
+    # without an optimizer the step ends where the optimizer would begin
     on_axis = np.interp(events, [*starts, max(end, starts[-1] + 1)], EDGES)
     return [round(place, 5) for place in on_axis.tolist()]
 
 
 def recomputations(timeline: Timeline) -> list[list[float]]:
-    """Returns where on the axis of a step recomputation begins and ends."""
+    """Returns the ranges of recomputation on the axis of a training step."""
     marks = [*timeline["phases"], [timeline["length"], ""]]
     return [
         places(timeline, (start, stop))
@@ -161,13 +162,13 @@ def recomputations(timeline: Timeline) -> list[list[float]]:
 
 
 def totals(timeline: Timeline, without: Sequence[str] = ()) -> list[int]:
-    """Returns the bytes of all categories but some, at each point that is drawn."""
+    """Returns the bytes of all categories but `without`, at each point that is drawn."""
     counted = [sizes for name, sizes in timeline["bytes"].items() if name not in without]
     return [sum(sizes) for sizes in zip(*counted, strict=True)] or [0] * len(timeline["points"])
 
 
 def phase_peaks(timelines: Mapping[str, Timeline]) -> dict[str, dict[str, int]]:
-    """Returns for each phase the most bytes in each run, of the points that are drawn."""
+    """Returns each run's peak in each phase, among the points that are drawn."""
     order = ("before", "forward", "recompute", "backward", "optimizer")
     peaks: dict[str, dict[str, int]] = {phase: {} for phase in order}
     for run, timeline in timelines.items():
@@ -185,7 +186,7 @@ def color_of(name: str) -> str:
 
 
 def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = ()) -> Chart:
-    """Shows the bytes of runs over their step, less some categories, with the peaks marked."""
+    """Shows the bytes of runs over a training step, without some categories, peaks marked."""
     shown = {name: totals(timeline, without) for name, timeline in timelines.items()}
     x, y, divisor, layers = _step(max(map(max, shown.values())))
     if spans := recomputations(timelines.get("checkpointed", {"phases": [], "length": 0})):
@@ -195,13 +196,13 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
     for kind, sizes in shown.items():
         ends, tips = _points(timelines[kind])
         heights, name, color = [*sizes, sizes[-1]], VARIANTS.get(kind, kind), color_of(kind)
-        # of several runs no more: their tips stand side by side
+        # no more for several runs, whose tips are side by side
         tips = {name: [*map(format_bytes, heights)], "event": tips["event"]}
         curve: Any = {"x": ends, "y": _scaled(heights, divisor), "low": [0.0] * len(ends)}
         layers.append(Steps(color=color, name=name, alpha=0.1, tips=tips, **curve))
         most = max(sizes)
         place = ends[sizes.index(most)]
-        # the last of several runs is the lowest: its peak's text is not to lie on another's
+        # the last of several runs is the lowest; its text goes below, off the others'
         peaks.append(_peak(color, place, most, divisor, below=len(peaks) == len(shown) - 1 > 0))
     return Chart(x, y, [*layers, *peaks])
 
@@ -216,7 +217,7 @@ def categories_chart(timeline: Timeline, highest: int) -> Chart:
         low, top = top, [below + size for below, size in zip(top, sizes, strict=True)]
         area: Any = {"x": ends, "y": _scaled(top, divisor), "low": _scaled(low, divisor)}
         layers.append(Steps(color=color_of(name), name=name, alpha=1.0, width=0, **area))
-        # hovering lists the areas in their order, the topmost first
+        # hovering lists the areas in the order of the stack, the topmost first
         tips = {name: [*map(format_bytes, sizes)], **tips}
     (place,) = places(timeline, [timeline["peak"]["point"]])
     outline = Steps(color="faint", x=ends, y=_scaled(top, divisor), width=1, tips=tips)
@@ -224,7 +225,7 @@ def categories_chart(timeline: Timeline, highest: int) -> Chart:
 
 
 def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
-    """Returns axes over a training step, what bytes are divided by, and the backward's shade."""
+    """Returns the axes of a training step, the divisor of bytes, and the backward's shade."""
     divisor, unit = unit_of(highest)
     # room for the text above the peak
     y = Axis(0, 1.16 * highest / divisor or 1, f"allocated ({unit})")
@@ -234,7 +235,7 @@ def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
 
 
 def _points(timeline: Timeline) -> tuple[list[float], dict[str, list[str]]]:
-    """Returns where points lie, and what their tips say; and the end, with nothing new.
+    """Returns the places and the tips of points, and of the end, which has nothing new.
 
     Step, module and line are those of the latest allocation.
     """
@@ -253,7 +254,7 @@ def _peak(color: str, place: float, size: int, divisor: int, below: bool = False
 
 
 def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
-    """Shows what each step of a chain saves, by how often it runs, and the segments below.
+    """Shows the bytes that each step saves, colored by how often it runs, and the segments below.
 
     `chain` holds "names", "blocks" (their numbers) and "saved" (bytes), an entry for each step.
     """
@@ -281,7 +282,7 @@ def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
         number = runs.count(count)
         name = f"{words}: {number} step{'s' * (number != 1)}"
         layers.append(Bars(color=color, name=name, boxes=boxes, tips=tips))
-    # rows below zero: the segments that have 0, 1, ... others around them
+    # rows below zero: the segments within 0, 1, ... other segments
     thickness = height * min(0.05, 0.4 / max(depth, 1))
     for level in range(depth):
         row = -(level + 1.35) * thickness, -(level + 0.75) * thickness
@@ -304,10 +305,10 @@ def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
 def frontier_chart(
     frontier: Mapping[str, Any], measured: Mapping[str, tuple[int, float]] | None = None
 ) -> Chart:
-    """Shows the least time for each peak, the classic schemes, and what was measured, by name.
+    """Shows the least time for each peak, the classic schemes, and measured runs by name.
 
-    `frontier` holds pairs of peak bytes and time ratio, "optimal" in a list by rising peak and
-    "schemes" by name, and the bytes of "baseline" and of "lower_bound".
+    `frontier` holds pairs of peak bytes and time ratio: "optimal", a list by rising peak, and
+    "schemes", by name; and the bytes of "baseline" and "lower_bound".
     """
     curve, whole, bound = frontier["optimal"], frontier["baseline"], frontier["lower_bound"]
     measured = measured or {}
@@ -323,7 +324,7 @@ def frontier_chart(
     divisor, unit = unit_of(whole)
     title = f"{'' if measured else 'predicted '}peak of a training step ({unit})"
     x = _memory_axis(min(bound, *peaks) / divisor, max(peaks) / divisor, title)
-    # the best plans come first; how slow the others are is seen
+    # the best plans may be cut off; all others are in view
     cut = max([SLOW, *(1.1 * time for time in times[len(curve) + 2 :])])
     least, most = min(times), min(cut, max(times))
     height = max(most - least, 0.02)
@@ -341,10 +342,10 @@ def frontier_chart(
     ]
     for name, spots, color, shape, size in marks:
         peak, time = spots[0]
-        # at 1 and 1 numbers say nothing; the best plans are too many
+        # at ×1 and ×1 numbers say nothing, and for the best plans they are too many
         ratios = f"{name}\n×{peak / max(whole, 1):.2f} memory, ×{time:.2f} time"
         text = {"best plan": "", "baseline": name}.get(name, ratios)
-        # what is too high stands at the upper edge; the least memory's mark points there
+        # a mark that is too high is at the upper edge; that of the least memory points up
         is_cut = name == "least memory" and time > edge
         cut_spots = [(round(p / divisor, 4), min(round(t, 5), edge)) for p, t in spots]
         tips = {
@@ -359,7 +360,7 @@ def frontier_chart(
 
 
 def lines_of(chain: Mapping[str, Any]) -> list[str]:
-    """Returns for each step of a chain the "file:line" that it is written at, "" where unknown."""
+    """Returns the "file:line" of each step of a chain; "" if unknown."""
     lines = {step: line for line, steps in chain.get("lines", {}).items() for step in steps}
     return [visible(lines.get(step, "")) for step in range(len(chain["names"]))]
 
@@ -374,7 +375,7 @@ def _scaled(sizes: Iterable[int], divisor: int) -> list[float]:
 
 
 def _sides(span: range, axis: ChainAxis, gap: float) -> tuple[float, float]:
-    """Returns where the bar over some steps begins and ends, a little apart from the next."""
+    """Returns the left and right edges of the bar over some steps, with a gap to the next."""
     left, right = axis.edges[span.start], axis.edges[span.stop]
     gap = min(gap, gap * (right - left))
     return round(left + gap, 5), round(right - gap, 5)

@@ -1,19 +1,21 @@
-r"""Escaping (sanitizing) of untrusted text for Markdown, CSV and terminals; Markdown tables.
+r"""Escapes untrusted text for Markdown, CSV and terminals; writes tables in Markdown and CSV.
 
 Names of models and modules, arguments and reasons may hold anything: an escape sequence that clears
 a terminal, a `|` that ends a cell, HTML, a formula that a spreadsheet runs.
 
     visible        ESC[2J -> \x1b[2J        all files: XML takes no control characters either
     in_markdown    a|<b>  -> a\|&lt;b>      cells, headings, items
-    in_code        a`b    -> ``a`b``        what stands in backticks
+    in_code        a`b    -> ``a`b``        text in backticks
     in_csv         =1+2   -> '=1+2          cells that are text
 """
 
+import csv
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Unicode's controls, lone surrogates and non-characters; and marks that change a text's direction
+# Unicode's controls, lone surrogates and noncharacters; and marks of text direction
 _HIDDEN = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
@@ -27,13 +29,13 @@ def visible(text: str) -> str:
 
 
 def in_markdown(text: str) -> str:
-    """Returns a text that Markdown shows as it is, also in a cell of a table."""
+    """Escapes a text so that Markdown shows it as it is, also in a table cell."""
     without_html = visible(text).replace("&", "&amp;").replace("<", "&lt;")
     return _MARKUP.sub(r"\\\g<0>", without_html)
 
 
 def in_code(text: str) -> str:
-    """Returns a text as code in Markdown, between more backticks than it has in a row."""
+    """Returns a text as code in Markdown, within more backticks than it has in a row."""
     shown = visible(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     gap = " " if "`" in (shown[:1], shown[-1:]) else ""
@@ -41,17 +43,27 @@ def in_code(text: str) -> str:
 
 
 def in_csv(value: Any) -> Any:
-    """Returns a value for a cell; a ' stands before text that a spreadsheet would run."""
+    """Returns a value for a CSV cell; a ' precedes text that a spreadsheet would run."""
     if not isinstance(value, str):
         return value
     shown = visible(value)
     return f"'{shown}" if shown.startswith(("=", "+", "-", "@")) else shown
 
 
+def to_csv(entries: Iterable[dict[str, Any]]) -> str:
+    """Returns entries of the same keys as CSV, with the keys as header."""
+    entries = list(entries)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(entries[0]) if entries else ["model"])
+    writer.writeheader()
+    writer.writerows({key: in_csv(value) for key, value in entry.items()} for entry in entries)
+    return text.getvalue()
+
+
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a Markdown table in padded columns, all but the first aligned to the right.
 
-    Cells may have passed `in_markdown`; of others a `|` is escaped.
+    Cells may be results of `in_markdown`; in others a `|` is escaped.
     """
     cells = [[re.sub(r"(?<!\\)\|", r"\|", visible(cell)) for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(columns, *cells, strict=True)]

@@ -1,7 +1,7 @@
-"""A comparison as one HTML file that needs nothing else: no network, no server, no torch.
+"""A comparison as a self-contained HTML file: no network, no server, no torch.
 
-Every number in it is a `<data>` element with the exact value; one that stands in the results says
-where, as a path into the JSON that the page carries. Each chart has a table.
+Every number in it is a `<data>` element with the exact value; a number of the results also has its
+path in the JSON that the page embeds. Each chart has a table.
 
     page.html   what the page says        charts.py         what the charts show
     page.css    how it looks              bokeh_charts.py   how a reader explores them
@@ -25,6 +25,7 @@ from zoo.planner.plan import Plan
 from zoo.report import charts
 from zoo.report.bokeh_charts import interactive
 from zoo.report.chain_axis import chain_axis
+from zoo.report.escaping import to_csv
 from zoo.report.rows import (
     DEFINITIONS,
     VARIANTS,
@@ -37,11 +38,11 @@ from zoo.report.rows import (
     rows,
     variants,
 )
-from zoo.report.text_report import csv_files, to_csv
+from zoo.report.text_report import csv_files
 from zoo.report.two_runs import ABOUT, COLUMNS, TITLE, TwoRuns
 
 HERE = Path(__file__).parent
-# the files in a page beside the results, and what they hold
+# the files that a page embeds in addition to the results, and what they hold
 FILES = {
     "memory.perfetto.json": "bytes by category for ui.perfetto.dev",
     "memory.csv": "bytes over the step by category",
@@ -52,7 +53,7 @@ FILES = {
 
 
 def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | None = None) -> str:
-    """Returns the page of a comparison, beside an earlier run if one is given: HTML."""
+    """Returns the HTML page of a comparison, with an earlier run if one is given."""
     table, results = rows(comparisons), cast(Any, comparisons)
     sections = [*map(_section, comparisons, table)]
     pictures = {
@@ -60,7 +61,7 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
         for section in sections
         for name, chart in section["charts"].items()
     }
-    # where and how the first cell was measured that says it
+    # the first record that says where and how it was measured
     record = first_measured(comparisons)
     cell = {key: record.get("cell", {}).get(key) for key in ("dtype", "seed", "steps")}
     where = {**record.get("environment", {}), **cell, "measured": record.get("finished")}
@@ -79,7 +80,7 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
         library=_library(),
-        # of the results, by the keys that lead there
+        # a size in the results, by its path of keys
         size=lambda *keys: Number.of_bytes(reduce(operator.getitem, keys, results), *keys),
         number=Number,
         bytes=Number.of_bytes,
@@ -93,7 +94,7 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
 
 
 def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
-    """Returns what the page says of one model; parts that were not recorded are None or empty."""
+    """Returns the page's data of one model; parts that were not recorded are None or empty."""
     records = {kind: comparison[kind] for kind in row.variants}
     timelines = {kind: r["timeline"] for kind, r in records.items() if "timeline" in r}
     chain, frontier = (records["baseline"].get(name) for name in ("chain", "frontier"))
@@ -104,7 +105,7 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
         plan = None
     peaks = ((kind, row.peaks["peak"][kind]) for kind in row.variants)
     known = {kind: size for kind, size in peaks if size is not None}
-    # plans free no gradients early: the third variant is none of the frontier's
+    # the frontier's plans free no gradients early, so it does not include the third variant
     times = {"baseline": 1.0, "checkpointed": median(row.time_ratios("checkpointed")).value}
     measured = {kind: (known[kind], time) for kind, time in times.items() if time and kind in known}
     drawn: dict[str, charts.Chart] = {}
@@ -132,7 +133,7 @@ def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
         "numbers": [f"#{VARIANTS[kind]}" for kind in timelines],
         # the last variant that can be compared with the baseline
         "headline": [*known][-1] if "baseline" in known and len(known) > 1 else None,
-        # step peaks as parts of the largest
+        # step peaks as shares of the largest
         "bars": [(kind, size / max(1, *known.values())) for kind, size in known.items()],
         "phases": charts.phase_peaks(timelines),
         "categories": [name for name in charts.CATEGORIES if name in recorded],
@@ -161,8 +162,8 @@ def _steps(plan: Plan, chain: Mapping[str, Any]) -> list[tuple[str, str, int, st
 
 
 def _legend(section: Mapping[str, Any], names: Sequence[str]) -> list[charts.Layer]:
-    """Returns the layers of some charts that have a name, one of each."""
-    # the chart with most of the categories tells their order
+    """Returns the named layers of some charts, each name once."""
+    # in the order of the chart with the most of them
     ordered = sorted((section["charts"][name].layers for name in names), key=len, reverse=True)
     layers = (layer for layers in ordered for layer in layers)
     return list({layer.name: layer for layer in layers if layer.name}.values())
@@ -171,7 +172,7 @@ def _legend(section: Mapping[str, Any], names: Sequence[str]) -> list[charts.Lay
 def _files(
     comparisons: Sequence[Comparison], table: Sequence[Row], heading: Heading, runs: TwoRuns | None
 ) -> list[tuple[str, str, str]]:
-    """Returns for each file in the page its name, what it holds, and itself as a link."""
+    """Returns the name, the description and the link of each file in the page."""
     results = {"name": heading.name, "command": heading.command, "comparisons": comparisons}
     memory = (
         {"model": comparison["model"]["name"], "run": kind, "event": event}
@@ -193,7 +194,7 @@ def _files(
 
 
 def _points(comparison: Comparison) -> Iterator[tuple[str, int, dict[str, int]]]:
-    """Yields the variant, the event and the bytes by category of each point that was recorded."""
+    """Yields the variant, the event and the bytes by category of each recorded point."""
     for kind in VARIANTS:
         timeline = comparison.get(kind, {}).get("timeline", {"points": ()})
         for place, event in enumerate(timeline["points"]):
@@ -203,7 +204,7 @@ def _points(comparison: Comparison) -> Iterator[tuple[str, int, dict[str, int]]]
 def _counters(comparisons: Sequence[Comparison]) -> Iterator[dict[str, Any]]:
     """Yields Chrome's trace events: a process per model and a counter per variant.
 
-    An allocation or release takes a microsecond; nothing else of a step's time was recorded.
+    Each allocation or release takes a microsecond, since times were not recorded.
     """
     for number, comparison in enumerate(comparisons):
         name = {"name": comparison["model"]["name"]}
@@ -213,12 +214,12 @@ def _counters(comparisons: Sequence[Comparison]) -> Iterator[dict[str, Any]]:
 
 
 def _packed(text: str) -> Markup:
-    """Returns text as gzip in base64: what stands in a page by the megabyte, and no one reads."""
+    """Returns a text as gzip in base64, for megabytes that nobody reads."""
     return Markup(base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())
 
 
 @cache
 def _library() -> Markup:
-    """Returns bokeh's script, packed; only the part that draws: no widgets, no tables."""
-    # without the line that follows it, which tells the console the level of its messages
+    """Returns bokeh's script, packed, without widgets and tables."""
+    # without the script that sets the log level
     return _packed(Resources(mode="inline", components=["bokeh"]).js_raw[0])

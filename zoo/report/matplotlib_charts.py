@@ -1,6 +1,6 @@
 """Draws charts with matplotlib into files (SVG, PNG, PDF), or into axes.
 
-Those of a plan, with the categories of its peak above; of a frontier; and of a comparison.
+Charts of a plan with its peak by category, of a frontier, of a timeline and of a comparison.
 """
 
 import re
@@ -32,22 +32,22 @@ from zoo.units import format_bytes, unit_of
 
 Target = str | Path | Sequence[Path] | Axes
 _SHEET = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-# the page's, by day
+# the page's colors in light mode
 COLORS = dict(re.findall(r"--([\w-]+): (?:light-dark\()?(#\w+)", _SHEET))
 STYLE: Any = {
     "font.size": 10,
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), COLORS["ink"]),
     # a name may hold a $
     "text.parse_math": False,
-    # the same numbers make the same file
+    # the same data make the same file
     "svg.hashsalt": "zoo",
 }
-# of the categories of a peak, in their order
+# colors of the categories of a peak, in their order
 PEAK = (
     *("parameters", "buffers", "inputs", "optimizer-state", "gradients"),
     *("kept", "recomputed-once", "temporaries", "at-work", "kernel-workspace"),
 )
-# where a name may be written, in points from its mark: preferably to the upper right
+# where a name may be written: points from its mark, and sides in the order of preference
 DISTANCES = (9, 20, 36, 60)
 SIDES = ((1, 1), (-1, 1), (1, 0), (-1, 0), (1, -1), (-1, -1), (0, 1), (0, -1))
 
@@ -85,16 +85,16 @@ def draw_frontier(target: Target, frontier: Mapping[str, Any], title: str) -> No
 
 
 def draw_timeline(target: Target, timeline: charts.Timeline, title: str, subtitle: str) -> None:
-    """Draws `categories_chart`, the names beside the areas in the order of these."""
+    """Draws `categories_chart`, with a legend in the order of the areas."""
     chart = charts.categories_chart(timeline, timeline["peak"]["bytes"])
     with _axes(target, (10, 4.6), title, subtitle) as (axes,):
         draw_chart(axes, chart, loc="upper left", ncols=1, reverse=True)
 
 
 def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
-    """Draws the step peaks of each model, and the time that each variant costs.
+    """Draws the step peaks of each model, and the time of each variant.
 
-    Where a cell has no number, words say why.
+    If a cell has no number, the reason is written instead.
     """
     shown = variants(rows)
     peaks = {kind: [row.peaks["peak"][kind] or 0 for row in rows] for kind in shown}
@@ -113,7 +113,7 @@ def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]
             for number, row in enumerate(rows):
                 # beside its bar; one alone in the middle
                 _draw_time(time, number + offset * (len(shown) > 2), row.time_ratios(kind), color)
-        # there is no room for more beside the bars
+        # more does not fit beside the bars
         named = ((row.model, row.arguments, row.batch) for row in rows)
         names = ["\n".join(shortened_text(line, 60) for line in lines if line) for lines in named]
         memory.set_yticks(range(len(rows)), names)
@@ -148,7 +148,7 @@ def _draw_time(axes: Axes, place: float, pairs: Sequence[float], color: str) -> 
 def _axes(
     target: Target, size: tuple[float, float], title: str, subtitle: str, **grid: Any
 ) -> Iterator[list[Axes]]:
-    """Yields the target if it is axes, else those of a figure, in inches; then saves it.
+    """Yields the target if it is axes; else axes of a figure (size in inches), which it saves.
 
     Raises:
         ArgumentError: a file of another format than SVG, PNG and PDF.
@@ -174,7 +174,7 @@ def _axes(
 
 
 def draw_chart(axes: Axes, chart: charts.Chart, **legend: Any) -> None:
-    """Draws a chart into axes, the texts of its marks where there is room for them."""
+    """Draws a chart into axes, and the texts of its marks where there is room."""
     for order, layer in enumerate(chart.layers):
         style: Any = {"color": COLORS[layer.color], "zorder": 2 + order / 100, "label": layer.name}
         if isinstance(layer, charts.Bars):
@@ -190,7 +190,7 @@ def draw_chart(axes: Axes, chart: charts.Chart, **legend: Any) -> None:
                 style |= {"lw": layer.width, "ls": "--" if layer.dashed else "-"}
                 axes.step(layer.x, layer.y, where="post", **style)
         elif isinstance(layer, charts.Marks):
-            # once for all of the group
+            # once per group
             known = axes.get_legend_handles_labels()[1]
             style["label"] = "" if layer.group in known else layer.group
             shape = charts.SHAPES[layer.shape][0]
@@ -200,7 +200,7 @@ def draw_chart(axes: Axes, chart: charts.Chart, **legend: Any) -> None:
     for name, axis, shown in (("x", axes.xaxis, chart.x), ("y", axes.yaxis, chart.y)):
         axes.set(**{f"{name}lim": (shown.start, shown.stop), f"{name}label": shown.title})
         axis.set_major_formatter(FormatStrFormatter(shown.format))
-    # what is drawn below zero are no sizes
+    # shapes below zero are not sizes
     axes.set_yticks([y for y in axes.get_yticks() if max(chart.y.start, 0) <= y <= chart.y.stop])
     above: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2, "ncols": 4}
     axes.legend(frameon=False, **above | legend)
@@ -212,9 +212,9 @@ def draw_chart(axes: Axes, chart: charts.Chart, **legend: Any) -> None:
 
 
 def _label(axes: Axes, axis: charts.Axis) -> None:
-    """Writes labels below the axis, and between it and them the numbers that fit."""
+    """Writes labels below the axis, and above them the numbers that fit."""
     inch = axis.stop * axes.figure.dpi / axes.get_window_extent().width
-    # texts of 10 points, centered, would run into each other
+    # centered texts of 10 points would overlap
     crowded = any(
         right.middle - left.middle < 0.045 * inch * (len(left.text) + len(right.text) + 2)
         for left, right in pairwise(axis.labels)
@@ -235,11 +235,10 @@ def _label(axes: Axes, axis: charts.Axis) -> None:
 
 
 def _name_marks(axes: Axes, chart: charts.Chart) -> None:
-    """Writes the marks' texts beside them."""
-    # where there is room is known when the layout is
+    # free room is known only after the layout
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]
     marks = [layer for layer in chart.layers if isinstance(layer, charts.Marks) and layer.text]
-    # to a text that found no room beside its mark a line leads
+    # a line leads to a text that found no room beside its mark
     lead = {"arrowstyle": "-", "color": COLORS["faint"], "lw": 0.6, "shrinkB": 5}
     style: Any = {"fontsize": 8, "linespacing": 1.1, "va": "bottom", "arrowprops": lead}
     texts = [_annotate(axes, mark.text, mark.spots[0], (0, 0), **style) for mark in marks]
@@ -250,7 +249,7 @@ def _name_marks(axes: Axes, chart: charts.Chart) -> None:
     ]
     spots = [to_pixels.transform(mark.spots[0]) for mark in marks]
     sizes = [text.get_window_extent().size for text in texts]
-    # the file may have other pixels than the screen
+    # the file may have another resolution than the screen
     point = axes.figure.dpi / 72
     boxes = place(spots, sizes, axes.get_window_extent(), lines, point)
     for text, spot, box in zip(texts, spots, boxes, strict=True):
@@ -260,10 +259,10 @@ def _name_marks(axes: Axes, chart: charts.Chart) -> None:
 def place(
     spots: Sequence[Any], sizes: Sequence[Any], frame: Bbox, lines: Sequence[Line], point: float
 ) -> list[Bbox]:
-    """Returns where the text of a given width and height beside each spot goes, in pixels.
+    """Returns positions for texts of given widths and heights beside spots, in pixels.
 
-    Inside the frame, over no other text and no mark if possible, and over as few lines as possible:
-    matplotlib writes a text where it is told to, over whatever is there. `point` is that in pixels.
+    Inside the frame, if possible over no other text or mark, and over as few lines as possible;
+    matplotlib does not avoid overlaps. `point` is the size of a point in pixels.
     """
     boxes: list[Bbox] = []
     for spot, size in zip(spots, sizes, strict=True):
@@ -286,14 +285,14 @@ def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -
     divisor, unit = unit_of(most)
     left = 0
     for (name, size), color in zip(peak.items(), PEAK, strict=True):
-        # what is too thin to be seen is left to the table
+        # parts too thin to be seen are only in the table
         if size > total / 1000:
             label = f"{name} {format_bytes(size)}"
             axes.barh(0, size / divisor, left=left / divisor, color=COLORS[color], label=label)
         left += size
     for name, size in limits.items():
         axes.axvline(size / divisor, color=COLORS["ink"], lw=1, ls=(0, (4, 2)))
-        # the larger of two to the right of its line, the other to the left
+        # the larger of two limits to the right of its line, the other to the left
         side = "left" if size == max(limits.values()) else "right"
         above: Any = {"xycoords": ("data", "axes fraction"), "fontsize": 8, "ha": side}
         _annotate(axes, f" {name} {format_bytes(size)} ", (size / divisor, 1), (0, 3), **above)
@@ -307,7 +306,7 @@ def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -
 
 
 def _annotate(axes: Axes, text: str, spot: Any, points: Any, **style: Any) -> Annotation:
-    """Writes a text so many points beside a spot."""
+    """Writes a text beside a spot, at an offset in points."""
     return axes.annotate(text, spot, points, textcoords="offset points", **style)
 
 

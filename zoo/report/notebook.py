@@ -1,6 +1,6 @@
-"""What the notebooks show: tables, sentences and figures, in the palette and words of the reports.
+"""Shows tables, sentences and figures in the notebooks, in the reports' colors and words.
 
-Figures are SVG whose text stays text: matplotlib brings no font for Chinese, a browser has one.
+Figures are SVG with text as text: matplotlib ships no font for Chinese, but browsers have one.
 """
 
 import html
@@ -24,11 +24,11 @@ from zoo.report.escaping import markdown_table
 from zoo.report.matplotlib_charts import COLORS, STYLE, bare, draw_chart
 
 WIDTH = 8.6  # inches
-# in the order of what is compared: the baseline, ours, others
+# in the order of the compared runs: the baseline, ours, others
 PALETTE = [COLORS[role] for role in ("baseline", "checkpointed", "scheme", "at-work")]
 CHINESE = ("Noto Sans CJK SC", "Source Han Sans SC", "PingFang SC", "Microsoft YaHei",
            "WenQuanYi Micro Hei")  # fmt: skip
-# what charts of this package write; the longer before what is in it
+# words in this package's charts; longer ones before those that they contain
 WORDS = {
     "en": {},
     "zh_CN": {
@@ -73,7 +73,7 @@ Numbers = Sequence[float]
 
 
 def start(language: str, *packages: str) -> None:
-    """Sets the language of the charts, and shows the versions of what is used."""
+    """Sets the language of the charts, and shows the versions of packages."""
     global _language  # noqa: PLW0603 a notebook has one language
     _language = language
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "zoo-checkpoint", *packages)))
@@ -85,7 +85,7 @@ def say(text: str) -> None:
 
 
 def table(head: Sequence[str], *rows: Sequence[Any]) -> None:
-    """Shows a table, numbers to the right."""
+    """Shows a table, with numbers aligned to the right."""
     words = WORDS[_language]
     say(markdown_table(head, [[words.get(str(cell), str(cell)) for cell in row] for row in rows]))
 
@@ -115,7 +115,7 @@ def curves(
     """Draws curves by name, and horizontal levels; `log` names the logarithmic axes."""
     with figure(title, 3.4) as (axes,):
         for color, (name, y) in zip(PALETTE, named.items(), strict=False):
-            # a long one below another that may be equal
+            # a long curve may be equal to another; the first is thicker, below it
             marks = {"ms": 4} if len(x) < 20 else {"ms": 0, "lw": 5 if color is PALETTE[0] else 1.5}
             axes.plot(x[: len(y)], y, "o-", color=color, label=name, **marks)
         behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
@@ -134,7 +134,7 @@ def curves(
 
 
 def bars(title: str, panels: Mapping[str, Mapping[str, float]], form: str = "{:.1f}") -> None:
-    """Draws panels of horizontal bars of the same names and on the same scale, with numbers."""
+    """Draws panels of horizontal bars with numbers, with the same names and scale."""
     names = list(dict.fromkeys(name for sizes in panels.values() for name in sizes))
     most = max(max(sizes.values()) for sizes in panels.values())
     colors = PALETTE if len(panels) > 1 else PALETTE[1:]
@@ -153,7 +153,7 @@ def bars(title: str, panels: Mapping[str, Mapping[str, float]], form: str = "{:.
 def pictures(
     rows: Sequence[Mapping[str, Any]], *, shades: Sequence[str] = (), height: float = 1.8
 ) -> None:
-    """Draws rows of images by title: (H, W, 3), or (H, W) of numbers or, if ints, of classes."""
+    """Draws rows of images by title: (H, W, 3), or (H, W) of values or (if ints) classes."""
     with figure("", height * len(rows), max(map(len, rows)), len(rows), dpi=80) as grid:
         for axes, (title, image) in zip(
             grid, (item for row in rows for item in row.items()), strict=False
@@ -167,9 +167,9 @@ def pictures(
 
 
 def moments(plan: Plan) -> list[tuple[int, str, dict[int, str]]]:
-    """Lists what a training step runs, in order: node, phase, and whose inputs are held, and why.
+    """Lists the moments of a training step: node, phase, and the held inputs with their colors.
 
-    The nodes of the chain are taken as alike, each with one input that its backward needs.
+    The nodes of the chain are assumed equal, each with one input that its backward needs.
     """
     held: dict[int, str] = {}
     found: list[tuple[int, str, dict[int, str]]] = []
@@ -194,7 +194,7 @@ def moments(plan: Plan) -> list[tuple[int, str, dict[int, str]]]:
 
 
 def stepwise(titles: Mapping[str, Plan]) -> None:
-    """Draws plans moment by moment: which node runs, and whose inputs are held meanwhile."""
+    """Draws plans moment by moment: the node that runs, and the inputs that are held."""
     nodes = max(len(plan.flatten()) for plan in titles.values())
     lengths = [len(moments(plan)) for plan in titles.values()]
     marks = {"forward": ">", "recompute": ">", "backward": "<"}
@@ -234,7 +234,7 @@ def figure(
         yield list(grid.flat)
         file = io.StringIO()
         made.savefig(file, format="svg", dpi=dpi, metadata={"Date": None})
-    # a hundredth of a point is less than is seen
+    # a hundredth of a point is invisible
     picture = re.sub(r"(\.\d\d)\d+", r"\1", file.getvalue())
 
     def words(text: re.Match[str]) -> str:
@@ -244,7 +244,7 @@ def figure(
 
 
 def translated(text: str) -> str:
-    """Replaces the words of charts by those of the notebook's language."""
+    """Translates the words of charts into the notebook's language."""
     words = WORDS[_language]
     known = rf"\b(?:{'|'.join(words)})"
     return re.sub(known, lambda found: words[found[0]], text) if words else text

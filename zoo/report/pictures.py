@@ -1,4 +1,4 @@
-"""Which files pictures are written to, and the module that draws them, which needs matplotlib."""
+"""Checks the suffix of picture files, and imports the module that draws them with matplotlib."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ PICTURES = (".svg", ".png", ".pdf")
 
 
 def check_picture(path: str | Path) -> None:
-    """Raises ArgumentError where a path does not end as that of a picture."""
+    """Raises ArgumentError unless a path has the suffix of a picture."""
     if Path(path).suffix.lower() not in PICTURES:
         name = shortened(Path(path).name)
         raise ArgumentError(f"{name} is no picture; end it with .svg, .png or .pdf")
 
 
 def plots() -> Any:
-    """Imports what draws with matplotlib; raises ArgumentError where that is not installed."""
+    """Returns the module that draws; raises ArgumentError if matplotlib is not installed."""
     return needed("zoo.report.matplotlib_charts", "a picture", ArgumentError)

@@ -1,6 +1,6 @@
 """The table of a comparison as data: for each model a row of measurements, ratios and a verdict.
 
-Every number is one of the records' or a quotient of two; nothing is estimated here. A cell writes
+Every number is from a record or a quotient of two; nothing is estimated here. A cell renders
 itself: `str(cell)` for terminals and Markdown, `cell.__html__()` with exact values for the page.
 """
 
@@ -17,7 +17,7 @@ from zoo.units import format_bytes
 
 Comparison = Mapping[str, Any]
 KINDS = ("baseline", "checkpointed")
-# what a row shows of a step, by the kind of the cell; older results lack the last one
+# names of the variants in a row, by the kind of the cell; older results lack the last one
 VARIANTS = {
     "baseline": "baseline",
     "checkpointed": "checkpointed",
@@ -26,12 +26,12 @@ VARIANTS = {
 PEAKS = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak")
 # the status of a record whose cell ran out of memory
 UNFIT = "does not fit"
-# of this many timed pairs of steps, and of more, quartiles are shown
+# quartiles are shown for at least so many timed pairs of steps
 FEWEST = 5
-# SGD with momentum 0.9, where a config names no other
+# SGD with momentum 0.9, unless a config names another
 DEFAULT_OPTIMIZER = "sgd"
 MISSING = "—"
-# what the words of a report mean
+# the terms of a report
 DEFINITIONS = {
     "step peak": (
         "the most bytes that the allocator handed out at once in a whole training step: "
@@ -65,7 +65,7 @@ DEFINITIONS = {
 
 
 class Number(NamedTuple):
-    """A number in words; its exact value, None where there is none; its path in the results."""
+    """A number as text; its exact value, None if there is none; its path in the results."""
 
     text: str
     value: float | None = None
@@ -73,7 +73,7 @@ class Number(NamedTuple):
 
     @classmethod
     def of_bytes(cls, count: int | None, *path: str | int, missing: str = MISSING) -> "Number":
-        """Writes bytes, or `missing` where there are none."""
+        """Formats bytes; `missing` if there are none."""
         return cls(missing if count is None else format_bytes(count), count, path)
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class Cell(NamedTuple):
 
 
 class Heading(NamedTuple):
-    """The comparison's name, where it was measured, and the command that repeats it."""
+    """The comparison's name, its environment, and the command that repeats it."""
 
     name: str
     setting: str
@@ -133,14 +133,13 @@ class Row:
     """The measurements of one model; None where a cell failed.
 
     Attributes:
-        number: its place in the comparisons.
+        number: its index in the comparisons.
         arguments: the model's own and, unless True and SGD, `checkpoint` and `optimizer`.
-        largest_ratio: what the step peak of "checkpointed" may be of the baseline's.
-        peaks: bytes by name and variant. "peak" and "activation_peak" are the allocator's, kernel
-            workspaces included, which differ from processor to processor; "tensor_peak" and
-            "tensor_activation_peak" are of tensors alone, None in results from before they were
-            counted.
-        step_seconds, fits: by variant, those that are there.
+        largest_ratio: the largest accepted ratio of "checkpointed"'s step peak to the baseline's.
+        peaks: bytes by name and variant. "peak" and "activation_peak" are the allocator's, with
+            kernel workspaces, which differ from processor to processor; "tensor_peak" and
+            "tensor_activation_peak" are of tensors alone, None in older results without them.
+        step_seconds, fits: by variant, as far as measured.
         faults: sentences, each a reason why the comparison fails.
     """
 
@@ -164,23 +163,23 @@ class Row:
 
     @property
     def variants(self) -> list[str]:
-        """The variants that were to be measured, the baseline first."""
+        """The variants of the comparison, the baseline first."""
         return list(self.fits)
 
     def time_ratios(self, kind: str) -> list[float]:
-        """Returns a variant's seconds over the baseline's, for each pair of steps."""
+        """Returns the ratio of a variant's seconds to the baseline's, for each pair of steps."""
         # older timings lack a variant
         seconds = [] if kind == "baseline" else self.step_seconds.get(kind, [])
         pairs = zip(seconds, self.step_seconds["baseline"], strict=False)
         return [second / whole for second, whole in pairs]
 
     def ratio(self, kind: str = "checkpointed", peak: str = "peak") -> float | None:
-        """Returns a variant's peak over the baseline's, None where either is missing."""
+        """Returns the ratio of a variant's peak to the baseline's; None if either is missing."""
         whole, part = (self.peaks[peak][name] for name in ("baseline", kind))
         return None if whole is None or part is None else part / max(whole, 1)
 
     def size(self, kind: str, peak: str = "peak", missing: str = MISSING) -> Number:
-        """Returns a peak of a variant in words, or why there is none."""
+        """Returns a peak of a variant as text, or the reason that there is none."""
         why = missing if self.fits.get(kind, True) else UNFIT
         count = self.peaks[peak][kind]
         return Number.of_bytes(count, self.number, kind, "memory", peak, missing=why)
@@ -194,7 +193,7 @@ class Row:
         return Cell([*sizes, Number(f"{ratio:.3f}", ratio)], text, "({})")
 
     def time_cell(self, kind: str) -> Cell:
-        """Returns the median of the time ratios, the quartiles and how many pairs there are."""
+        """Returns the median of the time ratios, the quartiles and the number of pairs."""
         ratios = self.time_ratios(kind)
         ends = [Number(f"{ratio:.2f}", ratio) for ratio in quartiles(ratios)]
         between = "[{}, {}] " if ends else ""
@@ -217,14 +216,14 @@ class Row:
 
 
 def first_measured(comparisons: Sequence[Comparison], known: Iterable[str] = ()) -> Any:
-    """Returns the first record that says where it was measured, these keys at least; or {}."""
+    """Returns the first record with an environment that has the `known` keys; or {}."""
     records = (record for comparison in comparisons for record in comparison.values())
     measured = (record for record in records if record.get("environment"))
     return next((record for record in measured if record["environment"].keys() >= {*known}), {})
 
 
 def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Heading:
-    """Describes a comparison by the first of its records that says where it was measured."""
+    """Describes a comparison by the first of its records that has an environment."""
     setting = "nothing could be measured"
     if record := first_measured(comparisons, ("device", "threads", "torch", "python", "zoo")):
         cell, where = record["cell"], record["environment"]
@@ -237,19 +236,19 @@ def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Headi
 
 
 def rows(comparisons: Sequence[Comparison]) -> list[Row]:
-    """Returns a row for each model: its config under "model", its records under their kinds."""
+    """Returns a row for each comparison."""
     return [_row(number, comparison) for number, comparison in enumerate(comparisons)]
 
 
 def variants(rows: Sequence[Row]) -> dict[str, str]:
-    """Returns the variants that some row has, and their names."""
+    """Returns the variants in any row, and their names."""
     found = {*KINDS, *(kind for row in rows for kind in row.variants)}
     return {kind: name for kind, name in VARIANTS.items() if kind in found}
 
 
 def spread(values: Sequence[float]) -> Spread:
     """Returns median and quartiles of at least one value."""
-    # before Python 3.13 it takes no single value
+    # before Python 3.13 `quantiles` takes no single value
     several = values if len(values) > 1 else [*values, *values]
     lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
     return Spread(median, lower, upper)
@@ -262,16 +261,16 @@ def median(ratios: Sequence[float]) -> Number:
 
 
 def quartiles(ratios: Sequence[float]) -> list[float]:
-    """Returns the quartiles of time ratios where there are enough for them, else nothing."""
+    """Returns the quartiles of time ratios; none if there are too few ratios."""
     return [*spread(ratios)[1:]] if len(ratios) >= FEWEST else []
 
 
 def differences(
     baseline: Sequence[Mapping[str, str]], checkpointed: Sequence[Mapping[str, str]]
 ) -> list[str]:
-    """Names what differs between two trainings, from which step on: ['buffers from step 1 on'].
+    """Lists the differences of two trainings: ['buffers from step 1 on'].
 
-    A step that only one of them has differs.
+    A step that only one of them has counts as different.
     """
     first: dict[str, int] = {}
     pairs = zip_longest(baseline, checkpointed, fillvalue=dict[str, str]())
@@ -308,12 +307,12 @@ def _row(number: int, comparison: Comparison) -> Row:
 
 
 def _differing(kind: str, cells: Mapping[str, Mapping[str, Any]]) -> list[str] | None:
-    """Names what differs between a training and the baseline; None where one left no digests."""
+    """Lists the differences of a training and the baseline; None if one has no digests."""
     digests, others = (cells[name].get("digests") for name in ("baseline", kind))
     if digests is None or others is None:
         return None
     if kind == "optimizer_in_backward":
-        # it has freed the gradients
+        # the optimizer in the backward has freed the gradients
         digests = [{name: step[name] for name in step if name != "gradients"} for step in digests]
     return differences(digests, others)
 
@@ -326,7 +325,7 @@ def _faults(
         record, words = comparison[kind], kind.replace("_", " ")
         if record["status"] == "failed":
             yield f"{name} {words} failed: {record['reason']}"
-        # a baseline that does not fit is what checkpointing is for
+        # a baseline that does not fit is no fault: that is the purpose of checkpointing
         if record["status"] == UNFIT and kind in differing:
             yield f"{name} {words} does not fit: {record['reason']}"
     for kind, found in differing.items():
@@ -347,7 +346,7 @@ def _batch(model: Mapping[str, Any]) -> str:
 
 
 def _arguments(model: Mapping[str, Any]) -> str:
-    """Lists what is not the default; an image size that the batch shows is left out."""
+    """Lists arguments other than the defaults; an image size that the batch shows is left out."""
     given = {} if model["checkpoint"] is True else {"checkpoint": _text(model["checkpoint"])}
     if model.get("optimizer", DEFAULT_OPTIMIZER) != DEFAULT_OPTIMIZER:
         given["optimizer"] = model["optimizer"]

@@ -1,7 +1,5 @@
-"""Shows a comparison in the terminal, and writes its report: Markdown, CSV and a picture."""
+"""Prints a comparison in the terminal, and writes its report: Markdown, CSV and a picture."""
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,23 +10,23 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from zoo.report.escaping import in_code, in_csv, in_markdown, markdown_table
+from zoo.report.escaping import in_code, in_markdown, markdown_table, to_csv
 from zoo.report.matplotlib_charts import draw_comparison
 from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, median, quartiles, variants
 from zoo.report.two_runs import CellChanges, TwoRuns, as_entries, as_markdown
 
 CAPTION = (
-    "step peak: of the whole step, what largest_ratio judges; activation peak: less what is "
-    "resident; both the allocator's, kernel workspaces included; of tensors alone: without these; "
-    "(ratio) to the baseline; times over the baseline's"
+    "step peak: of the whole step, judged by largest_ratio; activation peak: without resident "
+    "memory; both the allocator's, with kernel workspaces; of tensors alone: without these; "
+    "(ratio) to the baseline; times relative to the baseline's"
 )
 IN_BACKWARD = "+ optimizer in backward: checkpointed, and each gradient is used and freed at once"
-# what a table does without where the terminal is narrow, one after another
+# columns that a table leaves out in a narrow terminal, in this order
 LEFT_OUT_FIRST = (
     *("parameters", "batch", "of tensors alone", "activation peak"),
     "step time: + optimizer in backward",
 )
-# where a heading or a cell goes on in the next line
+# where a heading or a cell may break into the next line
 BREAK = re.compile(r"(?<=:) | (?=[→\[(]|n=|tensors|alone|in backward|peak$)")
 
 
@@ -94,7 +92,7 @@ def _models(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _of(name: str, kind: str) -> str:
-    """Names a column of a variant; that of the checkpointed one has the name alone."""
+    """Names a column of a variant; for the checkpointed one it is the bare name."""
     return name if kind == "checkpointed" else f"{name}_{kind}"
 
 
@@ -113,26 +111,16 @@ def _timings(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             yield {"model": row.model, "pair": pair + 1, **cells}
 
 
-def to_csv(entries: Iterable[dict[str, Any]]) -> str:
-    """Returns entries of the same keys as CSV under these."""
-    entries = list(entries)
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(entries[0]) if entries else ["model"])
-    writer.writeheader()
-    writer.writerows({key: in_csv(value) for key, value in entry.items()} for entry in entries)
-    return text.getvalue()
-
-
 def show(rows: Sequence[Row], title: str, console: Console) -> None:
-    """Prints the table and below it, in red, what makes the comparison fail.
+    """Prints the table and below it, in red, the faults of the comparison.
 
-    Where it does not fit, a cell's numbers stand below each other; where that does not fit
-    either, some columns are left out. The report on disk has them all.
+    If the table is too wide, the numbers of a cell go below each other; if that is still too wide,
+    some columns are left out. The report on disk has them all.
     """
     tables = [(LEFT_OUT_FIRST[:count], True) for count in range(len(LEFT_OUT_FIRST) + 1)]
     for left_out, broken in ((), False), *tables:
         table = _table(rows, title, left_out, broken)
-        # what it takes, not what it would shrink to
+        # the full width, not the one to which rich would shrink it
         unlimited = console.options.update(max_width=1000)
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
@@ -144,16 +132,16 @@ def show(rows: Sequence[Row], title: str, console: Console) -> None:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Prints a line as it is: a name in brackets is no markup, a number has no color."""
+    """Prints a line verbatim: without rich's markup and highlighting."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def has_grown(runs: TwoRuns, tolerance: float, console: Console) -> bool:
-    """Prints what changed; returns whether a peak has grown by more than the tolerance, or is gone.
+    """Prints the changes; returns whether a peak is missing or has grown beyond the tolerance.
 
-    Bytes come from the allocator and are the same from run to run. Any other change (seconds, bits,
-    versions) fails nothing: another torch may round differently, and times differ where the
-    quartiles do not meet.
+    Bytes come from the allocator and are the same in every run. Other changes (seconds, bits,
+    versions) are no failure: another torch may round differently, and times count as different only
+    if the quartiles do not overlap.
     """
     lines = [(f"measured elsewhere: {words}", False) for words in runs.differs]
     lines += [(f"{name} was not measured before", False) for name in runs.only_now]
@@ -170,7 +158,7 @@ def has_grown(runs: TwoRuns, tolerance: float, console: Console) -> bool:
 
 
 def _grown(cell: CellChanges, tolerance: float) -> Iterator[tuple[str, bool]]:
-    """Yields what changed of a cell, and whether it is worse."""
+    """Yields the changes of a cell, and whether each is worse."""
     *sizes, (_, time) = cell.changes.items()
     for name, change in sizes:
         before, now = change.before.value, change.now.value

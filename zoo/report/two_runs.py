@@ -1,12 +1,12 @@
-"""Two runs side by side: what each cell that both have measured before and now.
+"""Two runs side by side: the measurements before and now of each cell in both.
 
     cell                      step peak                       step time
     resnet50 checkpointed     8.00 MiB → 7.00 MiB (−12.50 %)   ×1.30 → ×1.25 (−3.85 %, unclear)
     in one run only           now: vnet baseline              before: lstm baseline
     differs                   torch 2.13.0 → 2.14.1
 
-Bytes come from the allocator and are the same from run to run; of times a change is clear where the
-quartiles of the ratios do not meet.
+Bytes come from the allocator and are the same in every run; a change of time is clear if the
+quartiles of the ratios do not overlap.
 """
 
 import json
@@ -30,9 +30,9 @@ from zoo.report.rows import (
 WHAT = ("name", "data", "batch_size", "size", "arguments", "optimizer", "checkpoint")
 WHERE = ("device", "dtype")
 ENVIRONMENT = ("torch", "zoo", "commit", "python", "device", "threads")
-# with these, trainings on the same device are the same bit for bit
+# with the same of these, trainings on the same device are the same bit for bit
 SAME_BITS = ("steps", "seed", "threads")
-# names of the numbers in a table, and in a file
+# names of the numbers in a table and in a file
 COLUMNS = {
     "step peak": "peak_bytes",
     "activation peak": "activation_peak_bytes",
@@ -56,8 +56,8 @@ class Change(NamedTuple):
 
     @property
     def cell(self) -> Cell:
-        """Both numbers and what it has grown by; one number where nothing changed."""
-        # no paths: one of the numbers is of other results
+        """Both numbers and the growth; one number if nothing changed."""
+        # no paths: one of the numbers is from other results
         before, now = (Number(number.text, number.value) for number in self[:2])
         if before == now:
             return Cell([now], detail="" if now.value is None else "(unchanged)")
@@ -71,10 +71,10 @@ class Change(NamedTuple):
 
 
 class CellChanges(NamedTuple):
-    """What changed of a cell; `replanned` where `checkpoint=` chose another plan than before.
+    """The changes of a cell; `replanned`: `checkpoint=` chose another plan than before.
 
-    `other_bits` names what differs between trainings of as many steps, the same seed and threads;
-    `reason` says why there are no numbers now.
+    `other_bits` lists the differences of trainings with the same steps, seed and threads; `reason`
+    says why there are no numbers now.
     """
 
     name: str
@@ -86,7 +86,7 @@ class CellChanges(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What stands beside the name."""
+        """The text beside the name."""
         return f"{self.batch}{', another plan' * self.replanned}"
 
 
@@ -94,11 +94,11 @@ class TwoRuns(NamedTuple):
     """A run and an earlier one, whose file is `name`.
 
     Attributes:
-        measured: when the earlier one ended, as far as it is known.
-        cells: those that both have.
-        only_now, only_before: names of cells that one of them lacks.
-        differs: of the environments, sentences such as 'torch 2.13.0 → 2.14.1'.
-        untimed: what could be timed before and now cannot, with the reason.
+        measured: when the earlier one ended; "" if unknown.
+        cells: those in both.
+        only_now, only_before: names of cells that are in one run only.
+        differs: differences of the environments, such as 'torch 2.13.0 → 2.14.1'.
+        untimed: cells that could be timed before and not now, with the reason.
     """
 
     name: str
@@ -111,7 +111,7 @@ class TwoRuns(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on what the table's numbers leave out."""
+        """Sentences on what the table does not show."""
         named = {
             "Measured under other conditions": self.differs,
             "In this run only": self.only_now,
@@ -123,15 +123,15 @@ class TwoRuns(NamedTuple):
 
 
 def subject(record: Mapping[str, Any]) -> str:
-    """Names what a record measures: kind, model, data, device and type, not how or where."""
+    """Identifies what a record measures: kind, model, data, device, dtype; not how or where."""
     cell = record["cell"]
     model = {name: cell["model"].get(name) for name in WHAT}
-    # as a file would hold it: lists for tuples, arguments in order
+    # as in a file: lists for tuples, arguments in order
     return json.dumps([record["kind"], model, [cell.get(name) for name in WHERE]], sort_keys=True)
 
 
 def environment_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Names what differs in the environments of two records: 'torch 2.13.0 → 2.14.1'."""
+    """Lists the differences of two records' environments: 'torch 2.13.0 → 2.14.1'."""
     old, new = ((record.get("environment") or {}) for record in (before, after))
     pairs = ((key, old.get(key), new.get(key)) for key in ENVIRONMENT)
     return ", ".join(f"{key} {one} → {other}" for key, one, other in pairs if one != other)
@@ -154,7 +154,7 @@ def two_runs(now: Sequence[Comparison], before: Sequence[Comparison], name: str)
 
 
 def as_markdown(runs: TwoRuns) -> str:
-    """Writes a heading, what the table shows, the table, and notes."""
+    """Returns a heading, an explanation of the table, the table, and notes."""
     cells = [
         [in_markdown(f"{cell.name}, {cell.note}"), *(str(c.cell) for c in cell.changes.values())]
         for cell in runs.cells
@@ -185,7 +185,7 @@ def _cells(comparisons: Sequence[Comparison]) -> dict[str, _Cell]:
         subject(comparison[kind]): (row, kind, comparison[kind])
         for comparison, row in zip(comparisons, rows(comparisons), strict=True)
         for kind in row.variants
-        # of a cell that nobody ran there is none
+        # a cell that was not run has no record of its own
         if "cell" in comparison[kind]
     }
 
@@ -225,7 +225,7 @@ def _untimed(now: Sequence[Comparison], before: Sequence[Comparison]) -> list[st
 
 
 def _lacking(cells: Mapping[str, _Cell], others: Mapping[str, _Cell]) -> list[str]:
-    """Names the cells of a run that the other lacks."""
+    """Names the cells of a run that are missing in the other."""
     return [
         f"{row.label} {VARIANTS[kind]}, {row.batch}"
         for key, (row, kind, _) in cells.items()

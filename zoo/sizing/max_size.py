@@ -1,10 +1,10 @@
-"""The largest batch, sequence or volume whose whole training step keeps to a memory budget.
+"""The largest batch, sequence or volume whose whole training step fits a memory budget.
 
-To try sizes until one runs out of memory, as Lightning's batch size finder does, needs the device,
-finds a size near the limit, and cannot ask about another device or about less memory. Here sizes
-are searched by predicted bytes (`zoo.sizing.size_estimate`); then one real training step of a copy
-of the model, where there is room for it, proves the answer. The logger "zoo.largest" names at level
-INFO each size that is evaluated.
+Lightning's batch size finder tries sizes until one runs out of memory. That needs the device, finds
+a size near the limit, and does not work for another device or less memory. Here sizes are searched
+by predicted bytes (`zoo.sizing.size_estimate`); then a copy of the model trains at the size found,
+if there is room for it, to confirm the prediction. The logger "zoo.largest" names at level INFO
+each size that is evaluated.
 """
 
 import contextlib
@@ -45,25 +45,25 @@ from zoo.units import exact_bytes, format_bytes, format_seconds
 
 # seconds that a real step may take unless verify=True
 QUICK = 20.0
-# where memory ran out, the search ends when budget / NEAR bytes are undecided
+# after a step ran out of memory, the bisection ends within budget / NEAR bytes
 NEAR = 32
 _log = logging.getLogger("zoo.largest")
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest size that keeps to a budget, and what its training step takes.
+    """The largest size that fits a budget, and the costs of its training step.
 
     Attributes:
         size: of the batch, or of the dimensions that vary.
         budget: bytes.
         predicted_peak: bytes of the whole training step.
         next_peak: bytes that the next larger size needs at least, with the excess of real steps
-            over the prediction; None where the model takes no larger inputs.
-        measured_peak: bytes of a real step; None where none was run.
+            over the prediction; None if the model takes no larger inputs.
+        measured_peak: bytes of a real step; None if none was run.
         plan: of the steps.
         predicted_time_ratio: seconds of forward and backward against the baseline's.
-        predicted_seconds: of forward and backward here; None where no kernel was measured.
+        predicted_seconds: of forward and backward on this machine; None if no kernel was measured.
     """
 
     size: int
@@ -110,9 +110,9 @@ class Options(TypedDict, total=False):
 def max_batch_size(
     model: nn.Module, sample: Inputs | None = None, **options: Unpack[Options]
 ) -> int:
-    """Returns the largest batch whose training step keeps to a memory budget.
+    """Returns the largest batch whose training step fits a memory budget.
 
-    Options and errors are those of `zoo.largest`, which also returns what the step takes.
+    Options and errors are those of `zoo.largest`, which also returns the costs of the step.
     """
     return largest(model, sample, **options).size
 
@@ -133,44 +133,43 @@ def largest(
     verify: bool | None = None,
     optimizer_in_backward: bool = False,
 ) -> Largest:
-    """Finds the largest size whose whole training step keeps to a budget in bytes.
+    """Finds the largest size whose whole training step fits a budget in bytes.
 
-    The returned size keeps to it and the next two do not, which makes it exact where bytes grow
-    with the size. The model does not change; only real steps allocate memory of its size. Ctrl-C
-    during the search raises `Interrupted`, a KeyboardInterrupt whose `found` is the largest size
-    known to fit.
+    The returned size fits and the next two do not, which makes it exact if bytes grow with the
+    size. The model does not change; only real steps allocate memory of its size. Ctrl-C during the
+    search raises `Interrupted`, a KeyboardInterrupt whose `found` is the largest size known to fit.
 
     Args:
         model: in training mode; on the meta device if it has no memory yet.
         sample: the inputs in any size: a tensor, a tuple or a dict of keyword arguments, also of
             meta tensors. A real step repeats its values; meta tensors become zeros.
-        memory_budget: bytes, "8GiB", or "device" for what is free where the model is.
-        checkpoint: an option of `zoo.create`; by default that in force on the model. "auto" stands
-            for any plan that keeps to the budget, and chooses the fastest for the returned size.
+        memory_budget: bytes, "8GiB", or "device" for the free memory of the model's device.
+        checkpoint: an option of `zoo.create`; by default that in force on the model. "auto" allows
+            any plan that fits the budget, and chooses the fastest for the returned size.
         max_overhead: with "auto", at most so much more time: 0.2 for a fifth.
         optimizer, loss, device: those of `zoo.plan`.
         vary: the dimension that grows, in every tensor of the sample, or several of one size, such
             as `(2, 3, 4)` for a volume; or, without a sample, a function of the size that makes the
-            inputs, best of meta tensors.
+            inputs, preferably as meta tensors.
         multiple_of: only multiples of this are sizes.
         verify: whether a copy of the model trains two real steps at the returned size, if the
-            device is here and has room beside the model. If that takes more than the budget, the
-            size is lowered. By default it does where kernels were measured and a training step
+            device is present and has room beside the model. If the steps take more than the budget,
+            the size is lowered. By default they run if kernels were measured and a training step
             takes less than 20 seconds.
         optimizer_in_backward: training steps, predicted and real, are those with
             `zoo.optimizer_in_backward`, as in `zoo.plan`.
 
     Raises:
-        ArgumentError: no module, one that cannot be traced, or an argument of no such form.
-        BudgetError: no size keeps to the budget, with the least bytes that one needs; or memory
-            runs out in a real step of the smallest.
+        ArgumentError: no module, one that cannot be traced, or an invalid argument.
+        BudgetError: no size fits the budget, with the least bytes that one needs; or memory runs
+            out in a real step of the smallest.
         InputError: the model does not take inputs like the sample.
         OptimizerError: a real step's optimizer cannot step in the backward.
     """
     check_module(model, "zoo.largest")
     if isinstance(memory_budget, float):
         raise ArgumentError(
-            f"memory_budget={memory_budget}, a float, is a fraction of the baseline's peak, which "
+            f"memory_budget={memory_budget}: a float is a fraction of the baseline's peak, which "
             "grows with the size; give an int of bytes, '8GiB' or 'device'"
         )
     if type(multiple_of) is not int or multiple_of < 1:
@@ -197,7 +196,7 @@ def largest(
 
 
 class _Search:
-    """Searches by predicted bytes, and lowers their limit where real steps need more."""
+    """Searches by predicted bytes, and lowers their limit if real steps need more."""
 
     def __init__(self, estimates: SizeEstimates, start: int, memory_budget: int | str) -> None:
         self.start = max(start // estimates.unit, 1)
@@ -206,14 +205,14 @@ class _Search:
             self.start *= 2
         self.estimates, self.first = estimates, estimates.known(self.start)
         self.budget = self.first.bytes_of(memory_budget)
-        # predictions up to so many bytes hold, as far as real steps have shown
+        # the limit on predicted bytes, as far as real steps have confirmed it
         self.trusted = self.budget
         self.fitted: Largest | None = None
 
     def run(self, verify: bool | None) -> Largest:
-        """Returns the largest size that predictions allow and a real step proves.
+        """Returns the largest size that predictions allow and a real step confirms.
 
-        A step that runs out of memory does not tell how much it lacked, so from then on the limit
+        A step that runs out of memory does not tell how much was missing, so from then on the limit
         is bisected between that size's bytes and those of one that fits, at first the smallest.
         """
         room = 0 if verify is False else self._room()
@@ -247,7 +246,7 @@ class _Search:
         return self.fitted
 
     def interrupted(self) -> Interrupted:
-        """Says which size is known to fit."""
+        """Returns the error that names the largest size known to fit."""
         fits, how = None, "none is known to fit yet"
         needs = self.estimates.needs.items()
         predicted = [count for count, needed in needs if needed <= self.trusted]
@@ -260,7 +259,7 @@ class _Search:
         return Interrupted(f"interrupted; of the sizes so far, {how}", fits)
 
     def _predicted(self, target: int) -> Largest | None:
-        """Returns the largest size whose predicted bytes keep to a target; None if none does."""
+        """Returns the largest size whose predicted bytes fit a target; None if none does."""
         estimates, unit = self.estimates, self.estimates.unit
         needed = functools.partial(estimates.needed, budget=target)
         base = self.first.fixed.beside_activations - self.first.fixed.inputs
@@ -271,13 +270,13 @@ class _Search:
         if larger is None and needed(2 * count) is not None:
             raise ArgumentError(
                 f"the model takes size {count * unit} and {2 * count * unit}, but not "
-                f"{(count + 1) * unit}; pass multiple_of= what its sizes are multiples of"
+                f"{(count + 1) * unit}; pass multiple_of= a number that divides its sizes"
             )
         if count >= MOST and needed(count) == needed(self.start):
             raise ArgumentError(
                 f"sizes {self.start * unit} and {count * unit} need the same "
-                f"{format_bytes(needed(count) or 0)}, so that no size is the largest; pass vary= "
-                "what makes inputs that grow with the size"
+                f"{format_bytes(needed(count) or 0)}, so that no size is the largest; pass vary= a "
+                "dimension or a function that makes inputs grow with the size"
             )
         known = estimates.known(count)
         point = estimates.policy(known, max(target, needed(count) or 0))
@@ -295,7 +294,7 @@ class _Search:
         )
 
     def _refusal(self, ran_out: Largest | None, excess: int) -> BudgetError:
-        """Returns why no size is left; `excess` bytes only a real step showed."""
+        """Returns the error that no size is left; only real steps showed the `excess` bytes."""
         if ran_out is not None:
             return BudgetError(
                 f"memory ran out in a real training step of size {ran_out.size}, the smallest, "
@@ -322,12 +321,12 @@ class _Search:
         return BudgetError(text)
 
     def _room(self) -> int:
-        """Returns the bytes that are free beside the model where it is."""
+        """Returns the free bytes on the model's device."""
         place = self.first.place
         return free_on(place) if place.type == "cpu" or counts_memory(place) else 0
 
     def _measured(self, candidate: Largest) -> int | None:
-        """Trains a copy of the model; its peak in bytes, None where memory runs out."""
+        """Trains a copy of the model; returns its peak in bytes, None if memory runs out."""
         _log.info("size %d: a real step", candidate.size)
         estimates = self.estimates
         with random_state_restored(), shown(f"a training step of size {candidate.size}"):
@@ -350,10 +349,9 @@ def train_twice(
     loss: Loss | None,
     in_backward: bool = False,
 ) -> int:
-    """Trains a model two steps and returns the peak bytes of the second, when all state exists.
+    """Trains a model for two steps; returns the peak bytes of the second, when all state exists.
 
-    Without an optimizer the step ends with the backward; `in_backward` plain SGD then uses the
-    gradients.
+    Without an optimizer the step ends with the backward; then plain SGD steps if `in_backward`.
     """
     optimizer = optimizer_of(make_optimizer, model, in_backward)
     given = (model, inputs, loss or _own_loss_or_ones, optimizer)
@@ -368,8 +366,8 @@ def train_twice(
 def _own_loss_or_ones(outputs: Any) -> Tensor:
     """Returns an output named `loss` or a scalar first output -> ().
 
-    Where there is none, the scalar's backward gives all outputs gradients of ones, which, as those
-    of a loss, only autograd holds.
+    If there is neither, the backward of the scalar gives all outputs gradients of ones, which only
+    autograd holds, as those of a loss.
     """
     first = outputs[0] if isinstance(outputs, tuple) else outputs
     own = own_loss(first)

@@ -1,9 +1,9 @@
-"""Predicts the bytes of a training step for any size of its inputs, as cheaply as will do.
+"""Predicts the bytes of a training step for any size of its inputs, at low cost.
 
-FakeTensor tracing    each size once: nothing of the model's size is allocated
-kernels               where that fits and the model's device is here, each kind of kernel also
-                      runs alone, which adds kernel workspaces and seconds; where this takes
-                      long, it runs at a smaller size and is extrapolated
+FakeTensor tracing    of each size once: nothing of the model's size is allocated
+kernels               if that fits and the model's device is present, each kind of kernel also
+                      runs alone, which adds kernel workspaces and seconds; if this takes long,
+                      kernels run at a smaller size and are extrapolated
 """
 
 import functools
@@ -32,18 +32,18 @@ from zoo.tracing.planned_forward import runner_of
 from zoo.units import format_bytes
 
 Vary = int | tuple[int, ...] | Callable[[int], Inputs]
-# makes the inputs of a size on a device
+# makes inputs of a size on a device
 MakeInputs = Callable[[int, torch.device], Invocation]
-# chooses the plan of least time within a budget in bytes, without one that of least bytes
+# chooses the fastest plan within a budget in bytes; for None, the plan of least peak
 PlanPolicy = Callable[[BudgetPlanner, int | None], Point]
 Kernels = Sequence[KernelCosts | None]
-# seconds that one run of all kinds of kernels may take, about
+# seconds that one run of all kinds of kernels may take, approximately
 PATIENCE = 2.0
 _log = logging.getLogger("zoo.largest")
 
 
 def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -> PlanPolicy:
-    """Returns how a training with this option would choose its plan."""
+    """Returns the policy by which training with this option chooses its plan."""
     if checkpoint == "auto" or (max_overhead is not None and checkpoint in (None, False)):
 
         def best(planner: BudgetPlanner, budget: int | None) -> Point:
@@ -71,7 +71,7 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
             return planner.of_model(planner.point(plan))
         except BudgetError as error:
             raise ArgumentError(
-                "the model already has a budget of its own, which no plan keeps at this size; pass "
+                "the model already has a budget of its own, which no plan fits at this size; pass "
                 "checkpoint='auto' to search within the one given here"
             ) from error
 
@@ -80,7 +80,7 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
 
 @dataclass
 class SizeEstimates:
-    """The bytes that sizes need, counted in units of `unit`; None if the model refuses a size."""
+    """The bytes that sizes need, in multiples of `unit`; None for a size that the model refuses."""
 
     model: nn.Module
     make_inputs: MakeInputs
@@ -91,20 +91,20 @@ class SizeEstimates:
     loss: Loss | None
     device: str | None
     optimizer_in_backward: bool = False
-    # by size, with kernels where these were measured or extrapolated
+    # by size, with kernels if they were measured or extrapolated
     planners: dict[int, BudgetPlanner | None] = field(default_factory=dict)
     needs: dict[int, int] = field(default_factory=dict)
     refusal: Exception | None = None
-    # the optimizer's, the same for any size
+    # the same for any size
     optimizer_bytes: OptimizerBytes | None = None
 
     def needed(self, count: int, budget: float = math.inf) -> int | None:
-        """Returns the bytes of a size; where they exceed the budget, a lower bound."""
+        """Returns the bytes of a size; a lower bound if they exceed the budget."""
         with shown(f"size {count * self.unit}"):
             if (planner := self.trace(count)) is None:
                 return None
             is_here = self.device is None and planner.place.type != "meta"
-            # without seconds it is not known which plans keep to an overhead
+            # a limit on the overhead needs measured seconds
             is_timed = is_here and self.max_overhead is not None and not planner.kernels_measured
             peak = (planner.least if is_timed else self.policy(planner, None)).peak
             if is_here and peak <= budget and not planner.kernels_measured:
@@ -163,10 +163,10 @@ class SizeEstimates:
         return min(count for count, planner in self.planners.items() if planner is not None)
 
     def _kernels(self, count: int, large: BudgetPlanner) -> Kernels:
-        """Runs each kind of kernel, or extrapolates from a size at which that takes less long.
+        """Runs each kind of kernel, or extrapolates from a smaller size at which that is faster.
 
-        Sizes in between run, too: small ones tell little of large ones, since it takes time to
-        launch a kernel, and another kernel may be chosen.
+        Sizes in between run, too: small ones predict large ones badly, since launching a kernel
+        takes time and another kernel may be chosen.
         """
         size, estimate = self._smallest_known(), list[KernelCosts | None]()
         operators = [spec and spec.operator for spec in large.profile.specs]
@@ -186,11 +186,11 @@ class SizeEstimates:
 def extrapolated(
     kernels: Kernels, small: Sequence[KernelSpec | None], large: Sequence[KernelSpec | None]
 ) -> list[KernelCosts | None]:
-    """Returns what the kernels of a large size would take, from what those of a small one took.
+    """Extrapolates the costs of kernels from a small size to a large one.
 
-    Workspaces and seconds of a larger batch grow at most as that tensor does which grows most:
-    oneDNN's convolution reorders its input, its output and its weights, and only the first two
-    grow. Along a sequence attention takes longer than that.
+    With the batch, workspaces and seconds grow at most as the fastest growing tensor: oneDNN's
+    convolution reorders its input, its output and its weights, and only the first two grow. With
+    the sequence length, attention grows faster.
     """
     costs: list[KernelCosts | None] = []
     for kernel, before, after in zip(kernels, small, large, strict=True):
@@ -208,29 +208,30 @@ def _seconds(kernels: Kernels) -> float:
 
 
 def input_sizes(sample: Inputs | None, vary: Vary) -> tuple[MakeInputs, int]:
-    """Returns what makes inputs, by a sample's dimensions or a function, and the sample's size.
+    """Returns a function that makes inputs, from a sample or `vary`, and the sample's size.
 
     The sample's values are repeated, so that labels and tokens stay in range.
     """
     if callable(vary):
         if sample is not None:
-            raise ArgumentError("vary= a function makes all inputs; pass no sample beside it")
+            raise ArgumentError("vary=, a function, makes all inputs; pass no sample beside it")
         return lambda size, device: Invocation.of(vary(size)).map(lambda t: _on(t, device)), 1
     if sample is None:
-        raise ArgumentError("a sample of the inputs is needed, or vary= a function that makes them")
+        raise ArgumentError("pass a sample of the inputs, or as vary= a function that makes them")
     inputs, dims = Invocation.of(sample), vary if isinstance(vary, tuple) else (vary,)
     for dim in dims:
         for value in inputs.tensors:
             if type(dim) is not int or not -value.ndim <= dim < value.ndim:
                 raise ArgumentError(
                     f"vary={dim!r} is no dimension of an input of shape {tuple(value.shape)}; "
-                    "where inputs differ, pass vary= a function of the size that makes them"
+                    "where inputs differ, pass as vary= a function of the size that makes them"
                 )
     sizes = sorted({int(value.shape[dim]) for value in inputs.tensors for dim in dims})
     if len(sizes) != 1 or sizes[0] < 1:
         raise ArgumentError(
             f"dimensions {', '.join(map(str, dims))} of the inputs have sizes {sizes}; they must "
-            "be one above 0. Where they differ, pass vary= a function of the size that makes them"
+            "be equal and above 0. Where they differ, pass as vary= a function of the size that "
+            "makes the inputs"
         )
 
     def resized(size: int, device: torch.device) -> Invocation:
@@ -240,7 +241,7 @@ def input_sizes(sample: Inputs | None, vary: Vary) -> tuple[MakeInputs, int]:
 
 
 def _resized(value: Tensor, dims: tuple[int, ...], size: int) -> Tensor:
-    """Returns a tensor of another size with the values of this one, repeated, and its layout."""
+    """Returns a tensor of another size with this one's layout and its values, repeated."""
     source = value.detach()
     for dim in dims:
         repeated = torch.arange(size, device=value.device) % value.shape[dim]
@@ -251,7 +252,7 @@ def _resized(value: Tensor, dims: tuple[int, ...], size: int) -> Tensor:
 
 
 def _on(value: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor on a device, of zeros where it comes from the meta device."""
+    """Moves a tensor to a device; one on the meta device becomes zeros."""
     is_new = value.is_meta and device.type != "meta"
     moved = torch.zeros_like(value, device=device) if is_new else value.detach().to(device)
     return moved.requires_grad_(value.requires_grad)

@@ -1,36 +1,36 @@
 """Root finding for the largest size within a budget, in few evaluations: each takes seconds.
 
-Bytes grow about linearly with a batch and as a power with a volume, so the next size is where a
+Bytes grow roughly linearly with a batch and as a power with a volume, so the next size is where a
 line through the two nearest points meets the budget (the secant method, with some bisections):
 
     size    32    51    47    48    49        the budget is 8
     bytes   5.5   8.5   7.9   8.1   8.2
             fits  not   fits  not   not       -> 47
 
-Kernels and planners choose anew for each size, so a larger one may need less: the sizes just beyond
+Kernels and plans may differ for each size, so a larger size may need less: the sizes just beyond
 the limit are evaluated, too.
 """
 
 from collections.abc import Callable
 
-# the bytes that a size needs, None where the model takes no such size
+# the bytes that a size needs; None for a size that the model refuses
 Needed = Callable[[int], int | None]
-# evaluated sizes beyond the largest that fits
+# how many sizes beyond the largest that fits are evaluated
 BEYOND = 2
-# one of three evaluations after so many is a bisection: a curve may be far from a line
+# after so many evaluations every third is a bisection: the curve may be far from a line
 SECANTS = 6
-# the next size is at most so many times the largest that fits
+# the next size is at most so many times the largest known to fit
 STRIDE = 16
 MOST = 2**32
 
 
 def largest_within(needed: Needed, budget: int, start: int = 1, base: int = 0) -> int:
-    """Returns the largest size from 1 whose bytes are at most a budget, 0 where none is.
+    """Returns the largest size from 1 whose bytes are at most a budget; 0 if there is none.
 
-    The search begins at `start`; `base` is a guess of what size 0 would need. The size returned
-    fits, the next `BEYOND` do not; if bytes grow with the size, no larger one fits. Sizes that the
-    model does not take count as too small below `start` and as too large above. `MOST` means that
-    bytes do not reach the budget.
+    The search begins at `start`; `base` is a guess of the bytes of size 0. The returned size fits,
+    the next `BEYOND` do not; if bytes grow with the size, no larger one fits. Sizes that the model
+    refuses count as too small below `start` and as too large above. `MOST` means that the bytes
+    never reach the budget.
     """
     seen: dict[int, int | None] = {}
 

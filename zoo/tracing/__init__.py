@@ -1,4 +1,4 @@
-"""Computation graphs of forwards, traced below autograd: where plans cut a model, and at what cost.
+"""Traces forwards into computation graphs below autograd, and partitions these into steps to plan.
 
-No graph runs in the model's place.
+A model's own code runs in training, never the graph.
 """

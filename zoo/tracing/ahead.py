@@ -1,9 +1,8 @@
-"""Traces a model's forward ahead of its first step: shape propagation that leaves nothing behind.
+"""Traces a model's forward ahead of its first training step, without side effects on the model.
 
-The user's forward runs on fake tensors in a forked process, or on a copy of the model where this
-process cannot be forked (`profiling.isolation`). A forward that reads data which fake tensors do
-not have runs there on real tensors instead, zeros where the inputs have no data, if all of it is
-small.
+The user's forward runs on fake tensors in a forked process, or on a copy of the model if this
+process cannot be forked (`profiling.isolation`). A forward that reads values which fake tensors do
+not have runs there on real tensors instead, if all are small; inputs without data become zeros.
 """
 
 import copy
@@ -45,12 +44,13 @@ from zoo.profiling.source_location import line_of_traceback
 from zoo.profiling.tensor_spec import TensorSpec, tensors_in
 from zoo.tracing.tracer import Graph, Tracer, plain
 
-# on real tensors: bytes of parameters, buffers and inputs, and bytes that kernels return
+# the most bytes of parameters, buffers and inputs, and of kernels' results, for a trace on real
+# tensors
 LARGEST = 1 << 28
 MOST_MADE = 1 << 30
 # namespaces of operators that wait for other processes
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
-# what operators raise on fake tensors alone, and what it says where the kind is a common one
+# what operators raise on fake tensors only; for a common type, the texts that tell
 OF_FAKES = (NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
 SAID_OF_FAKES = (
     "data pointer", ".numpy()", "data is not allocated yet", "shape_env must not be None"
@@ -61,7 +61,7 @@ class TraceError(ArgumentError):
     """A model's forward cannot be traced ahead of a training step.
 
     Attributes:
-        raised: whether the forward raised an error of its own, so that it may take other inputs.
+        raised: whether the forward itself raised an error; it may accept other inputs.
     """
 
     raised = False
@@ -70,22 +70,23 @@ class TraceError(ArgumentError):
 def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> Graph:
     """Returns the graph of a training forward of a model, and of its loss.
 
-    The inputs may be meta, fake or real tensors. Without `loss` it is the one that the model
-    returns by that name, if it does.
+    The inputs may be meta, fake or real tensors. Without `loss` the loss is the model's output of
+    that name, if there is one.
 
     Raises:
-        ArgumentError: the model or the loss raises on these inputs, or reads data of tensors that
-            only a real step has.
+        ArgumentError: the model or the loss raises an error on these inputs, or reads values that
+            only a real training step has.
     """
     name = type(model).__name__
     if any(map(is_spread, model.parameters())):
         raise ArgumentError(
             f"the parameters of {name} are spread over processes (DTensor), so that its forward "
-            "cannot be traced ahead; plan before they are, or choose checkpoint=True or a scheme"
+            "cannot be traced ahead; plan before the model is distributed, or choose "
+            "checkpoint=True or a scheme"
         )
     if any(map(is_lazy, model.parameters())):
         raise ArgumentError(
-            f"{name} has lazy parameters, which have no size yet; call it once before"
+            f"{name} has lazy parameters, which have no size yet; call the model once before"
         )
     forward = _Forward(model, given, loss)
     with shown("tracing the forward"):
@@ -93,7 +94,7 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
 
 
 class _Forward:
-    """A forward to be traced; `is_apart` where nothing that it changes is seen afterwards."""
+    """A forward to be traced; `is_apart`: in a forked process, where its side effects end."""
 
     def __init__(self, model: nn.Module, given: Invocation, loss: Loss | None) -> None:
         self.model, self.given = model, given
@@ -101,7 +102,7 @@ class _Forward:
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
 
     def isolated(self, trace: Callable[[bool], Graph | None]) -> Graph | None:
-        """Traces where it leaves nothing behind; raises TraceError for anything raised there."""
+        """Traces in isolation; raises TraceError for any error there."""
 
         def traced(is_apart: bool) -> Graph | None:
             try:
@@ -114,7 +115,7 @@ class _Forward:
         name = type(self.model).__name__
         return isolated(  # type: ignore[no-any-return]
             traced,
-            # not the forward raised it but the graph, on its way here
+            # raised not by the forward but when the graph was sent to this process
             lambda text: TraceError(
                 f"{name} cannot be traced ahead ({text}). zoo.checkpoint without a budget traces a "
                 "real training step instead"
@@ -123,7 +124,7 @@ class _Forward:
         )
 
     def on_fakes(self, is_apart: bool) -> Graph | None:
-        """Traces on fake tensors; None where the forward needs data that these do not have."""
+        """Traces on fake tensors; None if the forward needs values that these do not have."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         on_meta = place_of(self.model).type == "meta"
         fixes = FakeTensorFixes(mode, strict=True, moves_meta=on_meta)
@@ -134,7 +135,7 @@ class _Forward:
         if is_apart:
             put_tensors(model, fakes)
         try:
-            with mode, fixes, fixes.told():
+            with mode, fixes, fixes.constants_readable():
                 graph = self._traced(model, self.given.map(fake), None)
         except BaseException as error:
             if isinstance(error, UnknownTargets) or not (fixes.asked or _is_of_fakes(error)):
@@ -146,7 +147,7 @@ class _Forward:
         """Traces on real tensors.
 
         Raises:
-            NumbersNeeded: it would take much memory, or the model has no data itself.
+            NumbersNeeded: it would take much memory, or the model has no data.
         """
         owned = [*self.model.parameters(), *self.model.buffers()]
         size = sum(tensor.nbytes for tensor in (*owned, *self.given.tensors))
@@ -171,7 +172,7 @@ class _Forward:
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             saved_tensors_hooks(_saved, lambda tensor: tensor),
-            # marks tell it where blocks begin; a plan in force leaves the forward as it is
+            # block marks tell the tracer where blocks begin; a plan in force does not act
             mock.patch.object(thread, "conductor", tracer),
             _Limits(most_made),
             tracer,
@@ -182,28 +183,28 @@ class _Forward:
         return tracer.graph
 
     def _fake(self, fixes: FakeTensorFixes, tensor: Tensor) -> Tensor:
-        """Returns a fake tensor like a given one, with the numbers of one that is no parameter."""
+        """Returns a fake of a tensor; the values are known unless it is a parameter."""
         with fixes.mode:
             fake = self._spec(tensor).empty()
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
-                # marks that libraries leave on parameters
+                # attributes that libraries set on parameters
                 vars(fake).update(vars(tensor))
             fake.requires_grad_(tensor.requires_grad)
         if _has_data(tensor) and tensor.numel() <= SMALL and not tensor.requires_grad:
             fixes.know(fake, copied(tensor))
         elif tensor.is_meta and not tensor.dim() and not tensor.is_floating_point():
-            # a counter, such as that of batches, which begins to count when it gets data
+            # a counter, such as that of batches, begins at 0
             fixes.know(fake, torch.zeros((), dtype=tensor.dtype))
         return fake
 
     def _spec(self, tensor: Tensor) -> TensorSpec:
-        """Describes a tensor; one on the meta device as if it were where the kernels are."""
+        """Returns the spec of a tensor; one on the meta device counts as on the kernels' device."""
         device = self.device if tensor.is_meta else tensor.device
         return TensorSpec.of(plain(tensor))._replace(device=device, requires_grad=False)
 
     def _trace_error(self, error: BaseException) -> TraceError:
-        """Says what a forward raised."""
+        """Returns the error to raise for what a forward raised."""
         name = type(self.model).__name__
         if isinstance(error, ZooError):
             return TraceError(str(error))
@@ -211,12 +212,12 @@ class _Forward:
             return TraceError(
                 f"the forward of {name} reads numbers out of tensors, which have none while it is "
                 "traced ahead. zoo.checkpoint without a budget traces the first training step "
-                "instead, in which they have."
+                "instead, in which they do."
             )
         if isinstance(error, SystemExit):
             code = "" if error.code is None else shortened(error.code)
             return TraceError(
-                f"the forward of {name} called sys.exit({code}), so there is no answer"
+                f"the forward of {name} called sys.exit({code}), so there is no result"
             )
         line = line_of_traceback(error)
         text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
@@ -227,7 +228,7 @@ class _Forward:
 
 
 def _saved(tensor: Tensor) -> Tensor:
-    """Saves a tensor as an engine's hooks do: no kernel, and nothing holds the tensor itself."""
+    """Packs a saved tensor as the engine's hooks do: without a kernel or a reference to it."""
     return tensor if tensor.is_leaf and tensor.requires_grad else detached(tensor)
 
 
@@ -236,12 +237,12 @@ def _has_data(tensor: Tensor) -> bool:
 
 
 def _is_of_fakes(error: BaseException) -> bool:
-    """Says whether an error is one that real tensors would not have raised."""
+    """Says whether real tensors would not have raised this error."""
     return isinstance(error, OF_FAKES) or any(words in str(error) for words in SAID_OF_FAKES)
 
 
 class _Limits(KernelMode):
-    """Refuses to wait for other processes, and to let kernels return more than some bytes."""
+    """Refuses collectives, and kernels that return more than `most_made` bytes in all."""
 
     def __init__(self, most_made: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -250,8 +251,8 @@ class _Limits(KernelMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "namespace", "") in COLLECTIVE:
             raise ArgumentError(
-                f"the forward calls {func}, for which other processes would wait, so that it "
-                "cannot be traced ahead. Plan before the model is distributed"
+                f"the forward calls {func}, which waits for other processes, so that it cannot be "
+                "traced ahead. Plan before the model is distributed"
             )
         result = func(*args, **(kwargs or {}))
         if self.most_made is not None and not is_view(func):

@@ -3,25 +3,26 @@
     kernels  view t addmm view | gelu | view t addmm view | empty bernoulli_ div_ | mul | ...
     state    x                   x      x                   x                       x, mask
 
-The state between two steps is every value that a later kernel reads: an edge cut. There is none
+The state between two steps holds every value that a later kernel reads: an edge cut. There is no
+cut
 
-- where a later kernel writes in place what an earlier one made;
-- before a kernel that makes nothing, such as a view or an empty tensor. It belongs to the kernel
-  behind it, or to the one before it if it reads that one's result within the same module.
+- between a kernel and a later one that writes its result in place;
+- right before a kernel that computes nothing, such as a view or an empty tensor. It belongs to the
+  kernel after it, or to the one before it if it reads that one's result within the same module.
 
 Views of parameters are no state: each step that needs one makes it. Equal steps of equal blocks are
 the same `StepProgram` with other modules, so that each is measured once.
 
-Steps are counted in blocks, the repeated units of a model that people checkpoint:
+Steps are grouped into blocks, the repeated units of a model that people checkpoint:
 
     Sequential / ModuleList of stages      layers.0, layers.1
         Sequential / ModuleList of blocks      layers.0.blocks.0   <- a block
             attention, mlp                         no blocks: nothing repeats them in a row
 
 A block is a module with children and a forward of its own, of a class that occurs at least twice,
-and that holds no row of such modules itself: a stage gives way to what it repeats. A model without
-any falls into the Sequentials that stand in a row, or into its children. What runs between two
-blocks belongs to the first of them.
+and that contains no row of such modules itself: the blocks are the modules that a stage repeats,
+not the stage. If a model has none, its blocks are the Sequentials in a row, or its children.
+Kernels between two blocks belong to the first of them.
 """
 
 import fnmatch
@@ -42,10 +43,10 @@ from zoo.invocation import place_of
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.tracing.tracer import Call, Graph, Value
 
-# kernels whose results wait for the kernel that writes them
+# kernels whose results a later kernel fills
 EMPTY = ("aten.empty", "aten.new_empty")
 ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# the attribute that is true while a model checkpoints itself, and how to turn it off
+# attributes that are true while a model checkpoints itself, and how to turn that off
 SWITCHES = {
     "grad_checkpointing": "model.set_grad_checkpointing(False)",
     "gradient_checkpointing": "model.gradient_checkpointing_disable()",
@@ -60,11 +61,12 @@ class Steps(NamedTuple):
 
     Attributes:
         outline: the steps, and the block of each.
-        state: what comes to the first step: fake tensors, meta tensors if the model is on meta.
-        loss: a function of the last state, where there is a loss.
+        state: the inputs of the first step: fake tensors, meta tensors if the model is on meta.
+        loss: a function of the last state, if there is a loss.
         boundaries: for each step the number of operators that the forward dispatches before it.
         live_in: numbers of the graph's inputs in the first state, in order.
-        live_out: numbers of the values in the last state: what the model or the loss needs.
+        live_out: numbers of the values in the last state: those that the model returns, or that
+            the loss reads.
     """
 
     outline: Outline
@@ -76,10 +78,10 @@ class Steps(NamedTuple):
 
 
 class StepProgram:
-    """What a step does: kernels over numbered values, of which the first are the state's.
+    """The kernels of a step, over numbered values: those of the state first.
 
-    Called with its modules and then with the state. `owned` are the parameters and buffers, which
-    are numbered next: the place of the module, and the name in it.
+    Called with its modules and then the state. `owned` are its parameters and buffers, numbered
+    next: each is the index of a module and a name in it.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class StepProgram:
         self._alive = _liveness(calls, gives)
 
     def __call__(self, *given: Any) -> tuple[Tensor, ...]:
-        """Runs the kernels, below autocast; a value goes when its last reader has it."""
+        """Runs the kernels, below autocast; frees each value when its last reader begins."""
         owned = [getattr(given[module], name) for module, name in self.owned]
         values: dict[int, Any] = dict(enumerate((*given[self.modules :], *owned)))
         del given, owned
@@ -131,7 +133,7 @@ class _Partition:
         if loss is not None:
             ends |= self._states(self.loss_calls, {loss})[0]
         *before, last = self._states(self.calls, ends)
-        # in the order of the outputs: a loss that is the first is known by its place
+        # in the order of the outputs: a loss is recognized as the first one
         known = [number for number in self.graph.outputs if number in last]
         states = [*map(sorted, before), [*known, *sorted(last.difference(known))]]
         places = self._cuts()
@@ -142,7 +144,7 @@ class _Partition:
         of_calls = _blocks(self.calls, paths)
         runs = itertools.groupby(next(filter(None, of_calls[part]), "") for part in ranges)
         blocks = tuple(number for number, (_, run) in enumerate(runs) for _ in run)
-        # a step of several kernels, which a write in place holds together, saves memory by itself
+        # a step of several kernels, which an in-place write holds together, may be a segment alone
         made = [sum(not _is_light(call) for call in calls) for calls in parts]
         whole = frozenset(number for number, count in enumerate(made) if count > 1)
         return Steps(
@@ -155,7 +157,7 @@ class _Partition:
         )
 
     def _states(self, calls: Sequence[Call], ends: Iterable[int]) -> list[set[int]]:
-        """Returns for each place between calls the state there."""
+        """Returns the state at each place between calls."""
         alive = _liveness(calls, ends)
         return [numbers - self.graph.owned.keys() - self.views.keys() for numbers in alive]
 
@@ -164,7 +166,7 @@ class _Partition:
         calls, owned = self.calls, self.graph.owned.keys()
         makers = {number: place for place, call in enumerate(calls) for number in call.results}
         joined = bytearray(len(calls) + 1)
-        # where the views and empty tensors begin that belong to the next kernel
+        # the first of the views and empty tensors that belong to the next kernel
         leading: int | None = None
         for place, call in enumerate(calls):
             if not _is_light(call):
@@ -224,9 +226,9 @@ class _Partition:
     def _held(
         self, parts: Sequence[Sequence[Call]], states: Sequence[Sequence[int]]
     ) -> tuple[Held, ...]:
-        """Returns for each step what it does not read and the forward holds none the less.
+        """Returns for each step what the forward holds although the step does not read it.
 
-        It is empty where the trace did not tell.
+        Empty if the trace did not record lifetimes.
         """
         sizes, found = self.graph.sizes, []
         origins = {number: number for number in self.graph.inputs}
@@ -236,7 +238,7 @@ class _Partition:
                 origins[number] = origin
                 last = self.graph.freed.get(number, math.inf)
                 freed[origin] = max(last, freed.get(origin, 0))
-        # storages by the numbers of their first tensors; the first state that has one, and where
+        # storages by the numbers of their first tensors, and the first place of each in a state
         held: list[int] = []
         known: dict[int, tuple[int, int]] = {}
         for number, (calls, state) in enumerate(zip(parts, states, strict=False) if sizes else ()):
@@ -253,7 +255,7 @@ class _Partition:
         return tuple(found)
 
     def _names(self, parts: Sequence[Sequence[Call]]) -> list[str]:
-        """Names the steps by the modules of one kernel, others by their operators, too."""
+        """Names steps after their modules; also after operators if a module spans several steps."""
         naming = [[c for c in calls if not _is_light(c) or c.writes] or calls for calls in parts]
         paths = [frozenset(), *(frozenset(map(_path, calls)) for calls in naming), frozenset()]
         around = map(frozenset.union, paths, paths[2:])
@@ -271,7 +273,7 @@ class _Partition:
 
 
 def _renumbered(call: Call, numbers: Mapping[int, int]) -> Call:
-    """Returns what a step runs of a call, with other numbers."""
+    """Returns a call as a step runs it, with the step's numbers."""
 
     def other(leaf: Any) -> Any:
         return Value(numbers[leaf.number]) if type(leaf) is Value else leaf
@@ -282,7 +284,7 @@ def _renumbered(call: Call, numbers: Mapping[int, int]) -> Call:
 
 
 def _blocks(calls: Sequence[Call], paths: Collection[str]) -> list[str]:
-    """Returns for each call the path of its block, '' before the first and after the last."""
+    """Returns the path of each call's block, '' before the first and after the last."""
     blocks = [next((path for path in call.within if path in paths), "") for call in calls]
     last = max((place for place, path in enumerate(blocks) if path), default=0)
     for place in range(1, last):
@@ -291,7 +293,7 @@ def _blocks(calls: Sequence[Call], paths: Collection[str]) -> list[str]:
 
 
 def _is_light(call: Call) -> bool:
-    """Says whether a kernel leaves nothing of its own: a view, an empty tensor, a counter."""
+    """Says whether a kernel computes nothing to keep: a view, an empty tensor, a counter."""
     return not call.makes_storage or call.operator.startswith(EMPTY)
 
 
@@ -301,7 +303,7 @@ def _path(call: Call) -> str:
 
 
 def _views_of_owned(graph: Graph) -> dict[int, list[Call]]:
-    """Returns for each view of a parameter or buffer that nothing writes the calls that make it."""
+    """Returns the calls that make each view of a parameter or buffer, if nothing writes it."""
     views: dict[int, list[Call]] = {}
     for call in graph.calls:
         is_view = bool(call.results) and graph.owned.keys() >= set(call.origins)
@@ -313,7 +315,7 @@ def _views_of_owned(graph: Graph) -> dict[int, list[Call]]:
 
 
 def _liveness(calls: Sequence[Call], ends: Iterable[int]) -> list[set[int]]:
-    """Returns for each place between calls the values that are read later."""
+    """Returns the values that are read later, at each place between calls."""
     alive = [set(ends)]
     for call in reversed(calls):
         alive.append((alive[-1] - set(call.results)).union(call.reads()))
@@ -321,9 +323,9 @@ def _liveness(calls: Sequence[Call], ends: Iterable[int]) -> list[set[int]]:
 
 
 def check_switches(model: nn.Module) -> None:
-    """Raises ArgumentError when a model's own checkpointing is on: both would recompute everything.
+    """Raises ArgumentError if a model's own checkpointing is on: everything would run three times.
 
-    That of torch, which the models call, also updates running statistics twice.
+    `torch.utils.checkpoint`, which the models call, also updates running statistics twice.
     """
     for path, module in model.named_modules():
         for name, way in SWITCHES.items():
@@ -331,12 +333,12 @@ def check_switches(model: nn.Module) -> None:
                 where = f"{path}.{name}" if path else name
                 raise ArgumentError(
                     f"{type(model).__name__} checkpoints itself ({where} is True). Turn that off "
-                    f"by {way}, then zoo.checkpoint takes its place"
+                    f"by {way}; then zoo.checkpoint takes its place"
                 )
 
 
 def paths_of(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...]:
-    """Returns the paths of the blocks of a model: those named, those that repeat, or its parts.
+    """Returns the paths of a model's blocks: those that match, that repeat, or its children.
 
     Raises:
         ArgumentError: one of the `patterns`, such as `blocks.*`, matches nothing.
@@ -348,7 +350,7 @@ def paths_of(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...
 
 
 def block_paths(model: nn.Module) -> tuple[str, ...]:
-    """Returns the paths of the modules that repeat, none inside another."""
+    """Returns the paths of the repeated modules, none inside another."""
     counts = Counter(type(module) for module in model.modules() if _is_unit(module))
     return _outermost(
         path
@@ -358,7 +360,7 @@ def block_paths(model: nn.Module) -> tuple[str, ...]:
 
 
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
-    """Returns the paths that are not inside of another."""
+    """Returns the paths that are not inside another."""
     found = list(paths)
     above = tuple(f"{path}." for path in found)
     return tuple(path for path in found if not path.startswith(above))
@@ -368,7 +370,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     matching: set[str] = set()
     for pattern in patterns:
-        # `*` stands for one name, as in a path of files
+        # `*` stands for one name, as in file paths
         level = [name for name in names if name.count(".") == pattern.count(".")]
         matches = [name for name in level if fnmatch.fnmatchcase(name, pattern)]
         if not matches:
@@ -381,7 +383,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _rows(model: nn.Module) -> Iterator[str]:
-    """Yields the paths of the Sequentials that stand in a row of such."""
+    """Yields the paths of the Sequentials in a row of Sequentials."""
     for path, row in model.named_modules():
         found = [name for name, child in row.named_children() if isinstance(child, nn.Sequential)]
         if isinstance(row, ROWS) and len(found) > 1:
@@ -389,7 +391,7 @@ def _rows(model: nn.Module) -> Iterator[str]:
 
 
 def _parts(model: nn.Module) -> Iterator[str]:
-    """Yields the paths of the children of a model; rows of modules give way to theirs."""
+    """Yields the paths of a model's children; for a row of modules, those of its children."""
     children = dict(model.named_children())
     for name, child in children.items():
         if len(children) == 1 and child._modules:
@@ -402,13 +404,13 @@ def _parts(model: nn.Module) -> Iterator[str]:
 
 def _is_unit(module: nn.Module) -> bool:
     """Says whether a module has children and a forward of its own."""
-    # TorchScript's classes have a forward that only their objects can look up
+    # TorchScript's classes have a forward that only instances can look up
     forward = inspect.getattr_static(type(module), "forward")
     return bool(module._modules) and forward not in [row.forward for row in ROWS]
 
 
 def _holds_row(module: nn.Module) -> bool:
-    """Says whether a module runs a row of modules that might be blocks."""
+    """Says whether a module contains a row of modules that might be blocks."""
     rows = (row for row in module.modules() if isinstance(row, ROWS))
     units = ([type(child) for child in row.children() if _is_unit(child)] for row in rows)
     return any(len(set(types)) < len(types) for types in units)

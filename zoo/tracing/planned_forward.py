@@ -1,16 +1,16 @@
-"""The `forward` of a model and of its blocks while a plan is in force (monkey patching).
+"""The patched `forward` of a model and of its blocks while a plan is in force.
 
-It is an instance attribute, and nothing else of a module changes: class, names, hooks, state dict.
-The original forward runs, once and as it is written. What stands before it opens segments between
-its kernels (`engine.kernel_segments`), by a plan for the operators that came when it was traced:
+It is an instance attribute; nothing else of a module changes: class, names, hooks, state dict. The
+original forward runs, once and as it is written. The patch opens and closes segments between its
+kernels (`engine.kernel_segments`), by a plan for the operators that were traced:
 
     first forward in training   traced while it runs block by block, then planned
-    every other                 by the plan, as long as the operators are the same
-    other operators             block by block; where the next one's differ, too, it is traced
+    every later one             by the plan, as long as the operators are the same
+    other operators             block by block; if the next forward's differ, too, it is traced
     parameters without a size   block by block; the next forward counts as the first
 
-For a budget or a plan of the user's the first forward is traced ahead instead. A deep copy or a
-pickle takes the option along and plans anew; a shallow copy runs as it is written.
+For a budget or a user's own plan the first forward is traced ahead instead. A deep copy or a pickle
+keeps the option and plans anew; a shallow copy runs as it is written.
 """
 
 import inspect
@@ -42,18 +42,17 @@ from zoo.tracing.ahead import graph_of
 from zoo.tracing.partition import check_switches, partition, paths_of
 from zoo.tracing.tracer import Graph, Tracer
 
-# scripts that are kept for inputs of one kind, whose forwards may branch
+# scripts that are kept for inputs of one kind, since forwards may branch
 MOST_BRANCHES = 8
-# kinds of inputs whose plans are kept; the one that was used longest ago goes first
+# kinds of inputs whose plans are kept; the least recently used is dropped first
 MOST_KINDS = 64
 _log = logging.getLogger("zoo")
 
 
 class Patch:
-    """A callable in the place of a module's forward; `before` is an instance attribute it had."""
+    """A callable in place of a module's forward; `before` is the instance attribute it had."""
 
-    # as a method has one
-    __name__ = "forward"
+    __name__ = "forward"  # as a method has
 
     def __init__(self, module: nn.Module) -> None:
         # weakly, so that a model is freed without the garbage collector
@@ -66,15 +65,11 @@ class Patch:
         return self._original(self._living())
 
     def _living(self) -> nn.Module:
-        """Returns the module.
-
-        Raises:
-            ArgumentError: nobody holds it any more.
-        """
+        """Returns the module; raises ArgumentError if it was freed."""
         module: nn.Module | None = self.module()
         if module is None:
             raise ArgumentError(
-                "the module of this forward is gone: a forward that has a plan does not keep its "
+                "the module of this forward was freed: a forward with a plan does not keep its "
                 "module alive. Keep the model, or call zoo.uncheckpoint before you take its forward"
             )
         return module
@@ -83,24 +78,24 @@ class Patch:
         if self.before is not None:
             return self.before  # type: ignore[no-any-return]
         owner = type(module)
-        # that of a module of TorchScript belongs to the object alone
+        # a TorchScript module has its forward on the instance only
         forward = inspect.getattr_static(owner, "forward")
         # a builtin such as `forward = torch.relu` is not bound
         is_bound = hasattr(type(forward), "__get__")
         return forward.__get__(module, owner) if is_bound else forward  # type: ignore[no-any-return]
 
     def of_copy(self, frame: FrameType) -> Callable[..., Any] | None:
-        """Returns the original forward of a copy that shares this; None where none is called.
+        """Returns the original forward of a copy that shares this patch; None if none is called.
 
-        `copy.copy` and `nn.DataParallel` copy a module's attributes as they are. Which module is
-        called only its `__call__` knows, in this frame.
+        `copy.copy` and `nn.DataParallel` copy a module's attributes as they are. Only the frame of
+        the module's `__call__` shows which module is called.
         """
         if frame.f_globals.get("__name__") != nn.Module.__module__:
             return None
         called, module = frame.f_locals.get("self"), self.module()
         if called is None or called is module or vars(called).get("forward") is not self:
             return None
-        # another kind of module was given this as its forward
+        # this was assigned as the forward of another kind of module
         is_other = module is not None and type(called) is not type(module)
         return None if is_other else self._original(called)
 
@@ -109,17 +104,17 @@ class Patch:
         """The code of the original forward, which `torch.export` reads."""
         return inspect.unwrap(self.__wrapped__).__code__  # type: ignore[no-any-return, attr-defined]
 
-    def put(self) -> None:
-        """Takes its place."""
+    def install(self) -> None:
+        """Installs this as the module's forward."""
         self.before = vars(self.module()).get("forward")
         vars(self.module())["forward"] = self
 
-    def take_back(self) -> None:
+    def uninstall(self) -> None:
         """Restores the original forward, unless the module or its forward was replaced since."""
         if (module := self.module()) is not None:
-            self.leave(module)
+            self.uninstall_from(module)
 
-    def leave(self, module: nn.Module) -> None:
+    def uninstall_from(self, module: nn.Module) -> None:
         """Restores the original forward of the module or of a copy of it."""
         if vars(module).get("forward") is self:
             del vars(module)["forward"]
@@ -133,7 +128,7 @@ class Patch:
 
 
 class BlockMark(Patch):
-    """The forward of a block, which tells the conductor that the block begins and ends."""
+    """The forward of a block; tells the conductor where the block begins and ends."""
 
     def __init__(self, module: nn.Module, path: str) -> None:
         super().__init__(module)
@@ -159,7 +154,7 @@ class BlockMark(Patch):
 class Traces:
     """Scripts of the forwards traced for inputs of one kind, one for each branch, latest last.
 
-    The latest trace was of inputs of this `spec`, these or larger ones.
+    `spec` is that of the latest traced inputs, which are of this size or larger.
     """
 
     spec: InputSpec
@@ -171,13 +166,14 @@ class Traces:
 class PatchedForward(Patch):
     """A model's forward that runs by a plan in training.
 
-    In `eval()`, under `no_grad`, `torch.func`, `torch.export`, a tracer, or inside of another
-    segment it is the original forward.
+    In `eval()`, under `no_grad`, `torch.func`, `torch.export` or a tracer, and inside another
+    segment, the original forward runs.
 
     Attributes:
         option: `checkpoint`, `memory_budget` and `max_overhead` as the user chose them.
         patterns: the modules that the user named as blocks.
-        latest: what the last forward ran by, or was planned for the next; None before the first.
+        latest: the script that the last forward ran by, or that it planned for the next; None
+            before the first.
     """
 
     def __init__(
@@ -192,33 +188,33 @@ class PatchedForward(Patch):
         self.is_given = runner.plan is not None
         self.binds_first_step = self.is_given or runner.checkpoint == "auto"
         blocks = {path: module.get_submodule(path) for path in paths_of(module, patterns)}
-        # one that is compiled shows none of its kernels
+        # the kernels of a compiled block are invisible
         self.marks = [
             BlockMark(block, path)
             for path, block in blocks.items()
             if block._compiled_call_impl is None and not hasattr(block, "_orig_mod")
         ]
-        # the latest kind of inputs last
+        # the most recently used kind of inputs last
         self.traces: dict[InputSpec, Traces] = {}
         self.latest: Script | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"traces": {}, "latest": None}
 
-    def put(self) -> None:
-        """Takes its place, and the marks of the blocks theirs."""
+    def install(self) -> None:
+        """Installs this, and the marks of the blocks."""
         for mark in self.marks:
-            mark.put()
-        super().put()
+            mark.install()
+        super().install()
 
-    def take_back(self) -> None:
+    def uninstall(self) -> None:
         """Restores the original forwards of the model and of its blocks."""
-        super().take_back()
+        super().uninstall()
         for mark in self.marks:
-            mark.take_back()
+            mark.uninstall()
 
     def runner(self) -> PlannedRunner:
-        """Makes a runner that decides plans by the option."""
+        """Makes a runner that chooses plans by the option."""
         runner = runner_for(*self.option)
         assert runner is not None, "False puts nothing in force"
         return runner
@@ -240,7 +236,7 @@ class PatchedForward(Patch):
         spec = self._spec(given)
         traces = self._traces_for(spec)
         if (not traces.branches or traces.strayed) and has_lazy(module):
-            # block by block: this forward gives parameters the sizes by which to plan for the next
+            # block by block: this forward gives lazy parameters their sizes
             with Conductor([]):
                 return given.on(self.__wrapped__)
         if not traces.branches and self._is_planned_ahead():
@@ -251,23 +247,23 @@ class PatchedForward(Patch):
         with Conductor(traces.branches[::-1]) as conductor:
             outputs = given.on(self.__wrapped__)
         traces.strayed = conductor.lost
-        # a list that is sorted in place is empty meanwhile, for other threads
+        # not in place: during a sort other threads would find the list empty
         traces.branches = sorted(traces.branches, key=lambda one: one is conductor.script)
         self.latest = traces.branches[-1] if traces.branches else None
         return outputs
 
     def _spec(self, given: Invocation) -> InputSpec:
-        """Describes what a plan is made for."""
+        """Returns the properties that a plan depends on."""
         with without_modes():
             spec = InputSpec.of(given, self.module())
-            # an optimizer in the backward frees gradients
+            # with an optimizer in the backward gradients are freed
             in_backward = attached_to(self.module().parameters()) is not None
         return spec._replace(structure=(spec.structure, in_backward))
 
     def _traces_for(self, spec: InputSpec) -> Traces:
-        """Returns the traces for inputs like these, or begins with those of larger ones.
+        """Returns the traces for inputs like these; new ones start from those of larger inputs.
 
-        Other threads may do so, too, so that nothing goes through the table while it changes.
+        Other threads may do so, too, so nothing iterates over the table while it changes.
         """
         traces = self.traces.pop(spec, None)
         if traces is None:
@@ -281,23 +277,20 @@ class PatchedForward(Patch):
 
     @shown("zoo.checkpoint")
     def plan_ahead(self, given: Invocation) -> None:
-        """Plans for arguments like these now."""
+        """Makes a plan for arguments like these now."""
         check_switches(self.module())
         graph = graph_of(self.module(), given)
         self.latest = self._script(graph, [*map(resolved, graph.operators)], graph.visits)
         self._traces_for(self._spec(given)).branches.append(self.latest)
 
     def _is_planned_ahead(self) -> bool:
-        """Says whether the first forward must keep to the plan, too, and is traced ahead."""
-        # a step on fake tensors takes no memory, parameters that are spread cannot be traced here
+        """Says whether the first forward is traced ahead, since it must run by a plan, too."""
+        # a step on fake tensors takes no memory; spread parameters cannot be traced ahead
         is_here = not (self.is_given and any(map(is_spread, self.module().parameters())))
         return self.binds_first_step and active_fake_mode() is None and is_here
 
     def _trace(self, given: Invocation, spec: InputSpec, traces: Traces) -> Any:
-        """Runs the forward block by block, traces it, and plans for the next.
-
-        A warning says that there is no plan.
-        """
+        """Runs the forward block by block, traces it and plans for the next; warns on failure."""
         check_switches(self.module())
         with without_modes():
             tracer, conductor = Tracer(self.module()), Conductor([])
@@ -319,7 +312,7 @@ class PatchedForward(Patch):
         return outputs
 
     def _script(self, graph: Graph, operators: Sequence[Any], visits: dict[Visit, int]) -> Script:
-        """Plans for a forward that was traced."""
+        """Makes a plan for a traced forward."""
         module = self.module()
         with without_modes(), torch.enable_grad():
             steps = partition(module, graph, paths_of(module, self.patterns))
@@ -328,7 +321,7 @@ class PatchedForward(Patch):
 
 
 def patched_forward(model: nn.Module) -> PatchedForward | None:
-    """Returns the patch of a model's forward; None where no plan is in force."""
+    """Returns the patch of a model's forward; None if no plan is in force."""
     patch = vars(model).get("forward")
     # a copy that shares it runs as it is written
     return patch if isinstance(patch, PatchedForward) and patch.module() is model else None
@@ -341,7 +334,7 @@ def named_steps(model: nn.Module) -> Sequence[str] | None:
 
 
 def runner_of(model: nn.Module) -> Runner | None:
-    """Returns the runner that decides a model's plans by the option in force; None without one."""
+    """Returns the runner that chooses a model's plans by the option in force; None without one."""
     if isinstance(model, Chain):
         return model.runner
     patched = patched_forward(model)

@@ -1,15 +1,15 @@
-"""Traces a forward into a graph: a dispatch mode that writes down the kernels while they run.
+"""Traces a forward into a graph: a dispatch mode that records the kernels while they run.
 
 It sees each kernel, on real or on fake tensors, below autograd and autocast, and changes nothing.
-Which modules are running stands on Python's stack, so that nothing is attached to the model.
-Tensors are told apart by their Python objects, which are referred to weakly:
+Python's stack shows which modules are running, so that nothing is attached to the model. Tensors
+are identified by their Python objects, with weak references:
 
-    known tensor, parameter, buffer  the number that it has
+    known tensor, parameter, buffer  its number
     unknown, in a known storage      a new number, by `as_strided`
     unknown, in an unknown storage   a new input
 
-The graph is data, without tensors, and pickles. It is below autograd, as an ATen graph of
-`torch.fx` is, which runs in the place of a model; this one is only planned with:
+The graph is data without tensors, and can be pickled. Like an ATen graph of `torch.fx` it is below
+autograd; but it never runs in place of the model and is only for planning:
 
     owned   0: ("fc", "weight"), 1: ("fc", "bias")
     inputs  2: float32 (3, 8)
@@ -50,10 +50,10 @@ from zoo.errors import ArgumentError
 from zoo.profiling.source_location import modules_around
 from zoo.profiling.tensor_spec import TensorSpec, tensors_in
 
-# the sizes of their results depend on data
+# tags of operators whose results' sizes depend on data
 TAGS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 UNTAGGED = frozenset({"torchvision.nms.default", "aten._pack_padded_sequence.default"})
-# only with a mask
+# of which this holds only with a mask
 INDEX, MASKS = torch.ops.aten.index.Tensor, {torch.bool, torch.uint8}
 
 
@@ -70,7 +70,8 @@ def _require_gradient(tensor: Tensor) -> None:
 
 
 DETACH, REQUIRE = "aten.detach.default", "aten.requires_grad_.default"
-# a forward may have read `Tensor.data`, whose writes autograd ignores; the other one is no kernel
+# what a step calls instead: the forward may have read `Tensor.data`, whose writes autograd ignores,
+# and `requires_grad_` is no kernel
 REPLACED: dict[str, Callable[..., Any]] = {
     DETACH: lambda tensor: tensor.data,
     REQUIRE: _require_gradient,
@@ -78,11 +79,11 @@ REPLACED: dict[str, Callable[..., Any]] = {
 
 
 def _lacks_derivative(tensor: Tensor) -> bool:
-    """Says whether torch knows no derivative of the operator that returned a tensor."""
+    """Says whether torch has no derivative for the operator that returned a tensor."""
     return tensor.grad_fn is not None and tensor.grad_fn.name().endswith("NotImplemented")
 
 
-# no named tuple, into which `map_aggregate` would go
+# no NamedTuple, since `map_aggregate` would recurse into it
 @dataclass(frozen=True, slots=True)
 class Value:
     """Stands for a tensor among the arguments of a kernel."""
@@ -91,7 +92,7 @@ class Value:
 
 
 class _StandIn(torch.autograd.Function):
-    """Makes zeros like the results of an operator that must not run; saves these and its own."""
+    """Returns zeros like the results of an operator that must not run; saves inputs and results."""
 
     @staticmethod
     def forward(ctx: Any, specs: tuple[TensorSpec, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -115,13 +116,13 @@ class Call:
         index: how many of the graph's `operators` were dispatched before it.
         within: paths of the modules whose forward was running, outermost first.
         grad: whether autograd recorded it.
-        results: the numbers that the tensors among its results get, in order.
+        results: the numbers of the tensors among its results, in order.
         origins: for each result the number of the value that first had its storage.
         writes: origins of the storages that it wrote in place.
-        line: "file:line" of the model's code that called it, "" where there is none.
-        stands_in: specs of the results of an operator that must not run again: a collective, for
-            which other processes would wait, code that is no kernel of torch's, or an operator
-            whose results' sizes depend on data.
+        line: "file:line" of the model's code that called it; "" if there is none.
+        stands_in: specs of the results, for an operator that must not run again: a collective,
+            which waits for other processes; code that is no kernel of torch's; an operator whose
+            results' sizes depend on data.
     """
 
     operator: str
@@ -144,7 +145,7 @@ class Call:
             made = (REPLACED.get(self.operator) or resolved(self.operator))(*args, **kwargs)
             if not any(map(_lacks_derivative, tensors_in(made) if self.grad else ())):
                 return made
-            # of a custom function, which has a derivative of its own
+            # of a custom function, which has its own derivative
             return _StandIn.apply(
                 tuple(map(TensorSpec.of, tensors_in(made))), *tensors_in((args, kwargs))
             )
@@ -172,17 +173,17 @@ class Graph:
 
     Attributes:
         owned: parameters and buffers by number: the path of the module, and the name there.
-        inputs: other tensors from outside: the model's inputs, and what else it has.
-        calls: those that a plan must know: they return tensors, views included, or write them.
-        operators: the names of all that were dispatched, with those that only answer a question.
-            Without `saved_tensors_hooks` autograd dispatches a `detach` for each result it saves.
-        visits: for each call of a block the operators dispatched before it, where marks told.
+        inputs: other tensors from outside: the model's inputs, and tensors that it holds otherwise.
+        calls: those that matter to a plan: they return tensors, views included, or write them.
+        operators: the names of all that were dispatched, also of metadata queries. Without
+            `saved_tensors_hooks` autograd dispatches a `detach` for each result that it saves.
+        visits: for each call of a block the operators dispatched before it, if blocks were marked.
         outputs: numbers of the values that the model returned.
-        model_calls: how many of the calls are the model's; those behind it are the loss's.
-        loss: the number of the loss, where one was computed.
-        sizes: bytes of each value's storage, where lifetimes were traced.
-        freed: by value how many operators were dispatched before the last name in the forward, or
-            call under way, let go of it. What autograd saves holds none.
+        model_calls: how many of the calls are the model's; the rest are the loss's.
+        loss: the number of the loss, if one was computed.
+        sizes: bytes of each value's storage, if lifetimes were traced.
+        freed: for each value the operators dispatched before the forward's last reference to it
+            was gone. References of autograd's saved tensors do not count.
     """
 
     owned: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -198,9 +199,9 @@ class Graph:
 
 
 def tensors_held_by(value: Any) -> list[Tensor]:
-    """Returns the tensors that an object holds, also in attributes: a dataclass's, a cache's."""
+    """Returns the tensors that an object holds, also in attributes, as of a dataclass or cache."""
     tensors: dict[int, Tensor] = {}
-    # keeps each object alive, so that no other gets its id
+    # keeps each object alive, so that its id is not reused
     seen: dict[int, Any] = {}
     waiting = [value]
     while waiting:
@@ -219,9 +220,9 @@ def tensors_held_by(value: Any) -> list[Tensor]:
 
 
 class Tracer(KernelMode):
-    """Writes down the kernels that this thread runs inside of `with`.
+    """Records the kernels that this thread runs inside the `with` block.
 
-    A fault of its own never reaches the forward: it ends the graph, and `graph` raises.
+    An error of the tracer never reaches the forward: the graph ends there, and `graph` raises.
     """
 
     # a compiled block is not recomputed
@@ -229,7 +230,7 @@ class Tracer(KernelMode):
 
     def __init__(self, model: nn.Module, *, sees_lifetimes: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # lifetimes not where an engine holds what its segments are given
+        # no lifetimes where the engine holds the inputs of segments
         self.model, self.sees_lifetimes = model, sees_lifetimes
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.thread = threading.get_ident()
@@ -237,15 +238,16 @@ class Tracer(KernelMode):
         self._graph = Graph()
         self._count = itertools.count()
         self._numbers: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-        # by storage the number of the first tensor in it, and by that the type
+        # the number of the first tensor in each storage, and that tensor's dtype
         self._storages: MutableMapping[Any, int] = WeakIdKeyDictionary()
         self._dtypes: dict[int, torch.dtype] = {}
         self._parameters: set[int] = set()
-        # by value the call that returned it, and the number of its run of calls without gradients
+        # for each value the call that returned it, and the number of its run of calls without
+        # gradients
         self._sources: dict[int, tuple[Call, int]] = {}
         self._series = 0
         self._required: set[int] = set()
-        # views that autograd is about to make again, the next one last, and where it does
+        # views that autograd is about to regenerate, the next one last, and in which instruction
         self._views: list[str] = []
         self._views_at = (0, 0)
         self._watched: list[weakref.ref[Tensor]] = []
@@ -262,7 +264,7 @@ class Tracer(KernelMode):
                     self._parameters.add(number)
 
     def _register(self, tensor: Tensor) -> int:
-        """Gives a tensor the next number."""
+        """Gives a tensor the next number, and returns it."""
         self._numbers[tensor] = number = next(self._count)
         self._dtypes[number] = tensor.dtype
         if (storage := storage_of(tensor)) is not None:
@@ -271,7 +273,7 @@ class Tracer(KernelMode):
 
     @property
     def graph(self) -> Graph:
-        """The graph so far; raises ArgumentError where something could not be written down."""
+        """The graph so far; raises ArgumentError if something could not be recorded."""
         if self.fault is not None:
             raise ArgumentError(
                 f"the kernels of {type(self.model).__name__} cannot be planned for "
@@ -280,11 +282,11 @@ class Tracer(KernelMode):
         return self._graph
 
     def note_input(self, number: int, tensor: Tensor) -> None:
-        """Notes a value that comes from outside."""
+        """Records a value from outside."""
         self._graph.inputs[number] = TensorSpec.of(tensor)
 
     def enter(self, block: str) -> None:
-        """Notes that a block begins, as `engine.kernel_segments.Conductor` does."""
+        """Records that a block begins, as `engine.kernel_segments.Conductor` does."""
         count = sum(name == block for name, _ in self._graph.visits)
         self._graph.visits[block, count] = len(self._graph.operators)
 
@@ -292,24 +294,23 @@ class Tracer(KernelMode):
         """Ignores that a block ends."""
 
     def note_outputs(self, outputs: Any) -> None:
-        """Notes what the model returned; what runs from now on is the loss."""
+        """Records the model's outputs; later calls are the loss's."""
         self._graph.outputs = self._guarded(self._numbers_in, outputs) or ()
         self._graph.model_calls = len(self._graph.calls)
-        # the loss is of no module
+        # the loss belongs to no module
         self.paths = {}
 
     def note_loss(self, loss: Any) -> None:
-        """Notes the loss, which may be one of the outputs."""
+        """Records the loss, which may be one of the outputs."""
         self._graph.loss = next(iter(self._guarded(self._numbers_in, loss) or ()), None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a kernel and writes it down."""
         if types and not all(map(has_own_storage, types)):
-            # its own dispatch takes it apart, and the parts come here again
+            # its own dispatch unwraps it and calls operators on the inner tensors
             return NotImplemented
         kwargs, frame = kwargs or {}, sys._getframe(1)
         is_elsewhere = threading.get_ident() != self.thread
-        # a backward inside of the forward replays segments, whose kernels the conductor skips, too
+        # kernels that a backward inside the forward replays; the conductor skips them, too
         if is_elsewhere or thread.replaying or self._is_of_fakes(func, frame):
             return func(*args, **kwargs)
         self._graph.operators.append(name_of(func))
@@ -320,7 +321,7 @@ class Tracer(KernelMode):
         return result
 
     def _guarded(self, note: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls one of the tracer's own functions; what it raises is a fault of the tracer."""
+        """Calls one of the tracer's own functions; any error ends the graph."""
         if self.fault is not None:
             return None
         try:
@@ -330,16 +331,16 @@ class Tracer(KernelMode):
             return None
 
     def _is_of_fakes(self, func: Any, frame: FrameType) -> bool:
-        """Says whether an operator is dispatched on fake tensors, and not on real ones."""
+        """Says whether an operator is dispatched only because tensors are fake."""
         if getattr(func, "namespace", "") == "prim":
-            # a question about a tensor's metadata
+            # a query of a tensor's metadata
             return True
         is_next = self._views[-1:] == [name_of(func)] and self._views_at == _instruction(frame)
         self._views = self._views[:-1] if is_next else []
         return is_next
 
     def _expect_views(self, tensor: Tensor, frame: FrameType) -> None:
-        """Foresees that autograd makes a fake view again after it was written in place."""
+        """Expects that autograd regenerates a fake view after it was written in place."""
         self._views_at, number = _instruction(frame), self._numbers.get(tensor)
         while (source := self._sources.get(number)) is not None:  # type: ignore[arg-type]
             call, _ = source
@@ -350,7 +351,7 @@ class Tracer(KernelMode):
             number = next(iter(call.reads()), None)
 
     def _before(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Call | None:
-        """Begins to write a kernel down; None for one that no plan has to know."""
+        """Begins to record a kernel; None for one that does not matter to a plan."""
         effects = effects_of(func)
         if not effects.opaque and _is_question(func):
             return None
@@ -363,7 +364,7 @@ class Tracer(KernelMode):
             return call
         written = [args[0]] if effects.reshapes else written_by(effects, args, kwargs)
         if not self._parameters.isdisjoint(map(self._origin, written)):
-            # it takes no bytes, and parameters are not the planner's to change
+            # it takes no bytes, and plans do not change parameters
             return None
         encode = functools.partial(self._encoded, call)
         call.args, call.kwargs = map_aggregate((tuple(args), dict(kwargs)), encode)
@@ -371,11 +372,11 @@ class Tracer(KernelMode):
         return call
 
     def _after(self, func: Any, call: Call, args: Any, result: Any, frame: FrameType) -> None:
-        """Numbers what a kernel returned."""
+        """Numbers a kernel's results."""
         if call.writes and args and isinstance(args[0], FakeTensor):
             self._expect_views(args[0], frame)
         if isinstance(result, FakeTensor) and _returns_first(func):
-            # not the argument where that is a real tensor among fake ones
+            # the result is not the argument if that is a real tensor among fake ones
             result = args[0]
         tensors = tensors_in(result)
         if call.stands_in is not None:
@@ -398,14 +399,14 @@ class Tracer(KernelMode):
         if isinstance(leaf, Tensor):
             return self._value(leaf, call)
         if isinstance(leaf, torch.Generator):
-            # steps are measured on the default streams
+            # steps are measured with the default generators
             return None
         if isinstance(leaf, CONSTANTS):
             return leaf
         raise TypeError(f"{call.operator} takes a {type(leaf).__name__}")
 
     def _value(self, tensor: Tensor, call: Call) -> Value:
-        """Returns what stands for an argument of a call."""
+        """Returns the `Value` of a tensor argument."""
         number = self._numbers.get(tensor)
         if number is not None:
             self._note_history(number, tensor, call)
@@ -423,7 +424,7 @@ class Tracer(KernelMode):
         return Value(self._numbers[tensor])
 
     def _number(self, tensor: Tensor) -> int:
-        """Numbers a tensor, anew if it has a number."""
+        """Gives a tensor a number, or a new one."""
         number = self._register(plain(tensor))
         if self.sees_lifetimes:
             self._graph.sizes[number] = tensor.untyped_storage().nbytes()
@@ -446,7 +447,7 @@ class Tracer(KernelMode):
         return tuple(numbers)
 
     def _note_history(self, number: int, tensor: Tensor, call: Call | None) -> None:
-        """Notes that a tensor needs a gradient which the kernel that made it did not record."""
+        """Handles a tensor that requires a gradient although its kernel recorded none."""
         if not tensor.requires_grad or number in self._graph.owned:
             return
         if number in self._graph.inputs:
@@ -455,7 +456,7 @@ class Tracer(KernelMode):
         elif not tensor.is_leaf:
             self._record(number)
         elif call is not None and call.grad and number not in self._required:
-            # by `requires_grad_`, which is no kernel
+            # set by `requires_grad_`, which is no kernel
             self._required.add(number)
             place = call.index - 1, call.within, True
             require = Call(REQUIRE, (Value(number),), {}, *place, line=call.line)
@@ -463,9 +464,9 @@ class Tracer(KernelMode):
             self._add(require, [])
 
     def _record(self, number: int) -> None:
-        """Has autograd record the kernels without gradients that a value comes from.
+        """Marks the kernels without gradients that a value comes from as recorded by autograd.
 
-        They are those of a custom function, which gives its result a history of its own.
+        They are those of a custom function, which gives its result its own grad_fn.
         """
         waiting, (_, series) = [number], self._sources[number]
         while waiting:
@@ -479,25 +480,25 @@ class Tracer(KernelMode):
 
 
 def _let_go(graph: Graph, number: int, _: Any) -> None:
-    """Is told that nobody holds a tensor any more."""
+    """Records that the last reference to a tensor is gone."""
     graph.freed[number] = len(graph.operators)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Returns a tensor; raises TypeError for one that is no plain strided storage."""
+    """Returns a tensor; raises TypeError unless it is a plain strided one."""
     if not is_plain(tensor):
         raise TypeError(f"a tensor of layout {tensor.layout} and class {type(tensor).__name__}")
     return tensor
 
 
 def _instruction(frame: FrameType) -> tuple[int, int]:
-    """Names the instruction of a running frame."""
+    """Identifies the current instruction of a frame."""
     return id(frame), frame.f_lasti
 
 
 @functools.cache
 def _is_question(operator: Any) -> bool:
-    """Says whether an operator neither returns a tensor nor changes one."""
+    """Says whether an operator is a query: it neither returns a tensor nor writes one."""
     effects = effects_of(operator)
     returns = any("Tensor" in str(result.type) for result in operator._schema.returns)
     return not (returns or effects.writes or effects.reshapes)
