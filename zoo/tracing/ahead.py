@@ -8,6 +8,7 @@ small.
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -87,6 +88,8 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
             f"{name} has lazy parameters, which have no size yet; call it once before"
         )
     forward = _Forward(model, given, loss)
+    # `set_stance` would, in each forked process
+    importlib.import_module("torch._dynamo")
     with shown("tracing the forward"):
         return forward.isolated(forward.on_fakes) or forward.isolated(forward.on_real_tensors)  # type: ignore[return-value]
 
