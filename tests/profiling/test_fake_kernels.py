@@ -1,6 +1,6 @@
 """The rules for results on fake tensors say what torch says."""
 
-import contextlib
+import functools
 import itertools
 import subprocess
 import sys
@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zoo._torch import FakeTensorMode
-from zoo.profiling.fake_tensors import IN_PLACE, POINTWISE, result_by_rule
+from zoo._torch import FakeTensor, FakeTensorMode
+from zoo.profiling.fake_tensors import (
+    ALIKE,
+    IN_PLACE,
+    MAKERS,
+    POINTWISE,
+    PRODUCTS,
+    SOFTMAX,
+    result_by_rule,
+)
 from zoo.profiling.tensor_spec import tensors_in
 
 aten = torch.ops.aten
@@ -58,11 +66,12 @@ def described(result: Any, inputs: list[Tensor]) -> list[Any]:
 def agrees(func: Any, *args: Any, **kwargs: Any) -> bool:
     """Asserts that a rule says what torch says; returns whether there is a rule."""
     inputs = tensors_in(args)
-    mode = inputs[0].fake_mode if inputs else FakeTensorMode()
+    mode = next((one.fake_mode for one in inputs if isinstance(one, FakeTensor)), FakeTensorMode())
     ruled = result_by_rule(mode, func, args, kwargs)
     if ruled is NotImplemented:
         return False
     with mode:
+        # raises where torch refuses what the rule takes
         expected = func(*args, **kwargs)
     assert described(ruled, inputs) == described(expected, inputs)
     return True
@@ -76,9 +85,7 @@ def test_arithmetic(func: Any) -> None:
     others = (0.5,) if takes_number else ()
     found = []
     for tensors in itertools.product(fakes(mode), repeat=count):
-        # torch refuses some: a result of another type written in place
-        with contextlib.suppress(RuntimeError):
-            found.append(agrees(func, *tensors, *others))
+        found.append(agrees(func, *tensors, *others))
     assert any(found)
     assert not all(found)
 
@@ -102,6 +109,7 @@ def test_views() -> None:
             (aten.select.int, 1, 1),
             (aten.detach.default,),
             (aten.as_strided.default, [2, 4], [1, 2], 1),
+            (aten._unsafe_view.default, tensor.shape),
             (aten.split.Tensor, 1, 1),
             (aten.unbind.int, 1),
         )
@@ -109,10 +117,121 @@ def test_views() -> None:
     assert all(found)
 
 
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"dtype": torch.bfloat16, "device": torch.device("cpu"), "pin_memory": False},
+    {"dtype": torch.int64, "layout": torch.strided},
+    {"device": torch.device("meta")},
+)
+FORMATS = (None, torch.contiguous_format, torch.preserve_format, torch.channels_last)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_empty(dtype: torch.dtype) -> None:
     cpu = torch.device("cpu")
     assert agrees(aten.empty_strided.default, [3, 4], [1, 5], dtype=dtype, device=cpu)
+
+
+@pytest.mark.parametrize("func", sorted(MAKERS, key=str), ids=str)
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_tensors_of_a_size(func: Any, default: torch.dtype, request: Any) -> None:
+    request.addfinalizer(functools.partial(torch.set_default_dtype, torch.get_default_dtype()))
+    torch.set_default_dtype(default)
+    is_new = func._schema.name.startswith("aten::new_")
+    found = [
+        agrees(func, *first, size, **options)
+        for first in ([[tensor] for tensor in fakes(FakeTensorMode())] if is_new else [[]])
+        for size in ([], [0, 3], [1, 3, 1], [2, 3, 4])
+        for options in OPTIONS
+    ]
+    assert any(found)
+    assert not all(found)
+
+
+@pytest.mark.parametrize("func", sorted(ALIKE, key=str), ids=str)
+def test_tensors_like_others(func: Any) -> None:
+    found = [
+        agrees(func, tensor, **options, memory_format=memory_format)
+        for tensor in (*fakes(FakeTensorMode()), *matrices(FakeTensorMode()))
+        for options in (OPTIONS if func is not aten.clone.default else OPTIONS[:1])
+        for memory_format in FORMATS
+        if not (memory_format is torch.channels_last and tensor.ndim != 4)
+    ]
+    assert any(found)
+    assert not all(found)
+
+
+def matrices(mode: FakeTensorMode) -> list[Tensor]:
+    """Makes matrices that can be multiplied, and others."""
+    with mode:
+        square = torch.empty(4, 4)
+        return [
+            square,
+            square.t(),
+            torch.empty(8, 4)[::2],
+            torch.empty(1, 4),
+            torch.empty(4, 0),
+            square.double(),
+            square.to(torch.int64),
+            torch.empty(4),
+            torch.empty(3, 4, 4),
+        ]
+
+
+@pytest.mark.parametrize("func", sorted(PRODUCTS, key=str), ids=str)
+def test_products(func: Any) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    pairs = list(itertools.product(matrices(mode), repeat=2))
+    if func is aten.bmm.default:
+        with mode:
+            pairs += [
+                (one.expand(3, -1, -1), other.expand(3, -1, -1))
+                for one, other in pairs
+                if one.ndim == other.ndim == 2
+            ]
+    added: list[tuple[Tensor, ...]] = [()]
+    if func is aten.addmm.default:
+        with mode:
+            biases = [torch.empty(shape) for shape in ((4,), (1,), (4, 4), ())]
+        added = [*((bias,) for bias in biases), (nn.Parameter(torch.ones(4)),)]
+    found = []
+    for tensors in itertools.product(added, pairs):
+        found.append(agrees(func, *itertools.chain(*tensors)))
+    assert any(found)
+    assert not all(found)
+
+
+@pytest.mark.parametrize("func", sorted(SOFTMAX, key=str), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax(func: Any, dtype: torch.dtype) -> None:
+    is_backward = func._schema.name.endswith("_backward_data")
+    found = []
+    for tensors in itertools.product(
+        fakes(FakeTensorMode(), dtype)[:7], repeat=2 if is_backward else 1
+    ):
+        for last in (torch.float32, torch.bfloat16) if is_backward else (False, True):
+            found += [agrees(func, *tensors, dim, last) for dim in (1, -1, 4)]
+    assert any(found)
+    assert not all(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", [0, 1])
+def test_loss_of_classes(dtype: torch.dtype, reduction: int) -> None:
+    found = []
+    for is_strided, of_gradient in itertools.product([False, True], [torch.float32, dtype]):
+        with FakeTensorMode():
+            x = torch.empty(6, 4, dtype=dtype)
+            x = x.t() if is_strided else x
+            target = torch.empty(x.shape[0], dtype=torch.int64)
+            gradient = torch.empty(() if reduction else x.shape[:1], dtype=of_gradient)
+            weights = None, torch.empty(x.shape[1], dtype=dtype)
+        found += [
+            agrees(aten.nll_loss_backward.default, gradient, x, target, weight, reduction, -1, one)
+            for weight, one in itertools.product(weights, [gradient.new_empty(())])
+        ]
+    assert any(found)
+    assert not all(found)
 
 
 @pytest.mark.parametrize("dtypes", itertools.product([torch.float32, torch.bfloat16], repeat=2))

@@ -54,6 +54,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 BATCH_NORM = torch.ops.aten.native_batch_norm.default
 # wraps the real tensor of `torch.tensor([...])`
 LIFT = torch.ops.aten.lift_fresh.default
+# a view that is not tagged as one
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 # torch asks a tensor these before it runs a kernel; they are no kernels
 DEVICE = torch.ops.prim.device.default
 QUESTIONS = frozenset({DEVICE, torch.ops.prim.layout.default})
@@ -68,17 +70,36 @@ IN_PLACE = (
     | _operators("default", "relu_ addcmul_ addcdiv_")
     | _operators("Scalar", "lerp_")
 )
+# a size comes first, or a tensor of the type and device to make it of
+MAKERS = _operators("default", "ones zeros new_empty new_zeros") | _operators(
+    "memory_format", "empty"
+)
+ALIKE = _operators("default", "empty_like ones_like zeros_like clone")
+# of so many dimensions
+PRODUCTS = dict.fromkeys(_operators("default", "mm addmm"), 2) | {torch.ops.aten.bmm.default: 3}
+# along a dimension; the result is contiguous
+SOFTMAX = _operators(
+    "default", "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data"
+)
 # the most elements of a constant; a larger tensor is data
 MOST = 1 << 12
 # the same in a forked process, which need not save memory
 SMALL = 1 << 16
+# modules that it takes up to 0.2 s to import each
+NEEDED = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._functorch.config",
+    *(("torch.distributed.tensor",) if torch.distributed.is_available() else ()),
+    "torch.utils.flop_counter",
+)
 LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 @functools.cache
 def import_for_fakes() -> None:
     """Imports what fake tensors need, once and not in each forked process."""
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    for name in NEEDED:
+        importlib.import_module(name)
 
 
 class NumbersNeeded(BaseException):
@@ -311,15 +332,13 @@ def answer(question: Any, tensor: Tensor) -> Any:
 
 def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Returns torch's result of a kernel on fake tensors, faster; NotImplemented without a rule."""
-    if func is torch.ops.aten.empty_strided.default:
-        return _empty_strided(mode, *args, **kwargs)
+    if func in _RULES:
+        return _RULES[func](mode, *args, **kwargs)
     tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
     if not tensors or tensors[0] is not args[0] or not _is_plain(tensors[0]):
         return NotImplemented
-    if is_view(func) and len(tensors) == 1 and func is not LIFT:
+    if (is_view(func) or func is UNSAFE_VIEW) and len(tensors) == 1 and func is not LIFT:
         return _view(mode, func, args, kwargs)
-    if func in _BATCH_NORMS:
-        return _BATCH_NORMS[func](mode, *args)
     if func in IN_PLACE and _are_alike(tensors):
         return tensors[0]
     return _like(mode, tensors[0]) if func in POINTWISE and _are_alike(tensors) else NotImplemented
@@ -331,12 +350,16 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_fake and tensor.constant is None  # type: ignore[attr-defined]
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+
+
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
     """Says whether tensors are dense, of one shape, stride, device and floating-point dtype."""
     first = tensors[0]
     return (
         first.is_floating_point()
-        and (first.is_contiguous() or first.is_contiguous(memory_format=torch.channels_last))
+        and _is_dense(first)
         and all(
             _is_plain(other)
             and other.shape == first.shape
@@ -366,6 +389,71 @@ def _empty_strided(mode: FakeTensorMode, shape: Any, stride: Any, **others: Any)
     return _empty(mode, shape, stride, dtype, device)
 
 
+def _contiguous(mode: FakeTensorMode, shape: Any, dtype: Any, device: Any) -> Tensor:
+    with DisableTorchDispatch():
+        made = torch.empty(shape, dtype=dtype, device="meta")
+    fake: Tensor = FakeTensor(mode, made, device)
+    return fake
+
+
+def _made(mode: FakeTensorMode, first: Any, size: Any = None, **others: Any) -> Any:
+    kind = first if isinstance(first, Tensor) else None
+    dtype, device = others.pop("dtype", None), others.pop("device", None)
+    if (kind is not None and not _is_plain(kind)) or not _are_defaults(device, others):
+        return NotImplemented
+    if kind is None:
+        return _contiguous(mode, first, dtype or torch.get_default_dtype(), device or CPU)
+    return _contiguous(mode, size, dtype or kind.dtype, device or kind.device)
+
+
+def _alike(mode: FakeTensorMode, tensor: Tensor, **others: Any) -> Any:
+    dtype, device = others.pop("dtype", None), others.pop("device", None)
+    of_memory = others.pop("memory_format", None)
+    if not (_is_plain(tensor) and _are_defaults(device, others)):
+        return NotImplemented
+    kind = dtype or tensor.dtype, device or tensor.device
+    if of_memory is torch.contiguous_format:
+        return _contiguous(mode, tensor.shape, *kind)
+    is_kept = of_memory in (None, torch.preserve_format) and _is_dense(tensor)
+    return _empty(mode, tensor.shape, tensor.stride(), *kind) if is_kept else NotImplemented
+
+
+def _are_defaults(device: torch.device | None, others: Mapping[str, Any]) -> bool:
+    is_meta = device is not None and device.type == "meta"
+    return not is_meta and all(value in (None, False, torch.strided) for value in others.values())
+
+
+def _product(ndim: int, mode: FakeTensorMode, *tensors: Tensor, **_: Any) -> Any:
+    *added, one, other = tensors
+    if not (_is_plain(one) and one.is_floating_point() and one.ndim == other.ndim == ndim):
+        return NotImplemented
+    shape = (*one.shape[:-1], other.shape[-1])
+    are_alike = all(
+        (_is_plain(tensor) or type(tensor) in (Tensor, nn.Parameter))
+        and (tensor.dtype, tensor.device, tensor.layout) == (one.dtype, one.device, torch.strided)
+        for tensor in tensors
+    )
+    fits = one.shape[-1] == other.shape[-2] and one.shape[:-2] == other.shape[:-2]
+    fits = fits and all(tensor.shape == shape[-1:] for tensor in added)
+    return _contiguous(mode, shape, one.dtype, one.device) if are_alike and fits else NotImplemented
+
+
+def _softmax(mode: FakeTensorMode, *args: Any) -> Any:
+    # whether to convert to float32 comes last, or the type that was converted
+    *tensors, dim, last = args
+    x = tensors[0]
+    is_same = (
+        _is_plain(x) and x.is_contiguous() and _are_alike(tensors) and last in (False, x.dtype)
+    )
+    return _like(mode, x) if is_same and -x.ndim <= dim < x.ndim else NotImplemented
+
+
+def _nll_loss_backward(mode: FakeTensorMode, gradient: Tensor, x: Tensor, *others: Any) -> Any:
+    _, weight, *_ = others
+    is_same = _is_plain(x) and x.is_contiguous() and _is_plain(gradient) and weight is None
+    return _like(mode, x) if is_same and gradient.dtype is x.dtype else NotImplemented
+
+
 def _view(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     device = args[0].device
     with in_kernel_invocation(mode):
@@ -377,7 +465,7 @@ def _view(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _batch_norm(mode: FakeTensorMode, x: Tensor, *others: Any) -> Any:
     *weights, training, _, _ = others
-    if x.device != CPU or not training or not x.is_contiguous():
+    if not _is_plain(x) or x.device != CPU or not training or not x.is_contiguous():
         return NotImplemented
     of_statistics = (x.shape[1],), (1,), statistics_type(x, *weights), CPU
     return (_like(mode, x), _empty(mode, *of_statistics), _empty(mode, *of_statistics))
@@ -393,7 +481,7 @@ def _batch_norm_backward(
     mode: FakeTensorMode, gradient: Tensor, x: Tensor, weight: Tensor | None, *others: Any
 ) -> Any:
     *_, training, _, wanted = others
-    are_dense = gradient.is_contiguous() and x.is_contiguous()
+    are_dense = _is_plain(gradient) and gradient.is_contiguous() and x.is_contiguous()
     if x.device != CPU or not training or not are_dense or weight is None:
         return NotImplemented
     of_weight = (x.shape[1],), (1,), weight.dtype, CPU
@@ -405,7 +493,13 @@ def _batch_norm_backward(
     )
 
 
-_BATCH_NORMS: dict[Any, Callable[..., Any]] = {
+_RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(MAKERS, _made),
+    **dict.fromkeys(ALIKE, _alike),
+    **{func: functools.partial(_product, ndim) for func, ndim in PRODUCTS.items()},
+    **dict.fromkeys(SOFTMAX, _softmax),
+    torch.ops.aten.empty_strided.default: _empty_strided,
+    torch.ops.aten.nll_loss_backward.default: _nll_loss_backward,
     BATCH_NORM: _batch_norm,
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
