@@ -33,6 +33,8 @@ WORDS = """
 """
 # it answers what this torch asks of a GPU; another may ask for more, and save other tensors
 VERSION = "2.14."
+# without what torch does where a process ends, for which the threads of autograd may still run
+END = "import os, sys\nsys.stdout.flush()\nos._exit(0)"
 # what changes the sizes of blocks and workspaces
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 
@@ -78,6 +80,6 @@ def run(program: str, **environment: str) -> Any:
     """Runs a program on the device "cuda"; returns what it prints as JSON."""
     variables = {name: value for name, value in os.environ.items() if name not in SETTINGS}
     variables |= environment | {"LD_PRELOAD": str(built()), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", f"import json, torch\n{program}"]
+    command = [sys.executable, "-c", f"import json, torch\n{program}\n{END}"]
     output = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE).stdout
     return json.loads(output)

@@ -220,7 +220,7 @@ def test_a_model_on_the_meta_device_is_planned_for() -> None:
     [
         (
             lambda: zoo.plan(Reader().to("meta"), images().to("meta"), max_overhead=1),
-            "the forward of Reader reads numbers .*zoo.checkpoint without a budget needs none",
+            "the forward of Reader reads numbers .*zoo.checkpoint without a budget traces",
         ),
         # of sizes at which nothing runs for real
         (lambda: zoo.largest(Reader(), images()), "the forward of Reader reads numbers"),
