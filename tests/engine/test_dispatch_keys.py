@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from tests.engine.pitfalls.program import WAYS, Call, Way, assert_exact, rows, state_of
+from tests.engine.pitfalls.program import WAYS, Call, Way, assert_exact, compare, rows, state_of
 
 
 @torch.library.custom_op("zoo_tests::product", mutates_args=())
@@ -27,6 +28,12 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 product.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("zoo_tests::rotated", mutates_args=())
+def rotated(x: Tensor) -> Tensor:
+    """Goes through a conjugate that it makes itself."""
+    return (torch.complex(x, x + 1).conj() * (2 + 1j)).imag.clone()
 
 
 class Custom(nn.Module):
@@ -65,9 +72,51 @@ class Teacher(nn.Module):
         return (self.layer(x).float() * target[0].float().sin()).exp()
 
 
+class Warp(nn.Module):
+    """Its grid comes from a product that a kernel calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.image = nn.Linear(4, 6), nn.Parameter(torch.rand(6, 1, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        theta = self.layer(x).view(6, 2, 3)
+        grid = F.affine_grid(theta, [6, 1, 4, 4], align_corners=False)
+        return F.grid_sample(self.image, grid.float(), align_corners=False).flatten(1).exp()
+
+
+class Distances(nn.Module):
+    """Autocast casts for the function, whose kernel then multiplies without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.codes = nn.Linear(4, 4), nn.Parameter(torch.rand(30, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(self.layer(x).repeat(5, 1), self.codes).sin()
+
+
+class BackwardInside(nn.Module):
+    """Its forward differentiates what must be replayed for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.frozen = Bilinear(), Bilinear().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        given = x.detach().requires_grad_()
+        score = (given * self.frozen(x)).sin() * self.layer(given)
+        (gradient,) = torch.autograd.grad(score.sum(), given, create_graph=True)
+        return y * gradient.float()
+
+
+KINDS = [Custom, Bilinear, Teacher, Warp, Distances, BackwardInside]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [Custom, Bilinear, Teacher])
+@pytest.mark.parametrize("kind", KINDS)
 def test_kernels_that_call_others_under_autocast(
     kind: Callable[[], nn.Module], way: Way, dtype: torch.dtype
 ) -> None:
@@ -87,6 +136,27 @@ def test_kernels_that_call_others_under_autocast(
         return losses, x.grad, state_of(model)
 
     assert_exact(program)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planned_forward_under_autocast_from_its_first_step_on(
+    kind: Callable[[], nn.Module],
+) -> None:
+    """The first one is traced, which is one more mode around each kernel."""
+    records: list[Any] = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model, (x,) = nn.Sequential(nn.LayerNorm(4), kind()), rows()
+        if is_planned:
+            zoo.checkpoint(model)
+        losses = []
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        records.append([*losses, *(parameter.grad for parameter in model.parameters())])
+    compare(*records)
 
 
 def test_a_region_without_autocast_inside_of_one_with_it() -> None:
@@ -114,6 +184,7 @@ def test_a_region_without_autocast_inside_of_one_with_it() -> None:
         lambda x: torch.linalg.pinv(x @ x.mH, hermitian=True),
         torch.linalg.matrix_exp,
         lambda x: product(x.real, x.conj().imag) * x,
+        lambda x: torch.linalg.lstsq(x[:, :3], x)[1].repeat(4),
     ],
 )
 def test_kernels_that_call_others_on_complex_numbers(
@@ -150,6 +221,16 @@ def test_a_kernel_that_autocast_casts_for_by_one_name_alone_is_refused(
             y = call(without, x)
         y.sum().backward()
         return y, x.grad
+
+    assert_exact(program)
+
+
+def test_a_custom_operator_that_conjugates_inside() -> None:
+    def program(call: Call) -> Any:
+        layer, (x,) = nn.Linear(4, 4), rows()
+        y = call(lambda x: layer(rotated(x.detach())).sin(), x)
+        y.sum().backward()
+        return y, state_of(layer)
 
     assert_exact(program)
 

@@ -2,10 +2,12 @@
 
 While a mode handles an operator, torch excludes all keys above it from what the kernel calls:
 autocast, and those that resolve tensors which are conjugate, negative or zero without memory that
-says so. Most kernels call no operators; those of custom operators may, and a few of torch's own.
+says so. So they are given back where they matter: under autocast, for complex numbers, and to
+custom operators, which may do anything.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from zoo._torch import (
     excluded_keys,
     has_kernel,
     included_keys,
+    pytree,
 )
-from zoo.engine.operator_effects import CALLING
+from zoo.engine.operator_effects import CALLERS, Effects
 from zoo.errors import RecomputeError
 
 _KEYS = DispatchKey.__members__
@@ -59,35 +62,63 @@ class Surrounded:
                 torch.set_autocast_dtype(kind, dtype)
 
 
-def surrounded(operator: Any, tensors: Iterable[Tensor]) -> Callable[..., Any]:
-    """Returns the kernel of an operator that a dispatch mode handles now, as without the mode.
+def kernel_of(operator: Any, effects: Effects, args: Any, kwargs: Any) -> Callable[..., Any]:
+    """Returns what a dispatch mode calls for the operator that it handles now.
 
     Raises:
         RecomputeError: autocast casts for one of the functions that call it and not for another,
             and torch does not tell which one it was.
     """
+    torch.autocast_increment_nesting()  # type: ignore[no-untyped-call]
+    if (
+        torch.autocast_decrement_nesting()  # type: ignore[no-untyped-call]
+        or effects.opaque
+        or (args and isinstance(args[0], Tensor) and args[0].is_complex())
+    ):
+        return surrounded(operator, args, kwargs)
+    kernel: Callable[..., Any] = operator._op
+    return kernel
+
+
+def surrounded(operator: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+    """Returns the kernel with the keys that are in force where the operator is called.
+
+    Raises:
+        RecomputeError: as `kernel_of`.
+    """
     if not hasattr(operator, "_schema"):
         # a higher-order operator, which torch dispatches in Python
         return operator  # type: ignore[no-any-return]
-    keys, dtypes = _LAZY, {}
-    kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
+    kinds = {"cpu"}
+    kinds |= {v.device.type for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
     with RestoreKeys():
         found = [kind for kind in kinds if _is_autocast_on(kind)]
-    callers = CALLING.get(operator._schema.name, (operator.name(),))
+    keys, dtypes = _LAZY, {}
     for kind in found:
         name = f"Autocast{kind.upper()}"
         key = name if name in _KEYS else "AutocastPrivateUse1"
-        casts = {has_kernel(caller, key) for caller in callers}
-        if len(casts) > 1:
-            names = " and ".join(f"torch.ops.{caller.replace('::', '.')}" for caller in callers)
-            raise RecomputeError(
-                f"{names} differ under autocast, and a recording cannot tell one from the other. "
-                f'Call it in `torch.autocast("{kind}", enabled=False)`, or outside of the segment.'
-            )
-        if casts == {False}:
+        if not _casts(operator.name(), operator._schema.name, key):
             keys = keys | DispatchKeySet(_KEYS[key])
             dtypes[kind] = torch.get_autocast_dtype(kind)
     return Surrounded(operator._op, keys, dtypes)
+
+
+@functools.cache
+def _casts(overload: str, name: str, key: str) -> bool:
+    """Says whether autocast casts for an operator, whose kernel then runs without autocast.
+
+    Raises:
+        RecomputeError: it does by one name and does not by another.
+    """
+    callers = CALLERS.get(name, (overload,))
+    found = {has_kernel(caller, key) for caller in callers}
+    if len(found) > 1:
+        names = " and ".join(f"torch.ops.{caller.replace('::', '.')}" for caller in callers)
+        raise RecomputeError(
+            f"{names} differ under autocast, and a recording cannot tell one from the other. "
+            "Call it in `torch.autocast(device_type, enabled=False)`, or outside of the segment."
+        )
+    return found == {True}
 
 
 def _is_autocast_on(kind: str) -> bool:

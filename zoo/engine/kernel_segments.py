@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
+from zoo.engine.dispatch_keys import kernel_of, surrounded
 from zoo.engine.operands import Outside, alive, parts_of
 from zoo.engine.operator_effects import effects_of
 from zoo.engine.recompute import HOOKS, records
@@ -33,7 +34,6 @@ from zoo.engine.recording import (
     count_versions,
     has_own_storage,
     hold_readers,
-    kernel_of,
     statistics_of,
     storage_of,
     thread,
@@ -108,12 +108,15 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         """Runs a kernel, in the segment that it belongs to."""
         if types and not all(map(has_own_storage, types)):
             return NotImplemented
+        kwargs = kwargs or {}
         # fake tensors dispatch looks at what they are, which no real one does
-        if thread.replaying or getattr(func, "namespace", "") == "prim":
-            return func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", "") == "prim":
+            return func(*args, **kwargs)
+        if thread.replaying:
+            return surrounded(func, args, kwargs)(*args, **kwargs)
         self._advance(func)
         if self.recording is None:
-            out = self._run_without_segment(func, args, kwargs or {})
+            out = self._run_without_segment(func, args, kwargs)
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         self._sequence = sequence_number()

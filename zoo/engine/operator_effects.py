@@ -45,21 +45,12 @@ UNDECLARED: dict[str, tuple[Argument, ...]] = {
     "aten::batch_norm_gather_stats": RUNNING,
     "aten::batch_norm_gather_stats_with_counts": RUNNING,
 }
-# kernels that call operators, which autocast or lazy conjugation changes, and the functions by
-# which programs call them: one that autocast casts for has its kernel run without autocast
-CALLING: dict[str, tuple[str, ...]] = {
+# of kernels that call operators, and are called by functions for which autocast may cast: these
+CALLERS: dict[str, tuple[str, ...]] = {
+    "aten::_cdist_forward": ("aten::cdist",),
+    "aten::_euclidean_dist": ("aten::cdist",),
     "aten::_trilinear": ("aten::bilinear",),
     "aten::linalg_pinv": ("aten::linalg_pinv", "aten::pinverse"),
-    **{
-        name: (name,)
-        for name in (
-            "aten::linalg_polar",
-            "aten::linalg_matrix_exp",
-            "aten::linalg_matrix_sqrth",
-            "aten::_native_multi_head_attention",
-            "aten::_transformer_encoder_layer_fwd",
-        )
-    },
 }
 # norms that update their statistics in training, and do not read them then
 NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
@@ -82,7 +73,6 @@ class Effects(NamedTuple):
     chosen: bool = False  # settings decide which kernel it runs
     norm: bool = False  # it updates statistics in training, without reading them
     overwrites: bool = False  # it does not read what it writes
-    calls: bool = False  # its kernel calls operators
     simple: bool = False  # it makes its results and does nothing else
 
 
@@ -119,8 +109,7 @@ def _read(operator: Any) -> Effects:
     if name.partition("::")[0] not in KERNELS:
         # collectives write without saying so
         is_collective = name.startswith("c10d")
-        written = tuple(arguments if is_collective else writes)
-        return Effects(opaque=True, writes=written, calls=not is_collective)
+        return Effects(opaque=True, writes=tuple(arguments if is_collective else writes))
     # newer versions of torch declare some of them
     written = tuple(dict.fromkeys((*writes, *UNDECLARED.get(name, ()))))
     makes = any(
@@ -144,8 +133,7 @@ def _read(operator: Any) -> Effects:
             any(is_written)
             and all(a.is_out for a in itertools.compress(schema.arguments, is_written))
         ),
-        calls=name in CALLING,
-        simple=not (written or seeded or name in NORMS or name in EMPTY or name in CALLING),
+        simple=not (written or seeded or name in NORMS or name in EMPTY),
     )
 
 

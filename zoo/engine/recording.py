@@ -44,7 +44,7 @@ from zoo.engine.devices import (
     indexed,
     is_same_state,
 )
-from zoo.engine.dispatch_keys import surrounded
+from zoo.engine.dispatch_keys import kernel_of, surrounded
 from zoo.engine.operands import (
     REFERENCES,
     Blank,
@@ -596,12 +596,15 @@ class Recorder(KernelMode):
         recording = self.recording
         if kwargs is None:
             kwargs = {}
-        if effects.ignored or recording.replaying:
-            return getattr(func, "_op", func)(*args, **kwargs)
+        if effects.ignored:
+            return func._op(*args, **kwargs)
+        if recording.replaying:
+            return surrounded(func, args, kwargs)(*args, **kwargs)
         if not effects.simple:
             return self._run(func, effects, args, kwargs)
         # not the operator, which is a Python function that calls this
-        node = Node(func._op, recording.count, recording.settings_for(effects), args)
+        kernel = kernel_of(func, effects, args, kwargs)
+        node = Node(kernel, recording.count, recording.settings_for(effects), args)
         self._encode(node, kwargs)
         out = node.kernel(*args, **kwargs)
         if not node.is_kept:
@@ -805,15 +808,6 @@ class Recorder(KernelMode):
             if not isinstance(tensor, FakeTensor):
                 value.blank = sample(storage)
         return value
-
-
-def kernel_of(func: Any, effects: Effects, args: Any, kwargs: Any) -> Callable[..., Any]:
-    """Returns what a dispatch mode has to call for an operator, as it is called without one."""
-    if not effects.calls:
-        kernel: Callable[..., Any] = getattr(func, "_op", func)
-        return kernel
-    leaves = pytree.tree_leaves((args, kwargs))
-    return surrounded(func, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
 
 def flat(out: Any) -> list[Any]:

@@ -14,12 +14,16 @@ from torch import Tensor
 
 from zoo._torch import (
     FAKE_MODE,
+    VMAP_OF_GRADIENTS,
     BelowAutograd,
     DisableAutocast,
     DisableTorchFunction,
+    DispatchKeySet,
+    ExcludeKeys,
     FakeTensor,
     are_functorch_transforms_active,
     get_dispatch_mode,
+    is_key_included,
     no_transforms,
     set_grad_enabled,
 )
@@ -117,18 +121,22 @@ def _run(found: Iterable[Scheduled]) -> None:
 def without_modes() -> Any:
     """Disables in a `with` block what a program has around its calls.
 
-    These are function modes, `__torch_function__` of tensor classes, and the transforms of
-    `torch.func`, which end before the block begins. Fake tensors keep `__torch_function__`, by
-    which they know their device.
+    These are function modes, `__torch_function__` of tensor classes, the transforms of
+    `torch.func`, which end before the block begins, and the vmap of `is_grads_batched=True`. Fake
+    tensors keep `__torch_function__`, by which they know their device.
     """
     fake = get_dispatch_mode(FAKE_MODE)
     functions = DisableTorchFunction() if fake is None else contextlib.nullcontext()
-    if not are_functorch_transforms_active():
+    transforms, batches = are_functorch_transforms_active(), is_key_included(VMAP_OF_GRADIENTS)
+    if not (transforms or batches):
         return functions
-    both = contextlib.ExitStack()
-    both.enter_context(functions)
-    both.enter_context(no_transforms())
-    return both
+    every = contextlib.ExitStack()
+    every.enter_context(functions)
+    if transforms:
+        every.enter_context(no_transforms())
+    if batches:
+        every.enter_context(ExcludeKeys(DispatchKeySet(VMAP_OF_GRADIENTS)))
+    return every
 
 
 def _call(node: Node, drops: list[Value]) -> None:

@@ -36,6 +36,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zoo._torch import FakeTensor
+from zoo.engine.dispatch_keys import kernel_of, surrounded
 from zoo.engine.kernel_segments import Visit
 from zoo.engine.operator_effects import CONSTANTS, effects_of, name_of, resolved
 from zoo.engine.recording import (
@@ -311,11 +312,14 @@ class Tracer(KernelMode):
         kwargs, frame = kwargs or {}, sys._getframe(1)
         is_elsewhere = threading.get_ident() != self.thread
         # kernels that a backward inside the forward replays; the conductor skips them, too
-        if is_elsewhere or thread.replaying or self._is_of_fakes(func, frame):
-            return func(*args, **kwargs)
+        if thread.replaying:
+            return surrounded(func, args, kwargs)(*args, **kwargs)
+        kernel = kernel_of(func, effects_of(func), args, kwargs)
+        if is_elsewhere or self._is_of_fakes(func, frame):
+            return kernel(*args, **kwargs)
         self._graph.operators.append(name_of(func))
         call = self._guarded(self._before, func, args, kwargs, frame)
-        result = func(*args, **kwargs)
+        result = kernel(*args, **kwargs)
         if call is not None:
             self._guarded(self._after, func, call, args, result, frame)
         return result

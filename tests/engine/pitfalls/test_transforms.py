@@ -1,5 +1,6 @@
 """Custom functions, transforms of functions, and hooks of saved tensors."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -99,6 +100,18 @@ def test_vmap_around_forward_and_backward_with_autograd() -> None:
         (found,) = torch.autograd.grad(y, x, torch.eye(18).view(18, 6, 3), is_grads_batched=True)
         jacobian = torch.autograd.functional.jacobian(lambda x: call(model, x), x.detach())
         return found, jacobian
+
+    assert_exact(program)
+
+
+@pytest.mark.parametrize(
+    "draw", [torch.rand_like, lambda x: torch.bernoulli(x.sigmoid()), torch.randn_like]
+)
+def test_gradients_in_a_batch_that_replay_draws(draw: Callable[[Tensor], Tensor]) -> None:
+    def program(call: Call) -> Any:
+        (x,) = rows(200)
+        y = call(lambda x: (x.sin() * draw(x.detach())).cos().sum(0), x)
+        return torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)
 
     assert_exact(program)
 
