@@ -74,4 +74,4 @@ def test_an_interruption_is_130(front, monkeypatch, capsys):
 
     monkeypatch.setattr(RUN, interrupted)
     assert front.main(["quick"]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err

@@ -109,7 +109,7 @@ def test_a_model_that_is_compiled_afterwards_runs_by_its_plan() -> None:
 
 
 def test_a_model_that_was_compiled_before_is_refused() -> None:
-    with pytest.raises(zoo.ArgumentError, match=r"call zoo\.checkpoint on the model before"):
+    with pytest.raises(zoo.ArgumentError, match=r"call zoo\.checkpoint before torch\.compile"):
         zoo.checkpoint(torch.compile(Net(), backend="eager"))
 
 
