@@ -495,12 +495,6 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_recording test_replay",
         ),
         (
-            "a schedule of one segment is not that of its parts",
-            "    if not segment.inner():\n        segment.scheduled = len(handles), found",
-            "    segment.scheduled = len(handles), found",
-            "test_executor test_replay",
-        ),
-        (
             "offsets identify the sizes of a nested tensor",
             "self.packed = [pack(part) if _has_gradient(part) else part for part in parts]",
             "self.packed = [pack(part) if isinstance(part, Tensor) else part for part in parts]",
