@@ -460,13 +460,13 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "what a nested segment was given is freed",
             "        if not _is_graph_kept():\n            segment.given = None",
             "        pass",
-            "test_recording test_replay test_executor",
+            "test_recompute",
         ),
         (
             "a nested segment of a retained graph keeps what it was given",
             "        if not _is_graph_kept():\n            segment.given = None",
             "        segment.given = None",
-            "test_replay test_executor",
+            "test_replay",
         ),
         (
             "what a replay left and nobody took is freed with the backward",
@@ -499,12 +499,6 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "segment.recording.close([node for node, _ in found])",
             "segment.recording.close(segment.recording.nodes)",
             "test_recording test_replay",
-        ),
-        (
-            "a schedule of one segment is not that of its parts",
-            "    if not segment.inner():\n        segment.scheduled = len(handles), found",
-            "    segment.scheduled = len(handles), found",
-            "test_executor test_replay",
         ),
         (
             "offsets identify the sizes of a nested tensor",
@@ -586,7 +580,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "what is read later is not written in place",
             "is_last = not isinstance(target, Outside) and target.value in drops",
             "is_last = not isinstance(target, Outside)",
-            "test_recording test_saved_tensors",
+            "test_recompute",
         ),
         (
             "a view of what requires a gradient is written without a history",
@@ -617,13 +611,13 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "a replay inside of a forward is hidden from its recording",
             "        around.replaying = True",
             "        pass",
-            "test_replay test_recompute",
+            "test_replay",
         ),
         (
             "a forward that goes on after a replay is recorded again",
             "            around.replaying = earlier",
             "            pass",
-            "test_replay test_recompute",
+            "test_replay",
         ),
         (
             "what FSDP2 freed is gathered for a replay",
@@ -717,7 +711,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "a generator given by place is given again",
             "values = (*args, *kwargs.values())\n",
             "values = tuple(kwargs.values())\n",
-            "pitfalls/test_randomness test_recording",
+            "pitfalls/test_randomness",
         ),
         (
             "a stream goes on from where it was before the first kernel",
@@ -740,10 +734,10 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_replay",
         ),
         (
-            "noise that a kernel writes without saying so is known",
+            "what a kernel writes without saying so is known",
             "written = tuple(dict.fromkeys((*writes, *UNDECLARED.get(name, ()))))",
             "written = tuple(writes)",
-            "test_recompute test_operators",
+            "test_recording",
         ),
         (
             "a norm writes its statistics without saying so",
@@ -807,13 +801,13 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "a forward without gradients is not recorded",
             "        torch.is_grad_enabled()\n        and not are_functorch",
             "        not are_functorch",
-            "test_recording test_recompute",
+            "test_recording",
         ),
         (
             "under torch.func a function just runs",
             "        and not are_functorch_transforms_active()\n",
             "",
-            "test_recompute pitfalls/test_transforms",
+            "test_recompute",
         ),
         (
             "where hooks for saved tensors are forbidden a function just runs",

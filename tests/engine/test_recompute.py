@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.engine.kernels import bytes_left
+from tests.engine.kernels import Made, bytes_left, replayed
 from tests.training import assert_same, everything, images, train
 from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError, RecomputeError
@@ -176,6 +176,8 @@ def test_under_torch_func_the_function_just_runs() -> None:
     expected = torch.func.grad(lambda x: x.exp().sin().sum())(x)
     actual = torch.func.grad(lambda x: recompute(lambda x: x.exp().sin(), x).sum())(x)
     assert torch.equal(actual, expected)
+    y = torch.func.vmap(lambda x: recompute(lambda x: x.exp().sin(), x))(x.requires_grad_())
+    assert not replayed(y.sum().backward)
 
 
 def test_nothing_waits_for_the_garbage_collector() -> None:
@@ -345,6 +347,39 @@ def test_a_segment_inside_a_segment_keeps_no_inputs() -> None:
     assert [found.expired() for found in inputs.references] == [True]
     loss.backward(retain_graph=True)
     assert len(inputs.references) == 1
+
+
+def test_what_a_segment_inside_starts_from_is_freed_once_it_is_replayed() -> None:
+    """Its backward needs what it saved, and not what its first kernel read."""
+    left: list[str] = []
+
+    def inner(y: Tensor) -> Tensor:
+        z = (y + 1).sin()
+        # called between two operations of which each saved a tensor
+        z.register_hook(lambda gradient: left.extend(made.alive()))
+        return z.exp()
+
+    with Made() as made:
+        loss = recompute(lambda x: recompute(inner, x.neg()), torch.rand(3).requires_grad_()).sum()
+        loss.backward()
+    names = {name.split()[0] for name in left}
+    assert "add" in names, "the input of the sine, which is saved and comes next"
+    assert "neg" not in names
+
+
+def test_what_a_segment_inside_starts_from_may_be_written_after_it() -> None:
+    def gradient(call: Any) -> Tensor:
+        def outer(x: Tensor) -> Tensor:
+            y = x * 2
+            z = call(lambda y: (y + 1).sin(), y)
+            y.mul_(3)
+            return z * y.exp()
+
+        x = torch.linspace(0, 1, 5).requires_grad_()
+        call(outer, x).sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(recompute), gradient(lambda function, x: function(x)))
 
 
 def test_a_parameter_that_is_reached_by_no_name_and_changed_is_refused() -> None:

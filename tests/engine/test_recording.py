@@ -31,6 +31,8 @@ from tests.engine.pitfalls.program import (
     train,
 )
 from zoo.engine import recording
+from zoo.engine.operator_effects import UNDECLARED, effects_of
+from zoo.profiling.peak_memory import trace
 
 Function = Callable[[Tensor], Any]
 
@@ -378,6 +380,16 @@ def test_a_custom_operator_runs_once_and_its_result_is_kept() -> None:
         assert torch.equal(x.grad, expected)
 
 
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_what_kernels_write_without_saying_so_is_known(name: str) -> None:
+    """Also those of devices that are not here; the places are those of this torch."""
+    operator = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+    names = [argument.name for argument in operator._schema.arguments]
+    assert {(names.index(argument), argument) for _, argument in UNDECLARED[name]} <= {
+        *effects_of(operator).writes
+    }
+
+
 # memory
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
@@ -542,6 +554,20 @@ def test_a_forward_without_gradients_is_not_recorded() -> None:
         assert bytes_left(lambda: zoo.recompute(model, *rows())) == 0
     y = zoo.recompute(model.requires_grad_(False), torch.rand(3, 4))
     assert y.grad_fn is None
+
+
+def test_a_forward_without_gradients_copies_nothing() -> None:
+    """Not even what it reads before it writes it, which a replay would need as it was."""
+    average = torch.rand(100_000)
+
+    def function(x: Tensor) -> Tensor:
+        y = (average * x).sum()
+        average.mul_(0.9)
+        return y
+
+    with torch.no_grad():
+        peak = trace(lambda: zoo.recompute(function, torch.rand(1))).peak
+        assert peak == trace(lambda: function(torch.rand(1))).peak
 
 
 def test_big_tables_that_stay_are_not_copied() -> None:

@@ -159,6 +159,16 @@ def test_of_a_retained_graph_only_what_was_freed_is_replayed_again() -> None:
     assert found == {"sin": 2, "cos": 1, "exp": 1, "tanh": 1}
 
 
+def test_for_a_segment_of_a_retained_graph_what_it_starts_from_is_replayed_once() -> None:
+    """Also where it is replayed twice, for what was freed."""
+
+    def inner(y: Tensor) -> Tensor:
+        return ReadsTwice.apply(y.sin())
+
+    loss = zoo.recompute(lambda x: zoo.recompute(inner, x.cos()), *rows()).sum()
+    assert replayed(lambda: loss.backward(retain_graph=True)) == {"sin": 2, "cos": 1}
+
+
 def test_each_output_of_a_retained_graph_replays_once() -> None:
     (x,) = rows()
     one, two = zoo.recompute(lambda x: (x.sin().exp(), x.sin().tanh()), x)
@@ -234,6 +244,15 @@ def test_a_replay_inside_of_a_forward_is_not_recorded() -> None:
 
     assert replayed(lambda: zoo.recompute(function, *rows())) == {"sin": 2, "exp": 2}
     assert counts[0] == counts[1]
+
+
+def test_a_forward_that_goes_on_after_a_replay_is_recorded_again() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp().cos()
+        assert y.grad_fn._saved_self.shape == x.shape  # type: ignore[union-attr]
+        return y.erf().tanh()
+
+    assert after(function, *rows()) == {"sin": 1, "exp": 1, "cos": 1, "erf": 1, "tanh": 1}
 
 
 @pytest.mark.parametrize("wrt", ["input", "inside", "parameter"])
@@ -361,17 +380,21 @@ def test_settings_are_those_of_each_kernel(change: Callable[[], None], where: st
     assert_exact(program)
 
 
-class PrecisionsOfMultiplications(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes by which precision each matrix multiplication runs."""
+class OfMultiplications(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes under which setting each matrix multiplication of a forward or its replay runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
+        self.read, self.found = read, set[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.addmm.default:
-            self.found.append(torch.backends.mkldnn.matmul.fp32_precision)
+            self.found.add(self.read())
         return func(*args, **(kwargs or {}))
+
+
+def matmul_precision() -> str:
+    return torch.backends.mkldnn.matmul.fp32_precision
 
 
 @pytest.mark.parametrize("general", [False, True])
@@ -383,26 +406,58 @@ def test_a_precision_is_that_of_each_kernel(general: bool) -> None:
         set_precision(*place, "bf16")
         y = zoo.recompute(net(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), *rows())
         set_precision(*place, "tf32")
-        with PrecisionsOfMultiplications() as precisions:
+        with OfMultiplications(matmul_precision) as precisions:
             y.sum().backward()
-        assert set(precisions.found) == {"bf16"}
+        assert precisions.found == {"bf16"}
         # one that went by the general one still does
         set_precision("generic", "all", "ieee")
         expected = "ieee" if general else "tf32"
-        assert torch.backends.mkldnn.matmul.fp32_precision == expected
+        assert matmul_precision() == expected
     finally:
         reset_precisions()
 
 
+@pytest.mark.parametrize(
+    ("read", "write", "forward", "backward"),
+    [
+        (torch.get_num_threads, torch.set_num_threads, 3, 2),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1, 0),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0, 2),
+    ],
+)
+def test_a_setting_is_that_of_each_kernel(
+    read: Callable[[], int], write: Callable[[int], None], forward: int, backward: int
+) -> None:
+    """Numbers need not depend on it on this machine, so it is read where kernels run."""
+    before = read()
+    try:
+        write(forward)
+        y = zoo.recompute(net(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), *rows())
+        write(backward)
+        with OfMultiplications(read) as settings:
+            y.sum().backward()
+        assert settings.found == {forward}
+        assert read() == backward
+    finally:
+        write(before)
+
+
 def test_the_number_of_threads_is_that_of_the_forward() -> None:
-    """A sum over many numbers depends on it, also where one core runs them all."""
+    """A sum over many numbers depends on it, also where one core runs them all.
+
+    Some sums come out the same by chance, so there are several.
+    """
     before = torch.get_num_threads()
 
+    def function(x: Tensor) -> Tensor:
+        sums = torch.stack([row.sum() for row in x.unbind()])
+        return (x * sums[:, None] * 1e-3).sin().exp()
+
     def program(call: Call) -> Any:
-        x = torch.randn(1000, 300).requires_grad_()
+        x = torch.randn(8, 100_000).requires_grad_()
         try:
             torch.set_num_threads(4)
-            y = call(lambda x: (x * x.sum() * 1e-3).sin().exp(), x)
+            y = call(function, x)
             torch.set_num_threads(1)
             y.sum().backward()
         finally:

@@ -41,7 +41,7 @@ RUNNING: tuple[Argument, ...] = ((3, "running_mean"), (4, "running_var"))
 UNDECLARED: dict[str, tuple[Argument, ...]] = {
     "aten::rrelu_with_noise": ((1, "noise"),),
     "aten::rrelu_with_noise_": ((1, "noise"),),
-    "aten::_cudnn_rnn": ((13, "dropout_state"),),
+    "aten::_cudnn_rnn": ((15, "dropout_state"),),
     "aten::batch_norm_gather_stats": RUNNING,
     "aten::batch_norm_gather_stats_with_counts": RUNNING,
 }

@@ -140,7 +140,8 @@ class Segment:
         self.drawn = 0  # bytes that kernels drew on the CPU
         self.handles: list[weakref.ref[Any]] = []
         self._inner: list[weakref.ref[Segment]] = []
-        # what a replay for all that was saved would run, and for how many handles that is
+        # what a replay for all that was saved would run, and for how many handles that is; those of
+        # segments inside count, so that it is never taken for what this one alone needs
         self.scheduled: tuple[int, list[Any]] | None = None
         # what the replay of the enclosing segment has made for this one, and the versions of that
         self.given: dict[Value, tuple[Tensor, int]] | None = None

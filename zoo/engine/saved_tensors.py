@@ -382,5 +382,4 @@ def prune(segment: Segment) -> None:
             handle.settle()
         found = schedule(segment.backwards(), _goals(handles), ())
         segment.recording.close([node for node, _ in found])
-    if not segment.inner():
-        segment.scheduled = len(handles), found
+    segment.scheduled = len(handles), found

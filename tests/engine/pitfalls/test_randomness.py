@@ -86,6 +86,13 @@ class InPlace(Drawing):
         return torch.empty_like(y).bernoulli_(0.6, generator=self.generator)
 
 
+class ByPlace(Drawing):
+    """Of this operator the generator is no keyword."""
+
+    def noise(self, y: Tensor) -> Tensor:
+        return torch.poisson(torch.full_like(y, 3.0), self.generator)
+
+
 class OfPython(Drawing):
     def noise(self, y: Tensor) -> Tensor:
         return torch.full_like(y, random.random())
@@ -148,8 +155,8 @@ class WithoutGradients(Drawing):
 
 
 KINDS = [
-    Drawing, InADict, Global, InPlace, OfPython, OfPythonsOwn, OfNumpy, OfNumpysOwn, Layerdrop,
-    Forked, ForkedAndSeeded, Seeding, WithoutGradients,
+    Drawing, InADict, Global, InPlace, ByPlace, OfPython, OfPythonsOwn, OfNumpy, OfNumpysOwn,
+    Layerdrop, Forked, ForkedAndSeeded, Seeding, WithoutGradients,
 ]  # fmt: skip
 
 
