@@ -53,11 +53,14 @@ def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwa
 
     A drop-in for `torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)` that is
     exact: outputs, gradients, running statistics and random streams are bit for bit those of the
-    plain call. The function runs once; the backward replays the kernels that it called.
+    plain call. The function runs once; the backward replays the kernels that it called. Equal only
+    up to rounding are a few functions, such as `torch.linalg.svdvals` of what needs no gradient,
+    that torch computes by another formula below any dispatch mode: docs/limitations.md lists them.
 
     Raises:
         ArgumentError: `use_reentrant=True`, whose forward goes without a graph.
-        RecomputeError: in the backward, when an input or a parameter was changed in place since.
+        RecomputeError: in the backward, when an input or a parameter was changed in place since; in
+            the forward, for `torch.linalg.pinv` under autocast.
     """
     if use_reentrant:
         raise ArgumentError("use_reentrant=True cannot be exact; leave it out or pass False")
