@@ -86,8 +86,8 @@ def surrounded(operator: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     Raises:
         RecomputeError: as `kernel_of`.
     """
-    if not hasattr(operator, "_schema"):
-        # a higher-order operator, which torch dispatches in Python
+    if not hasattr(operator, "_schema") or operator.namespace == "prim":
+        # torch dispatches higher-order operators in Python, and questions that it asks itself
         return operator  # type: ignore[no-any-return]
     kinds = {"cpu"}
     kinds |= {v.device.type for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
