@@ -27,6 +27,7 @@ from zoo.engine.operator_effects import CALLERS, Effects
 from zoo.errors import RecomputeError
 
 _KEYS = DispatchKey.__members__
+_NONE = DispatchKeySet(_KEYS["Undefined"])
 _LAZY = (
     DispatchKeySet(_KEYS["Conjugate"])
     | DispatchKeySet(_KEYS["Negative"])
@@ -70,18 +71,20 @@ def kernel_of(operator: Any, effects: Effects, args: Any, kwargs: Any) -> Callab
             and torch does not tell which one it was.
     """
     torch.autocast_increment_nesting()  # type: ignore[no-untyped-call]
-    if (
-        torch.autocast_decrement_nesting()  # type: ignore[no-untyped-call]
-        or effects.opaque
-        or (args and isinstance(args[0], Tensor) and args[0].is_complex())
-    ):
-        return surrounded(operator, args, kwargs)
+    is_in_autocast = torch.autocast_decrement_nesting()  # type: ignore[no-untyped-call]
+    is_lazy = effects.opaque or (args and isinstance(args[0], Tensor) and args[0].is_complex())
+    if is_in_autocast or is_lazy:
+        return surrounded(operator, args, kwargs, is_lazy=is_lazy)
     kernel: Callable[..., Any] = operator._op
     return kernel
 
 
-def surrounded(operator: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+def surrounded(
+    operator: Any, args: Any, kwargs: Any, *, is_lazy: bool = True
+) -> Callable[..., Any]:
     """Returns the kernel with the keys that are in force where the operator is called.
+
+    One that `is_lazy` may meet conjugate and negative tensors.
 
     Raises:
         RecomputeError: as `kernel_of`.
@@ -93,14 +96,14 @@ def surrounded(operator: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     kinds |= {v.device.type for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
     with RestoreKeys():
         found = [kind for kind in kinds if _is_autocast_on(kind)]
-    keys, dtypes = _LAZY, {}
+    keys, dtypes = _LAZY if is_lazy else _NONE, {}
     for kind in found:
         name = f"Autocast{kind.upper()}"
         key = name if name in _KEYS else "AutocastPrivateUse1"
         if not _casts(operator.name(), operator._schema.name, key):
             keys = keys | DispatchKeySet(_KEYS[key])
             dtypes[kind] = torch.get_autocast_dtype(kind)
-    return Surrounded(operator._op, keys, dtypes)
+    return Surrounded(operator._op, keys, dtypes) if is_lazy or dtypes else operator._op
 
 
 @functools.cache
