@@ -138,9 +138,10 @@ def test_kernels_that_call_others_under_autocast(
     assert_exact(program)
 
 
+@pytest.mark.parametrize("option", [True, "blocks"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planned_forward_under_autocast_from_its_first_step_on(
-    kind: Callable[[], nn.Module],
+    kind: Callable[[], nn.Module], option: Any
 ) -> None:
     """The first one is traced, which is one more mode around each kernel."""
     records: list[Any] = []
@@ -148,7 +149,7 @@ def test_a_planned_forward_under_autocast_from_its_first_step_on(
         torch.manual_seed(0)
         model, (x,) = nn.Sequential(nn.LayerNorm(4), kind()), rows()
         if is_planned:
-            zoo.checkpoint(model)
+            zoo.checkpoint(model, option)
         losses = []
         for _ in range(3):
             with torch.autocast("cpu", torch.bfloat16):
