@@ -677,7 +677,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a replay leaves no cast in autocast's cache",
-            "        torch.set_autocast_cache_enabled(False)\n",
+            "            torch.set_autocast_cache_enabled(False)\n",
             "",
             "test_dispatch_keys",
         ),

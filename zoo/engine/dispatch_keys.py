@@ -8,6 +8,7 @@ custom operators, which may do anything.
 
 import functools
 from collections.abc import Callable
+from operator import call
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ _LAZY = (
 )
 
 
+# the second returns how many autocast regions are around; called by one call in C, since an
+# interruption between them would leave the number wrong
+_NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+
+
 class Surrounded:
     """A kernel with what was in force where it was called, to be called there and in a replay.
 
@@ -50,9 +56,9 @@ class Surrounded:
         """Calls the kernel."""
         earlier = [(kind, torch.get_autocast_dtype(kind)) for kind in self.dtypes]
         caches = torch.is_autocast_cache_enabled()
-        # in a replay a cast would stay in the cache for the next forward
-        torch.set_autocast_cache_enabled(False)
         try:
+            # in a replay a cast would stay in the cache for the next forward
+            torch.set_autocast_cache_enabled(False)
             for kind, dtype in self.dtypes.items():
                 torch.set_autocast_dtype(kind, dtype)
             with ForceDispatchKeyGuard(included_keys(), excluded_keys() - self.keys):
@@ -70,8 +76,7 @@ def kernel_of(operator: Any, effects: Effects, args: Any, kwargs: Any) -> Callab
         RecomputeError: autocast casts for one of the functions that call it and not for another,
             and torch does not tell which one it was.
     """
-    torch.autocast_increment_nesting()  # type: ignore[no-untyped-call]
-    is_in_autocast = torch.autocast_decrement_nesting()  # type: ignore[no-untyped-call]
+    _, is_in_autocast = map(call, _NESTING)
     is_lazy = effects.opaque or (args and isinstance(args[0], Tensor) and args[0].is_complex())
     if is_in_autocast or is_lazy:
         return surrounded(operator, args, kwargs, is_lazy=is_lazy)
