@@ -81,9 +81,9 @@ def test_a_state_of_an_expanded_tensor_is_measured() -> None:
 
 def test_each_kind_of_kernel_runs_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
-    real = kernels._span
+    real = kernels._run_between_marks
     monkeypatch.setattr(kernels, "_known", {})
-    monkeypatch.setattr(kernels, "_span", lambda spec: runs.append(spec) or real(spec))
+    monkeypatch.setattr(kernels, "_run_between_marks", lambda spec: runs.append(spec) or real(spec))
 
     class Many(Chain):
         def __init__(self) -> None:

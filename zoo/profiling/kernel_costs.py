@@ -12,7 +12,7 @@ architecture's white paper; rates without sparsity. float32 rates are those of T
 has it, as with `torch.set_float32_matmul_precision("high")` and in cuDNN's convolutions.
 """
 
-import bisect
+import contextlib
 import functools
 import itertools
 import operator
@@ -37,6 +37,8 @@ RUNS = 10
 SECONDS = 0.005
 # in so long a first run the setup of the kernel and the profiler are negligible
 LONG = 0.05
+# bytes of memory that is allocated to be found among the allocator's events, a size of nothing else
+MARK = 40009
 # the most entries of the cache of costs
 MOST_KNOWN = 1 << 14
 
@@ -190,36 +192,45 @@ def measure_kernels(
 
 def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[KernelCosts | None]:
     with devices.cpu_events() as events:
-        spans = [_span(spec) for spec in each("running kernels", specs)]
-    times = [moment for moment, *_ in events]
+        times = [_run_between_marks(spec) for spec in each("running kernels", specs)]
+    sizes = [size for *_, size in events]
+    # not by the clock: that of the events may be some microseconds off
+    marks = (place for place, size in enumerate(sizes) if size == MARK)
     costs: list[KernelCosts | None] = []
-    for spec, span in zip(specs, spans, strict=True):
-        if span is None:
+    for spec, found, first, last in zip(specs, times, marks, marks, strict=True):
+        if found is None:
             costs.append(None)
             continue
-        first, last = (bisect.bisect_left(times, moment) for moment in span)
-        sizes = (size for *_, size in events[first:last])
-        totals = list(itertools.accumulate(sizes, initial=0))
-        seconds = (span[1] - span[0]) / 1e9
-        if timed and seconds <= LONG:
-            seconds = _median_seconds(spec)
+        # behind the event that frees the mark
+        totals = list(itertools.accumulate(sizes[first + 2 : last], initial=0))
+        seconds = _median_seconds(spec) if timed and found <= LONG else found
         # what is left at its end are its results
         costs.append(KernelCosts(seconds, max(totals) - max(totals[-1], 0)))
     return costs
 
 
-def _span(spec: KernelSpec) -> tuple[int, int] | None:
-    """Runs a kernel; returns when it began and ended, in nanoseconds; None if it fails."""
-    try:
+def _run_between_marks(spec: KernelSpec) -> float | None:
+    """Runs a kernel between two marks in the allocator's events; returns its seconds.
+
+    None if it fails.
+    """
+    operator: Any = None
+    with contextlib.suppress(Exception):
         operator, args, kwargs = spec.prepared()
-        start = time.time_ns()
+    _mark()
+    result, seconds = None, None
+    # values that it rejects, such as a matrix without an inverse
+    with contextlib.suppress(Exception):
+        start = time.perf_counter()
         result = operator(*args, **kwargs)
-        end = time.time_ns()
-    except Exception:
-        # values that it rejects, such as a matrix without an inverse
-        return None
+        seconds = time.perf_counter() - start
+    _mark()
     del result
-    return start, end
+    return seconds
+
+
+def _mark() -> None:
+    torch.empty(MARK, dtype=torch.uint8)
 
 
 def _median_seconds(spec: KernelSpec) -> float:
