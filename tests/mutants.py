@@ -635,7 +635,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "kernels under autocast may call operators",
-            "    if is_in_autocast or is_lazy:\n",
+            "    if is_lazy or (is_in_autocast and not effects.leaf):\n",
             "    if is_lazy:\n",
             "test_dispatch_keys",
         ),

@@ -78,7 +78,7 @@ def kernel_of(operator: Any, effects: Effects, args: Any, kwargs: Any) -> Callab
     """
     _, is_in_autocast = map(call, _NESTING)
     is_lazy = effects.opaque or (args and isinstance(args[0], Tensor) and args[0].is_complex())
-    if is_in_autocast or is_lazy:
+    if is_lazy or (is_in_autocast and not effects.leaf):
         return surrounded(operator, args, kwargs, is_lazy=is_lazy)
     kernel: Callable[..., Any] = operator._op
     return kernel
@@ -97,8 +97,12 @@ def surrounded(
     if not hasattr(operator, "_schema") or operator.namespace == "prim":
         # torch dispatches higher-order operators in Python, and questions that it asks itself
         return operator  # type: ignore[no-any-return]
-    kinds = {"cpu"}
-    kinds |= {v.device.type for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
+    if args and isinstance(args[0], Tensor):
+        # a kernel is one of the device of its first argument
+        kinds = {args[0].device.type}
+    else:
+        leaves = pytree.tree_leaves((args, kwargs))
+        kinds = {"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))}
     with RestoreKeys():
         found = [kind for kind in kinds if _is_autocast_on(kind)]
     keys, dtypes = _LAZY if is_lazy else _NONE, {}

@@ -34,6 +34,15 @@ OVERWRITING = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::index_put_", 
 # kernels of which libraries have several, chosen by settings
 CHOOSING = ("conv", "mm", "gelu", "addm", "linear", "rnn", "lstm", "gru", "dot", "mv", "attention",
             "cumsum", "scatter", "index", "put")  # fmt: skip
+# kernels that are called often, and that call no operator for which autocast casts
+LEAVES = {f"aten::{name}" for name in (
+    "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "_to_copy",
+    "_unsafe_view", "add", "add_", "cat", "clone", "copy_", "div", "div_", "embedding", "gelu",
+    "gelu_backward", "max_pool2d_with_indices", "mul", "mul_", "native_batch_norm",
+    "native_dropout", "native_layer_norm", "native_layer_norm_backward", "neg", "relu", "relu_",
+    "sigmoid", "sigmoid_backward", "silu", "silu_backward", "sub", "sub_", "tanh", "tanh_backward",
+    "threshold_backward",
+)}  # fmt: skip
 # position and name of an argument
 Argument = tuple[int, str]
 # arguments that are written although the schema of some version of torch does not say so
@@ -73,6 +82,7 @@ class Effects(NamedTuple):
     chosen: bool = False  # settings decide which kernel it runs
     norm: bool = False  # it updates statistics in training, without reading them
     overwrites: bool = False  # it does not read what it writes
+    leaf: bool = False  # its kernel is known to call no operator for which autocast casts
     simple: bool = False  # it makes its results and does nothing else
 
 
@@ -133,6 +143,7 @@ def _read(operator: Any) -> Effects:
             any(is_written)
             and all(a.is_out for a in itertools.compress(schema.arguments, is_written))
         ),
+        leaf=name in LEAVES,
         simple=not (written or seeded or name in NORMS or name in EMPTY),
     )
 
