@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm as hooked_spectral_norm
 
@@ -339,7 +339,8 @@ def check(description: Description) -> int:
     checkpointed = attach(copy.deepcopy(chain), description.plan)
     expected = trained(chain, description)
     finite = (torch.isfinite(value).all() for value in expected.values())
-    assert all(finite), "a comparison of what is not finite would show nothing"
+    # a comparison of what is not finite would show nothing: another case is drawn
+    assume(all(finite))
     # draws as small as these take fewer bytes than a random state and would all be kept
     largest = recording.PACKED_SIZE if description.keeps_draws else 0
     with mock.patch.object(recording, "PACKED_SIZE", largest):
