@@ -34,14 +34,12 @@ _LAZY = (
     | DispatchKeySet(_KEYS["Negative"])
     | DispatchKeySet(_KEYS["ZeroTensor"])
 )
-
-
 # the second returns how many autocast regions are around; called by one call in C, since an
 # interruption between them would leave the number wrong
 _NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
 
-class Surrounded:
+class KernelWithKeys:
     """A kernel with what was in force where it was called, to be called there and in a replay.
 
     Attributes:
@@ -79,12 +77,12 @@ def kernel_of(operator: Any, effects: Effects, args: Any, kwargs: Any) -> Callab
     _, is_in_autocast = map(call, _NESTING)
     is_lazy = effects.opaque or (args and isinstance(args[0], Tensor) and args[0].is_complex())
     if is_lazy or (is_in_autocast and not effects.leaf):
-        return surrounded(operator, args, kwargs, is_lazy=is_lazy)
+        return with_present_keys(operator, args, kwargs, is_lazy=is_lazy)
     kernel: Callable[..., Any] = operator._op
     return kernel
 
 
-def surrounded(
+def with_present_keys(
     operator: Any, args: Any, kwargs: Any, *, is_lazy: bool = True
 ) -> Callable[..., Any]:
     """Returns the kernel with the keys that are in force where the operator is called.
@@ -112,7 +110,7 @@ def surrounded(
         if not _casts(operator.name(), operator._schema.name, key):
             keys = keys | DispatchKeySet(_KEYS[key])
             dtypes[kind] = torch.get_autocast_dtype(kind)
-    return Surrounded(operator._op, keys, dtypes) if is_lazy or dtypes else operator._op
+    return KernelWithKeys(operator._op, keys, dtypes) if is_lazy or dtypes else operator._op
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
-from zoo.engine.dispatch_keys import kernel_of, surrounded
+from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operands import Outside, alive, parts_of
 from zoo.engine.operator_effects import effects_of
 from zoo.engine.recompute import HOOKS, records
@@ -113,7 +113,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         if getattr(func, "namespace", "") == "prim":
             return func(*args, **kwargs)
         if thread.replaying:
-            return surrounded(func, args, kwargs)(*args, **kwargs)
+            return with_present_keys(func, args, kwargs)(*args, **kwargs)
         self._advance(func)
         if self.recording is None:
             out = self._run_without_segment(func, args, kwargs)

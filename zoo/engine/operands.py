@@ -241,9 +241,9 @@ class Sparse(Outside):
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the indices and values that a sparse tensor consists of, which have storages."""
+    """Returns the indices and values that a sparse tensor consists of, the values last."""
     layout = tensor.layout
-    if layout is torch.strided or isinstance(tensor, FakeTensor):
+    if layout is torch.strided:
         return []
     with DisableTorchDispatch():
         if layout is torch.sparse_coo:

@@ -44,7 +44,7 @@ from zoo.engine.devices import (
     indexed,
     is_same_state,
 )
-from zoo.engine.dispatch_keys import kernel_of, surrounded
+from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operands import (
     REFERENCES,
     Blank,
@@ -301,7 +301,8 @@ class Recording:
             return None
         for handle in value.handles():
             handle.before_write()
-        hold_readers(value.readers, storage, tensor)
+        if value.readers:
+            hold_readers(value.readers, storage, tensor)
         if value.blank:
             is_known = value.blank == sample(storage)
         else:
@@ -373,7 +374,9 @@ class Recording:
         if tensor.is_inference():
             # autograd never saves it and no node reads it
             return Outside(tensor, home)
-        parts = parts_of(tensor) if home is None else []
+        # a fake one has no numbers that could change
+        is_whole = home is not None or isinstance(tensor, FakeTensor)
+        parts = [] if is_whole else parts_of(tensor)
         found = (
             Sparse(tensor, [*map(self._refer_part, parts)])
             if parts
@@ -600,7 +603,7 @@ class Recorder(KernelMode):
         if effects.ignored:
             return func._op(*args, **kwargs)
         if recording.replaying:
-            return surrounded(func, args, kwargs)(*args, **kwargs)
+            return with_present_keys(func, args, kwargs)(*args, **kwargs)
         if not effects.simple:
             return self._run(func, effects, args, kwargs)
         # not the operator, which is a Python function that calls this

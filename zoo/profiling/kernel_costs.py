@@ -214,16 +214,17 @@ def _run_between_marks(spec: KernelSpec) -> float | None:
 
     None if it fails.
     """
-    operator: Any = None
+    prepared = result = seconds = None
     with contextlib.suppress(Exception):
-        operator, args, kwargs = spec.prepared()
+        prepared = spec.prepared()
     _mark()
-    result, seconds = None, None
-    # values that it rejects, such as a matrix without an inverse
-    with contextlib.suppress(Exception):
-        start = time.perf_counter()
-        result = operator(*args, **kwargs)
-        seconds = time.perf_counter() - start
+    if prepared is not None:
+        operator, args, kwargs = prepared
+        # values that it rejects, such as a matrix without an inverse
+        with contextlib.suppress(Exception):
+            start = time.perf_counter()
+            result = operator(*args, **kwargs)
+            seconds = time.perf_counter() - start
     _mark()
     del result
     return seconds

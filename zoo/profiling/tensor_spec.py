@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo._torch import is_traceable_wrapper_subclass, pytree
+from zoo.engine.operands import parts_of
 from zoo.engine.operator_effects import CONSTANTS, KERNELS, resolved
 from zoo.optimizer.in_backward import FreedGradient
 from zoo.profiling.caching_allocator import rounded_up
@@ -207,9 +208,7 @@ def storages_of(tensor: Any) -> list[Any]:
         return [storage for part in parts for storage in storages_of(part)]
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
-    if tensor.layout is torch.sparse_coo:
-        return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
-    return []
+    return [part.untyped_storage() for part in parts_of(tensor)]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

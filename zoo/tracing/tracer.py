@@ -36,7 +36,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zoo._torch import FakeTensor
-from zoo.engine.dispatch_keys import kernel_of, surrounded
+from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.kernel_segments import Visit
 from zoo.engine.operator_effects import CONSTANTS, effects_of, name_of, resolved
 from zoo.engine.recording import (
@@ -313,7 +313,7 @@ class Tracer(KernelMode):
         is_elsewhere = threading.get_ident() != self.thread
         # kernels that a backward inside the forward replays; the conductor skips them, too
         if thread.replaying:
-            return surrounded(func, args, kwargs)(*args, **kwargs)
+            return with_present_keys(func, args, kwargs)(*args, **kwargs)
         kernel = kernel_of(func, effects_of(func), args, kwargs)
         if is_elsewhere or self._is_of_fakes(func, frame):
             return kernel(*args, **kwargs)

@@ -184,6 +184,17 @@ def nested(call: Call, model: nn.Module, *inputs: Any) -> Any:
 WAYS = [module, closure, method, nested]
 
 
+class Forward(nn.Module):
+    """A function as a module, with the modules that it calls."""
+
+    def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts, self.function = nn.ModuleList(parts), function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
 class _Holder:
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -14,6 +14,7 @@ import zoo
 from tests.engine.pitfalls.program import (
     WAYS,
     Call,
+    Forward,
     Way,
     assert_exact,
     frozen,
@@ -129,9 +130,7 @@ def test_a_sparse_tensor_written_after_it_was_read(
             write(own, given)
             return h.sin() * (given @ x).cos()
 
-        model = nn.Module()
-        model.layer, model.forward = layer, forward  # type: ignore
-        way(call, model, x).square().sum().backward()
+        way(call, Forward(forward, layer), x).square().sum().backward()
         return values, state_of(layer)
 
     assert_exact(program)
@@ -155,8 +154,7 @@ def test_sparse_gradients_of_tables(way: Way) -> None:
     def program(call: Call) -> Any:
         bag, layer = nn.EmbeddingBag(9, 4, mode="sum", sparse=True), nn.Linear(4, 4)
         words, starts = torch.randint(9, (7,)), torch.tensor([0, 2, 5])
-        model = nn.Module()
-        model.forward = lambda words: layer(bag(words, starts).sin()).exp()  # type: ignore
+        model = Forward(lambda words: layer(bag(words, starts).sin()).exp())
         way(call, model, words).sum().backward()
         return bag.weight.grad.coalesce().to_dense(), state_of(layer)
 

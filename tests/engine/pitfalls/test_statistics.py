@@ -13,6 +13,7 @@ import zoo
 from tests.engine.pitfalls.program import (
     WAYS,
     Call,
+    Forward,
     Way,
     assert_exact,
     assert_trains,
@@ -220,9 +221,7 @@ def test_statistics_that_the_segment_makes(times: int, read_before: bool, way: W
                 h = (h * mean).sin() * variance.exp()
             return h
 
-        model = nn.Module()
-        model.layer, model.forward = layer, forward  # type: ignore
-        way(call, model, x).square().sum().backward()
+        way(call, Forward(forward, layer), x).square().sum().backward()
         return x.grad, state_of(layer)
 
     assert_exact(program)
@@ -238,9 +237,7 @@ def test_copies_of_buffers_that_a_functional_call_moves(way: Way) -> None:
             h = torch.func.functional_call(bn, copies, (layer(x),))
             return (h * copies["running_mean"]).sin() * copies["running_var"].exp()
 
-        model = nn.Module()
-        model.layer, model.forward = layer, forward  # type: ignore
-        way(call, model, x).square().sum().backward()
+        way(call, Forward(forward, layer), x).square().sum().backward()
         return x.grad, state_of(layer), state_of(bn)
 
     assert_exact(program)
