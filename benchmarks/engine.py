@@ -185,7 +185,7 @@ def kernels(count: int = 20) -> None:
             seconds = seconds_of(lambda: call(made))
             assert thread.segment is not None
             nodes = thread.segment.recording.nodes
-            scheduled[:] = [Scheduled(node, node.results if node.index else []) for node in nodes]
+            scheduled[:] = [(node, node.results if node.index else ()) for node in nodes]
         return seconds
 
     def direct() -> None:

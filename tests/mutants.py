@@ -414,7 +414,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a write that counts no version is what the backward reads",
-            "        self.reference, self.fingerprint = View(value, geometry), None\n",
+            "        self.reference, self.fingerprint = view, None\n",
             "        pass\n",
             "test_saved_tensors pitfalls/test_changes test_recompute",
         ),

@@ -81,6 +81,14 @@ class Geometry:
         return neg_view(found) if self.negative else found
 
 
+@dataclass(slots=True)
+class Apart:
+    """A tensor that shares a storage with others and no version, and its version as it was left."""
+
+    tensor: weakref.ref[Tensor]
+    counter: int | None
+
+
 class Value:
     """One version of a storage that a recorded kernel made."""
 
@@ -91,6 +99,8 @@ class Value:
     before: Callable[[], "Value | None"] | None = None
     saved: list[weakref.ref[Any]] | None = None  # handles, to be told when it is written
     readers: "Sequence[Outside]" = ()  # parts of sparse tensors, to have a copy before that
+    # by the ids of tensors that share the storage and no version
+    apart: dict[int, Apart] | None = None
     trains: bool | None = None  # whether it requires a gradient, for which some kernels do more
     made: Tensor | None = None  # the tensor again, in a replay
 
@@ -110,6 +120,12 @@ class Value:
         """Returns the handles that somebody may still open."""
         return alive(self.saved or ())
 
+    def set_apart(self, tensor: Tensor, version: int) -> None:
+        """Notes the version of a tensor that shares the storage and no version."""
+        if self.apart is None:
+            self.apart = {}
+        self.apart[id(tensor)] = Apart(weakref.ref(tensor), version)
+
     def take(self, tensor: Tensor) -> None:
         """Has a replay read this tensor for the value."""
         if tensor.requires_grad is not self.trains:
@@ -122,20 +138,19 @@ class Value:
         return self.made
 
 
-class View:
+class View(Geometry):
     """A tensor of a recorded value that lies elsewhere in its storage."""
 
-    __slots__ = ("geometry", "trains", "value")
-
-    def __init__(self, value: Value, geometry: Geometry, trains: bool = False) -> None:
-        self.value, self.geometry, self.trains = value, geometry, trains
+    __slots__ = ("trains", "value")
+    value: Value
+    trains: bool
 
     def make_room(self) -> None:
         """Gives the storage in a replay the size that a kernel gave it in the forward."""
-        lies, storage = self.geometry, self.value.now().untyped_storage()
-        steps = zip(lies.sizes, lies.strides, strict=True)
-        last = lies.offset + sum((size - 1) * stride for size, stride in steps)
-        needed = (last + 1) * lies.dtype.itemsize
+        storage = self.value.now().untyped_storage()
+        steps = zip(self.sizes, self.strides, strict=True)
+        last = self.offset + sum((size - 1) * stride for size, stride in steps)
+        needed = (last + 1) * self.dtype.itemsize
         if storage.nbytes() < needed:
             storage.resize_(int(needed))
 
@@ -146,7 +161,7 @@ class View:
         # a view of what requires a gradient would require one, too
         if made.requires_grad and not self.trains:
             made = detached(made)
-        found = self.geometry.on(made)
+        found = self.on(made)
         return found.requires_grad_() if self.trains else found
 
 

@@ -20,7 +20,6 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -47,8 +46,8 @@ from zoo.engine.devices import (
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operands import (
     REFERENCES,
+    Apart,
     Blank,
-    Geometry,
     Listed,
     Outside,
     Reference,
@@ -192,14 +191,6 @@ class Written(NamedTuple):
     home: weakref.ref[Any]
 
 
-@dataclass(slots=True)
-class Apart:
-    """A tensor that shares a storage with others and no version, and its version as it was left."""
-
-    tensor: weakref.ref[Tensor]
-    counter: int | None
-
-
 class Recording:
     """The kernels of an outermost segment, and while it is open the storages that it met."""
 
@@ -214,7 +205,6 @@ class Recording:
         self.known: dict[int, Outside] = {}
         # values of tensors that autograd saved, by the ids of these
         self.saved: dict[int, Value] = {}
-        self.apart: dict[int, Apart] = {}  # by the ids of the tensors
         # by the ids of random streams
         self.last_draws: dict[int, LastDraw] = {}
         self.replaying = False  # whether the backward runs inside of the forward, and replays
@@ -259,15 +249,17 @@ class Recording:
         if found is None or found.home() is not storage:
             found = None
         elif type(found) is Value:
-            # mostly nothing was written unseen, no tensor has a version apart, and this is its base
+            # mostly nothing was written unseen, and no tensor of the storage has a version apart
             if (
-                found.blank is None
-                and not (found.is_empty or self.apart)
-                and found.counter == tensor._version
-                and found.trains is tensor.requires_grad
-                and found.base() is tensor
+                found.counter == tensor._version
+                and found.blank is None
+                and found.apart is None
+                and not found.is_empty
             ):
-                return found
+                if found.trains is tensor.requires_grad and found.base() is tensor:
+                    return found
+                if id(tensor) not in self.saved and (made := _reference(found, tensor)) is not None:
+                    return made
             return self._refer_value(tensor, storage, found)
         elif type(found) is not Outside:
             found = None
@@ -325,9 +317,7 @@ class Recording:
 
     def _has_version(self, value: Value, tensor: Tensor) -> bool:
         """Says whether a tensor has the version with which recorded kernels left its storage."""
-        # mostly there are none apart
-        holder = self._holder(value, tensor) if self.apart else value
-        counter = version_of(tensor)
+        holder, counter = _holder(value, tensor), version_of(tensor)
         if holder.counter is None:
             holder.counter = counter
         if holder.counter == counter:
@@ -336,27 +326,19 @@ class Recording:
         if counter or holder is not value or whole is None or version_of(whole) != value.counter:
             return False
         # by `Tensor.data` or `detach`, which nobody has written since
-        self.apart[id(tensor)] = Apart(weakref.ref(tensor), counter)
+        value.set_apart(tensor, counter)
         return True
-
-    def _holder(self, value: Value, tensor: Tensor) -> "Value | Apart":
-        """Returns what holds the version of a tensor in the storage of a value."""
-        for one in (tensor, tensor._base):
-            apart = None if one is None else self.apart.get(id(one))
-            if apart is not None and apart.tensor() is one:
-                return apart
-        return value
 
     def written(self, before: Value, tensor: Tensor, node: int) -> Value:
         """Returns the next version of a storage, of which a kernel wrote a tensor."""
-        storage, holder = storage_of(tensor), self._holder(before, tensor)
+        storage, holder = storage_of(tensor), _holder(before, tensor)
         value = Value(node, storage, tensor, None if holder is before else before.counter)
         if holder is not before:
             holder.counter = None
         if before.blank and tensor.nbytes < storage.nbytes():
             # the rest may yet be written by code that nobody sees
             value.blank = sample(storage)
-        value.before = weakref.ref(before)
+        value.before, value.apart = weakref.ref(before), before.apart
         before.after = self.storages[id(storage)] = value
         return value
 
@@ -468,7 +450,6 @@ class Recording:
             self.storages,
             self.known,
             self.saved,
-            self.apart,
             self.last_draws,
         ):
             table.clear()
@@ -488,7 +469,21 @@ def _reference(value: Value, tensor: Tensor) -> Reference | None:
             value.trains = trains
         if value.trains is trains:
             return value
-    return View(value, Geometry(tensor), tensor.requires_grad) if is_plain(tensor) else None
+    if not is_plain(tensor):
+        return None
+    view = View(tensor)
+    view.value, view.trains = value, tensor.requires_grad
+    return view
+
+
+def _holder(value: Value, tensor: Tensor) -> Value | Apart:
+    """Returns what holds the version of a tensor in the storage of a value."""
+    if value.apart is not None:
+        for one in (tensor, tensor._base):
+            apart = value.apart.get(id(one))
+            if apart is not None and apart.tensor() is one:
+                return apart
+    return value
 
 
 def earlier_of(found: Outside | None) -> Iterator[Outside]:
@@ -779,7 +774,7 @@ class Recorder(KernelMode):
         if effects.makes:
             if isinstance(out, Tensor):
                 value = self._note_result(out, node, effects)
-                node.outs, node.results = (value,), () if value is None else (value,)
+                node.outs = node.results = () if value is None else (value,)
             else:
                 node.outs = outs = [self._note_result(part, node, effects) for part in flat(out)]
                 node.results = [value for value in outs if value is not None]
@@ -803,7 +798,8 @@ class Recorder(KernelMode):
         storages = self.recording.storages
         found = storages.get(id(storage))
         if found is not None and found.home() is storage:
-            self.recording.apart[id(tensor)] = Apart(weakref.ref(tensor), version)
+            if type(found) is Value:
+                found.set_apart(tensor, version)
             return None
         value = Value(node.index, storage, tensor, version)
         storages[id(storage)] = value

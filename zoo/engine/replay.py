@@ -6,8 +6,8 @@ node is one of the recording, never one of autograd's graph.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +32,8 @@ from zoo.engine.operands import REFERENCES, Geometry, Listed, Outside, Reference
 from zoo.engine.operator_effects import read_settings, write_settings
 from zoo.engine.recording import Node, flat, thread
 
-
-class Scheduled(NamedTuple):
-    """A node to replay, and the values that nobody reads after it."""
-
-    node: Node
-    drops: list[Value]
+# a node to replay, and the values that nobody reads after it
+Scheduled = tuple[Node, Sequence[Value]]
 
 
 def schedule(nodes: Iterable[Node], wanted: set[Value], given: Iterable[Value]) -> list[Scheduled]:
@@ -62,7 +58,7 @@ def schedule(nodes: Iterable[Node], wanted: set[Value], given: Iterable[Value]) 
                 drops.append(value)
             if value not in there:
                 needed.add(value)
-        found.append(Scheduled(node, drops))
+        found.append((node, drops))
     found.reverse()
     return found
 
@@ -139,7 +135,7 @@ def without_modes() -> Any:
     return every
 
 
-def _call(node: Node, drops: list[Value]) -> None:
+def _call(node: Node, drops: Sequence[Value]) -> None:
     """Calls the operator of a node, on scratch memory where it writes an argument."""
     for write in node.writes:
         write.scratch = _scratch(write.target, drops)
@@ -170,7 +166,7 @@ def _call(node: Node, drops: list[Value]) -> None:
         value.made = None
 
 
-def _scratch(target: Reference | Outside, drops: list[Value]) -> Tensor:
+def _scratch(target: Reference | Outside, drops: Sequence[Value]) -> Tensor:
     """Returns a tensor that a kernel may write: a copy where others need it as it was."""
     is_last = not isinstance(target, Outside) and target.value in drops
     if type(target) is View:

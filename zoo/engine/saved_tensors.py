@@ -18,7 +18,6 @@ from zoo._torch import (
     sequence_number,
 )
 from zoo.engine.operands import (
-    Geometry,
     Outside,
     Reference,
     Value,
@@ -49,7 +48,7 @@ class Handle:
 
     # shares the version of the tensor, once that is written or somebody has it; and where that lies
     counter: Tensor | None = None
-    geometry: Geometry | None = None
+    view: View | None = None
     is_written = False
     tensor: Tensor | None = None
     filled = 0  # the version of that
@@ -91,7 +90,7 @@ class Handle:
             # nobody has it any more, but a base or another view may have its version
             self.is_written = self.counter is None
         elif self.counter is None and type(original) is not FakeTensor:
-            self.counter, self.geometry = counter_of(original), Geometry(original)
+            self.counter, self.view = counter_of(original), View(original)
 
     def lose(self) -> None:
         """Is told that the storage of the tensor is about to be written unrecorded."""
@@ -121,9 +120,10 @@ class Handle:
             return
         while value.after is not None:
             value = value.after
-        geometry = reference.geometry if type(reference) is View else self.geometry
-        assert geometry is not None, "it is noted with the version"
-        self.reference, self.fingerprint = View(value, geometry), None
+        view = reference if type(reference) is View else self.view
+        assert view is not None, "it is noted with the version"
+        view.value = value
+        self.reference, self.fingerprint = view, None
 
     def unpack(self) -> Tensor:
         """Returns the tensor, replayed if it is not there.
@@ -161,7 +161,7 @@ class Handle:
         if tensor.requires_grad:
             tensor.requires_grad_(False)
         if type(reference) is View:
-            tensor = reference.geometry.on(tensor)
+            tensor = reference.on(tensor)
         if self.fingerprint is not None and self.fingerprint != read(tensor):
             raise RecomputeError(
                 f"a replayed tensor {tuple(tensor.shape)} {tensor.dtype} has other numbers than in "
