@@ -67,8 +67,8 @@ class Geometry:
 
     def on(self, base: Tensor) -> Tensor:
         """Returns the tensor of this geometry on the storage of another."""
-        is_plain = not (self.negative or base.is_neg() or self.dtype.is_complex)
-        if base.dtype is self.dtype and is_plain:
+        is_lazy = self.negative or base.is_neg() or self.dtype.is_complex
+        if base.dtype is self.dtype and not (is_lazy or base.is_nested):
             return base.as_strided(self.sizes, self.strides, self.offset)
         return self.of_storage(base.untyped_storage(), base.device)
 

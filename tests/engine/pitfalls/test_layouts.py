@@ -242,6 +242,21 @@ def test_nested_tensors(make: Callable[..., Tensor], depth: int, inside: bool) -
     assert_exact(program)
 
 
+def test_parts_of_nested_tensors() -> None:
+    """Their storage was made by a kernel whose result has no sizes and strides of its own."""
+
+    def program(call: Call) -> Any:
+        (one,), (two,) = rows(2), rows(3)
+
+        def function(*parts: Tensor) -> Tensor:
+            return torch.cat([part.exp().sin() for part in strided(*parts).unbind()])
+
+        call(function, one, two).sum().backward()
+        return one.grad, two.grad
+
+    assert_exact(program)
+
+
 def test_quantized_tensors() -> None:
     """A table of eight bits, passed in, kept on a module, and made inside."""
 
