@@ -107,6 +107,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a kernel, in the segment that it belongs to."""
         if types and not all(map(has_own_storage, types)):
+            self.note_wrappers(args, kwargs)
             return NotImplemented
         kwargs = kwargs or {}
         # fake tensors dispatch looks at what they are, which no real one does

@@ -172,12 +172,15 @@ class Outside:
     copy: Any = None  # its storage before a kernel wrote it, and where it lay there
     geometry: Geometry | None = None
     parts: "Sequence[Outside]" = ()  # what a sparse one consists of
+    wrapper: tuple[Tensor, int] | None = None  # what it is a part of, as `counted` has it
 
     def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
         self.tensor = tensor
         self.home = home  # its storage
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
+        if earlier is not None:
+            self.wrapper = earlier.wrapper
 
     @property
     def is_copied(self) -> bool:
@@ -203,6 +206,8 @@ class Outside:
             RecomputeError: it was changed in place since.
         """
         check_version(self.tensor, self.version)
+        if self.wrapper is not None:
+            check_version(*self.wrapper)
         return self.tensor
 
     def now(self) -> Tensor:
@@ -340,6 +345,15 @@ def detached(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FakeTensor):
         return FakeTensor(tensor.fake_mode, found, tensor.fake_device)
     return found
+
+
+def counted(wrapper: Tensor) -> tuple[Tensor, int] | None:
+    """Returns what shares the version of a wrapper, whose parts count no writes, and the version.
+
+    None for one without numbers, which is not always possible to detach.
+    """
+    is_meta = wrapper.device.type == "meta"
+    return None if is_meta else (detached(wrapper), version_of(wrapper))
 
 
 def version_of(tensor: Tensor) -> int:

@@ -56,6 +56,7 @@ from zoo.engine.operands import (
     View,
     Write,
     alive,
+    counted,
     fill,
     filled_empty,
     new_mark,
@@ -547,6 +548,15 @@ def has_own_storage(kind: type) -> bool:
     return True
 
 
+def parts_of_wrapper(tensor: Any) -> list[Tensor]:
+    """Returns the tensors that a tensor of a class with a dispatch of its own consists of."""
+    if not isinstance(tensor, Tensor) or has_own_storage(type(tensor)):
+        return []
+    names, _ = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ([], None)
+    parts = [getattr(tensor, name) for name in names]
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Says whether a tensor is sizes, strides and an offset in its storage, and nothing more."""
     return (
@@ -590,6 +600,7 @@ class Recorder(KernelMode):
         """Runs a kernel and records it."""
         if types and not all(map(has_own_storage, types)):
             # its own dispatch takes it apart, and the parts come here again
+            self.note_wrappers(args, kwargs)
             return NotImplemented
         effects = KNOWN.get(id(func)) or effects_of(func)
         recording = self.recording
@@ -609,6 +620,16 @@ class Recorder(KernelMode):
         if not node.is_kept:
             self._append(node, effects, out)
         return out
+
+    def note_wrappers(self, args: Any, kwargs: Any) -> None:
+        """Has parts of wrappers from outside refused where the wrapper was written since."""
+        if self.recording is None or self.recording.replaying:
+            return
+        for wrapper in pytree.tree_leaves((args, kwargs)):
+            for part in parts_of_wrapper(wrapper):
+                found = self.recording.refer(part)
+                if isinstance(found, Outside):
+                    found.wrapper = counted(wrapper)
 
     def before_write(self, tensor: Tensor) -> None:
         """Is told that a kernel is about to write a tensor from outside."""

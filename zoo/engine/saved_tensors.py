@@ -23,6 +23,7 @@ from zoo.engine.operands import (
     Value,
     View,
     check_version,
+    counted,
     detached,
     fingerprint,
     read,
@@ -209,9 +210,10 @@ def counter_of(tensor: Tensor) -> Tensor:
 class Opaque:
     """A tensor of a class of its own, taken apart into tensors that are packed one by one."""
 
-    __slots__ = ("context", "kind", "names", "packed", "sizes", "strides")
+    __slots__ = ("context", "counted", "kind", "names", "packed", "sizes", "strides")
 
     def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
+        self.counted = counted(tensor)
         self.names, self.context = tensor.__tensor_flatten__()
         parts = [getattr(tensor, name) for name in self.names]
         # a mesh of devices may be among them; and offsets, which identify the sizes of a tensor
@@ -220,7 +222,9 @@ class Opaque:
         self.sizes, self.strides = tensor.size(), tensor.stride()
 
     def unpack(self) -> Tensor:
-        """Puts the tensor together again."""
+        """Puts the tensor together again; raises as `Handle.unpack`."""
+        if self.counted is not None:
+            check_version(*self.counted)
         parts = {
             name: packed.unpack() if isinstance(packed, PACKED) else packed
             for name, packed in zip(self.names, self.packed, strict=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 import zoo
@@ -371,6 +372,25 @@ def test_wrapper_subclasses(depth: int, place: str) -> None:
         return [grad.dense() if isinstance(grad, Scaled) else grad for grad in grads]
 
     assert_exact(program)
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_wrapper_that_is_written_after_the_forward_is_refused(is_saved: bool) -> None:
+    """A write of a wrapper counts a version of it, and none of the parts that a replay reads."""
+    x, table = rows(128)[0], TwoTensor(torch.rand(128, 128), torch.rand(128, 128))
+    function = torch.mul if is_saved else torch.add
+    y = zoo.recompute(lambda x: function(x.sum(1), table).tanh(), x)
+    table[0].zero_()
+    with pytest.raises(zoo.RecomputeError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_a_wrapper_that_is_written_after_it_was_saved_is_refused() -> None:
+    """As in the baseline."""
+    x = TwoTensor(torch.rand(3), torch.rand(3)).requires_grad_()
+    y = zoo.recompute(lambda x: x.exp().mul_(2), x)
+    with pytest.raises(zoo.RecomputeError, match="changed in place"):
+        y.sum().backward()
 
 
 def test_a_wrapper_is_freed_with_its_graph() -> None:
