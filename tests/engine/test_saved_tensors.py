@@ -151,6 +151,20 @@ def test_tensors_written_after_they_were_saved_are_refused_as_without(
     compare(frozen(found), frozen(expected))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("what", [r"tensor \(6, 4\)", "nested tensor"])
+def test_a_refusal_names_the_tensor_that_was_written(what: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = torch.nested.as_nested_tensor([x.exp()]) if "nested" in what else x.exp()
+        z = y.sin()
+        y.mul_(2)
+        return z.unbind()[0]
+
+    y = zoo.recompute(function, *rows())
+    with pytest.raises(zoo.RecomputeError, match=f"a {what} that this gradient needs was changed"):
+        y.sum().backward()
+
+
 # come from outside and are written between forward and backward
 
 PLACES = ["input", "item", "keyword", "closure", "parameter", "frozen", "buffer", "view"]

@@ -373,10 +373,10 @@ def check_version(tensor: Tensor, version: int) -> None:
     now = version_of(tensor)
     # a fake tensor has no numbers, and FSDP2 gives its parameters other versions
     if now != version and type(tensor) is not FakeTensor:
+        what = "nested tensor" if tensor.is_nested else f"tensor {tuple(tensor.shape)}"
         raise RecomputeError(
-            f"a tensor {tuple(tensor.shape)} that this gradient needs was changed in place after "
-            f"it was used (version {version}, now {now}). Change it after the backward, or change "
-            "a copy."
+            f"a {what} that this gradient needs was changed in place after it was used (version "
+            f"{version}, now {now}). Change it after the backward, or change a copy."
         )
 
 

@@ -196,14 +196,14 @@ class Handle:
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), DisableTorchDispatch():
-        return torch.empty(0, dtype=dtype, device=device)
+        return torch.empty((), dtype=dtype, device=device)
 
 
 def counter_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor without numbers that shares the version counter of this one."""
+    """Returns a tensor without memory of its own that shares the version counter of this one."""
     found = detached(tensor)
     with DisableTorchDispatch():
-        found.data = _nothing(tensor.dtype, tensor.device)
+        found.data = _nothing(tensor.dtype, tensor.device).expand(tensor.shape)
     return found
 
 
