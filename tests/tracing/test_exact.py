@@ -93,6 +93,25 @@ def test_a_late_write_that_counts_no_version_reaches_what_was_saved(option: Any)
     check(Late(), lambda: [torch.rand(8, 16)], option)
 
 
+class Gate(nn.Module):
+    """Ends with a write to a view, whose result autograd saves when the view is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y[:, 1:].sigmoid_()
+        return y
+
+
+@pytest.mark.parametrize("option", [True, "blocks"])
+@pytest.mark.parametrize("block", [Gate])
+def test_writes_to_views_in_blocks(block: type[nn.Module], option: Any) -> None:
+    check(nn.Sequential(*(block() for _ in range(3))), lambda: [torch.rand(8, 16)], option)
+
+
 class Rows(nn.Module):
     """Its blocks are Sequentials in a list, and it keeps what they returned on itself."""
 

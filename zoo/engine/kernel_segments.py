@@ -238,9 +238,11 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         """Returns what the operation saved that is about to run its kernel in another segment.
 
         Autograd saves an operation's inputs before its kernel runs, and numbers operations first.
+        Of a write to a view it numbers more, before it saves the result, which may be gone already.
         """
         assert thread.segment is not None
-        return [handle for handle in thread.segment.living() if handle.sequence > self._sequence]
+        handles = [one for one in thread.segment.living() if one.sequence > self._sequence]
+        return [handle for handle in handles if handle.original() is not None]
 
     def __enter__(self) -> Any:
         thread.conductor = self
