@@ -106,8 +106,19 @@ class Gate(nn.Module):
         return y
 
 
+class Rotation(Gate):
+    """Reads, without a gradient, a view whose history autograd has to make anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.view_as_complex(self.linear(x).view(-1, 2)) * 1
+        real, imaginary = y.real, y.imag
+        imaginary.mul_(2)
+        self.seen = real.detach()
+        return torch.stack([real, imaginary], 1).tanh().view(-1, 16)
+
+
 @pytest.mark.parametrize("option", [True, "blocks"])
-@pytest.mark.parametrize("block", [Gate])
+@pytest.mark.parametrize("block", [Gate, Rotation])
 def test_writes_to_views_in_blocks(block: type[nn.Module], option: Any) -> None:
     check(nn.Sequential(*(block() for _ in range(3))), lambda: [torch.rand(8, 16)], option)
 

@@ -457,7 +457,7 @@ class Tracer(KernelMode):
         if number in self._graph.inputs:
             spec = self._graph.inputs[number]
             self._graph.inputs[number] = spec._replace(requires_grad=True)
-        elif not tensor.is_leaf:
+        elif _is_made(tensor):
             self._record(number)
         elif call is not None and call.grad and number not in self._required:
             # set by `requires_grad_`, which is no kernel
@@ -481,6 +481,16 @@ class Tracer(KernelMode):
             if call.operator == DETACH:
                 call.operator = "aten.alias.default"
             waiting += call.reads()
+
+
+def _is_made(tensor: Tensor) -> bool:
+    """Says whether an operator made a tensor that requires a gradient.
+
+    Asked below autograd whether it is a leaf, a view of complex numbers whose base was written
+    loses its history, which autograd makes anew then.
+    """
+    base = tensor._base
+    return (base is not None and base.requires_grad) or not tensor.is_leaf
 
 
 def _let_go(graph: Graph, number: int, _: Any) -> None:
