@@ -111,7 +111,7 @@ def _read(operator: Any) -> Effects:
         return Effects(opaque=True)
     name = schema.name
     if torch.Tag.inplace_view in operator.tags or name == "aten::resize_":
-        return Effects(reshapes=True)
+        return Effects(reshapes=True, writes=((0, "self"),))
     arguments = [(place, argument.name) for place, argument in enumerate(schema.arguments)]
     infos = [argument.alias_info for argument in schema.arguments]
     is_written = [info is not None and info.is_write for info in infos]

@@ -638,9 +638,11 @@ class Recorder(KernelMode):
     def _run(self, func: Any, effects: Effects, args: Any, kwargs: Any) -> Any:
         """Runs what does more than to make its results."""
         if effects.reshapes:
-            # another geometry, or another storage
+            # another geometry, or another storage, which counts as a version
             if (value := self.recording.made(args[0])) is not None:
                 value.base = no_tensor
+            else:
+                self.before_write(args[0])
             if func._schema.name == "aten::resize_":
                 self.recording.forget(args[0])
             return func(*args, **kwargs)

@@ -156,6 +156,17 @@ def test_a_segment_that_starts_with_a_write(write: Callable[[Tensor], Tensor]) -
     assert_exact(program)
 
 
+@pytest.mark.parametrize("write", [Tensor.t_, lambda x: x.unsqueeze_(0)])
+def test_an_input_whose_geometry_is_changed_in_place(write: Callable[[Tensor], Tensor]) -> None:
+    """It counts as a version, after which the tensor lies otherwise than when it was read."""
+
+    def program(call: Call) -> Any:
+        y, (x,) = torch.rand(80, 80), rows(80)
+        return call(lambda x: (x.sum(1) + y, write(y))[0].tanh(), x).sum().backward(), x.grad, y
+
+    assert_exact(program)
+
+
 def test_a_write_through_a_view() -> None:
     """Two inputs that share memory: the function writes one and reads the other."""
 
