@@ -158,7 +158,11 @@ class Segment:
     def living(self) -> list[Any]:
         """Returns the handles of this segment itself that somebody may still open."""
         found = alive(self.handles)
-        return [handle for handle in found if handle.kept is None and handle.segment is self]
+        return [
+            handle
+            for handle in found
+            if handle.kept is None and not handle.is_written and handle.segment is self
+        ]
 
     def inner(self) -> list["Segment"]:
         """Returns the segments directly inside of this one that somebody may still ask for."""

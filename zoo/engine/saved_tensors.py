@@ -134,15 +134,15 @@ class Handle:
         """
         if self.kept is not None:
             return self.kept.unpack()
-        if self.is_written:
-            raise RecomputeError(WRITTEN)
         if self.counter is not None:
             check_version(self.counter, self.version)
         with self.segment.recording.lock:
-            if self.tensor is None:
+            if self.tensor is None and not self.is_written:
                 # the kernels ran outside of a vmap that is around the backward
                 with without_modes():
                     fill(self.segment)
+            if self.is_written:
+                raise RecomputeError(WRITTEN)
             tensor = self.tensor
             assert tensor is not None, "a replay fills every living handle"
             if tensor._version != self.filled:
@@ -175,21 +175,19 @@ class Handle:
     def _as_it_is(self, replayed: Tensor) -> Tensor:
         """Returns the tensor itself where somebody has it: what torch does not see may write it.
 
-        Raises:
-            RecomputeError: somebody has its memory alone, where other numbers are now.
+        Where somebody has its memory alone and other numbers are there now, it cannot be opened.
         """
         original, home = self.original(), self.reference.value.home()
         if original is not None:
             is_here = storage_of(original) is home or not self.is_result
             return detached(original) if is_here and type(original) is not FakeTensor else replayed
         start = replayed.storage_offset() * replayed.itemsize
-        if (
+        self.is_written = bool(
             home is not None
             and self.fingerprint
             and start + replayed.nbytes <= home.nbytes()
             and self.fingerprint != read_memory(home.data_ptr() + start, replayed.nbytes)
-        ):
-            raise RecomputeError(WRITTEN)
+        )
         return replayed
 
 

@@ -111,16 +111,17 @@ def test_a_view_whose_base_was_written_keeps_its_history(function: Any) -> None:
 
 
 def test_what_was_written_after_it_was_saved_is_refused_only_where_it_is_needed() -> None:
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
         needed, written = x.sin().exp(), x.tanh()
+        of_a_view = written[1:].sin()
         written[:, 1:] = 0.25
-        return needed, written
+        return needed, written, of_a_view
 
     def program(call: Call) -> Any:
         (x,) = rows()
-        needed, written = call(function, x)
+        needed, *others = call(function, x)
         needed.sum().backward()
-        return written, x.grad
+        return others, x.grad
 
     assert_exact(program)
 
