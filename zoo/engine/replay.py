@@ -75,9 +75,12 @@ def outside_of(found: Iterable[Scheduled]) -> Iterator[Tensor]:
                 yield value.tensor
 
 
-def replay(found: Iterable[Scheduled]) -> None:
-    """Calls the operators of scheduled nodes again; what they make lies in `made` of its value."""
-    # a backward may run inside of a forward, and its replay is not to be recorded
+def replay(found: Iterable[Scheduled], take: Callable[[], object]) -> None:
+    """Calls the operators of scheduled nodes again; what they make lies in `made` of its value.
+
+    Then it calls `take`, which takes that.
+    """
+    # a backward may run inside of a forward, which is not to record or to count what is called here
     around = thread.segment.recording if thread.segment is not None else None
     earlier, thread.replaying = thread.replaying, True
     if around is not None:
@@ -85,6 +88,7 @@ def replay(found: Iterable[Scheduled]) -> None:
     try:
         with DisableAutocast(), BelowAutograd():
             _run(found)
+        take()
     finally:
         thread.replaying = earlier
         if around is not None:

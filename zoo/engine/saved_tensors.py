@@ -337,9 +337,7 @@ def _fill(segment: Segment) -> None:
     try:
         for module in sharded:
             module.unshard()
-        replay(found)
-        for handle in waiting:
-            handle.fill()
+        replay(found, functools.partial(_fill_each, waiting))
         for part, values in needs.items():
             there = [(value, value.made) for value in values]
             part.given = {value: (made, made._version) for value, made in there if made is not None}
@@ -351,6 +349,11 @@ def _fill(segment: Segment) -> None:
             value.made = None
         for module in sharded:
             module.reshard()
+
+
+def _fill_each(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.fill()
 
 
 def _is_graph_kept() -> bool:
