@@ -38,6 +38,12 @@ class Mutant(NamedTuple):
 GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
     "recording.py": [
         (
+            "what another geometry is given to was read as it was",
+            "            else:\n                self.before_write(args[0])\n",
+            "",
+            "pitfalls/test_structure",
+        ),
+        (
             "a replay inside of a forward has the keys of its kernels",
             "            return with_present_keys(func, args, kwargs)(*args, **kwargs)\n",
             "            return func._op(*args, **kwargs)\n",
@@ -222,7 +228,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         (
             "a tensor of a class of its own is taken apart",
             "            # its own dispatch takes it apart, and the parts come here again\n"
-            "            return NotImplemented",
+            "            self.note_wrappers(args, kwargs)\n            return NotImplemented",
             "            pass",
             "pitfalls/test_layouts pitfalls/test_distributed",
         ),
@@ -340,9 +346,15 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a tensor that is kept was not written since",
-            "        check_version(self.tensor, self.version)\n        return self.tensor",
-            "        return self.tensor",
+            "        check_version(self.tensor, self.version)\n",
+            "",
             "test_saved_tensors test_recompute",
+        ),
+        (
+            "a part of a wrapper has the version of the wrapper",
+            "        if self.wrapper is not None:\n            check_version(*self.wrapper)\n",
+            "",
+            "pitfalls/test_layouts",
         ),
         (
             "a tensor that is kept does not hold its own graph",
@@ -370,6 +382,12 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
     ],
     "saved_tensors.py": [
+        (
+            "a saved wrapper has a version of its own",
+            "        if self.counted is not None:\n            check_version(*self.counted)\n",
+            "",
+            "pitfalls/test_layouts",
+        ),
         (
             "a program's function modes do not see a replay",
             "                with without_modes():\n",
