@@ -434,7 +434,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "a write that counts no version is what the backward reads",
             "        self.reference, self.fingerprint = view, None\n",
             "        pass\n",
-            "test_saved_tensors pitfalls/test_changes test_recompute",
+            "pitfalls/test_unseen_writes",
         ),
         (
             "a nested segment is given what it starts from",
@@ -592,7 +592,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "an in-place kernel is replayed on scratch",
             "    return Geometry(tensor).of_storage(storage, tensor.device)\n",
             "    return tensor\n",
-            "test_executor test_recording",
+            "test_recompute",
         ),
         (
             "what is read later is not written in place",

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine.kernels import Made, bytes_left, replayed
 from tests.training import assert_same, everything, images, train
+from zoo.engine import saved_tensors
 from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError, RecomputeError
 from zoo.profiling.peak_memory import trace
@@ -299,30 +301,38 @@ def test_what_a_module_remembers_of_the_last_step_is_freed_as_without() -> None:
         gc.enable()
 
 
-def test_two_backwards_at_once_take_turns_in_a_segment() -> None:
+def test_two_backwards_at_once_take_turns_in_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each on its thread, from an output of its own, over the same retained graph."""
     layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)])
+    gradients, running, together = dict[int, Tensor](), list[int](), list[int]()
+    replay = saved_tensors.replay
+
+    def slowly(*given: Any) -> None:
+        running.append(0)
+        time.sleep(0.1)
+        together.append(len(running))
+        replay(*given)
+        running.pop()
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         y = layers(x).sin()
         return y.exp(), y.cos()
 
-    for _ in range(5):
-        x = torch.rand(3, 8).requires_grad_()
-        outputs = recompute(function, x)
-        gradients: dict[int, Tensor] = {}
+    def work(number: int) -> None:
+        (gradients[number],) = torch.autograd.grad(outputs[number].sum(), x, retain_graph=True)
 
-        def work(number: int, outputs: Any = outputs, x: Tensor = x, to: Any = gradients) -> None:
-            (to[number],) = torch.autograd.grad(outputs[number].sum(), x, retain_graph=True)
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for number, y in enumerate(function(x)):
-            (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-            assert torch.equal(gradients[number], expected)
+    monkeypatch.setattr(saved_tensors, "replay", slowly)
+    x = torch.rand(3, 8).requires_grad_()
+    outputs = recompute(function, x)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == [1, 1]
+    for number, y in enumerate(function(x)):
+        (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert torch.equal(gradients[number], expected)
 
 
 class Storages:

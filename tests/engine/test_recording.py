@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -319,6 +320,19 @@ def test_layers_whose_kernels_return_lists_or_several_tensors(make: Any, batch: 
     assert_exact(program)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_kernel_that_asks_whether_its_argument_requires_a_gradient() -> None:
+    """One of a sparse product returns the places of its maxima then, which its gradient reads."""
+    weights = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]).to_sparse_csr()
+
+    def program(call: Call) -> Any:
+        (x,) = rows(3)
+        call(lambda x: torch.sparse.mm(weights, x * 2, reduce="amax").sin(), x).sum().backward()
+        return x.grad
+
+    assert_exact(program)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_python_runs_once(way: Way) -> None:
     """In the forward and in three backwards, whatever the way to call it."""
@@ -513,6 +527,30 @@ def test_what_a_user_keeps_is_all_that_stays(keep: bool) -> None:
         assert made.alive(y, *kept) == []
         y.sum().backward(retain_graph=True)
         assert made.alive(y, x.grad, *kept) == []
+
+
+def test_a_storage_that_comes_in_the_place_of_a_freed_one_is_another() -> None:
+    """Python gives its object the identity of the freed one, as it is the next of its size."""
+
+    def function(x: Tensor) -> Tensor:
+        products = []
+        for _ in range(20):
+            made = x * 2
+            made.sum()
+            del made
+            other = torch.from_numpy(numpy.full(x.shape, 3.0, dtype=numpy.float32))
+            # by now Python has an object for its storage
+            other.untyped_storage()
+            other.add_(1)
+            products.append(x.sin() * other)
+        return torch.stack(products).sum(0)
+
+    def program(call: Call) -> Any:
+        (x,) = rows()
+        call(function, x).sum().backward()
+        return x.grad
+
+    assert_exact(program)
 
 
 @pytest.mark.usefixtures("without_collector")
