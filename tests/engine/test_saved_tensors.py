@@ -565,6 +565,38 @@ def test_a_tensor_that_gets_other_memory_by_data_has_its_numbers(function: Any, 
     compare(*found)
 
 
+def row_view(x: Tensor) -> Tensor:
+    return x[1:]
+
+
+def one_of_several(x: Tensor) -> Tensor:
+    return x.unbind(0)[0]
+
+
+@pytest.mark.parametrize("view", [row_view, one_of_several])
+def test_a_view_whose_base_was_written_gets_no_new_history(view: Any) -> None:
+    """Autograd makes it when it is asked for, which may be an error, and numbers it then."""
+
+    def program(call: Call) -> Any:
+        x = torch.ones(3, 4, requires_grad=True)
+
+        def function(x: Tensor) -> tuple[Tensor, ...]:
+            base = x * 1
+            v = view(base)
+            saved = v.sin()
+            v.data = torch.ones_like(v)
+            base.mul_(0.5)
+            return base, v, saved
+
+        base, v, saved = call(function, x)
+        later = base.sin()
+        later.sum().backward()
+        order = later.grad_fn._sequence_nr() - v.grad_fn._sequence_nr() if view is row_view else 0
+        return x.grad, order, saved
+
+    compare(outcome(program, zoo.recompute), outcome(program, plain))
+
+
 @pytest.mark.parametrize("affine", [False, True])
 def test_a_norm_of_half_precision_with_whole_statistics(affine: bool) -> None:
     """The kernel adds up in another precision where nothing of the norm is of another type."""

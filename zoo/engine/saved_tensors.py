@@ -68,7 +68,11 @@ class Handle:
     def is_result(self) -> bool:
         """Whether the operation that made the tensor saved it; asked while somebody has it."""
         original = self.original()
-        made_by: Any = None if original is None else original.grad_fn
+        # of a view whose base was written since, which cannot be opened, autograd makes the history
+        # anew when it is asked for: a node that comes earlier in the backward, or an error
+        if original is None or original._version != self.version:
+            return False
+        made_by: Any = original.grad_fn
         return made_by is not None and made_by._sequence_nr() == self.sequence - 1
 
     def keep(self) -> None:
