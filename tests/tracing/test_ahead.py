@@ -315,3 +315,28 @@ def test_a_higher_order_operator_is_stood_in_for() -> None:
         model(x).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+class WritesAView(nn.Module):
+    """Reads a view, in two ways, after what it lies in was written through another view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        view = y.view(-1, 2, 3).transpose(1, 2)
+        view[:, :2].copy_(x.view(-1, 3, 2)[:, :2])
+        parts = view.sin() * view
+        view[:, 2:].zero_()
+        return (parts @ view.transpose(1, 2)).sum() + view[0].sum()
+
+
+def test_views_that_autograd_makes_again_for_fakes_are_no_operators_of_the_forward() -> None:
+    model, x = WritesAView(), torch.rand(4, 6)
+    ahead, real = graph_of(model, Invocation.of(x)), traced(model, Invocation.of(x))
+    count = len(real.operators)
+    assert ahead.operators[:count] == real.operators
+    calls = [[(call.operator, call.index) for call in graph.calls] for graph in (ahead, real)]
+    assert calls[0][: len(calls[1])] == calls[1]

@@ -343,16 +343,38 @@ class Tracer(KernelMode):
         self._views = self._views[:-1] if is_next else []
         return is_next
 
-    def _expect_views(self, tensor: Tensor, frame: FrameType) -> None:
-        """Expects that autograd regenerates a fake view after it was written in place."""
-        self._views_at, number = _instruction(frame), self._numbers.get(tensor)
+    def _views_of(self, tensor: Tensor) -> list[str]:
+        """Lists the operators that made a view of the tensor that has the storage, latest first."""
+        views, number = [], self._numbers.get(tensor)
         while (source := self._sources.get(number)) is not None:  # type: ignore[arg-type]
             call, _ = source
             if call.makes_storage:
                 break
             if not call.writes:
-                self._views.append(call.operator)
+                views.append(call.operator)
             number = next(iter(call.reads()), None)
+        return views
+
+    def _expect_views(self, tensor: Tensor, frame: FrameType) -> None:
+        """Expects that autograd regenerates a fake view after it was written in place."""
+        self._views_at = _instruction(frame)
+        self._views += self._views_of(tensor)
+
+    def _forget_regenerated(self, tensor: Tensor, line: str) -> None:
+        """Forgets the calls by which autograd has just regenerated a fake view.
+
+        It does so before a kernel reads a view if what the view lies in was written by way of
+        another one. Nobody holds the results.
+        """
+        views, graph = self._views_of(tensor), self._graph
+        calls, start = graph.calls[-len(views) :], len(graph.operators) - 1 - len(views)
+        if (
+            views
+            and [(call.operator, call.index, call.line) for call in calls]
+            == [(name, start + place, line) for place, name in enumerate(reversed(views))]
+            and all(number in graph.freed for call in calls for number in call.results)
+        ):
+            del graph.calls[-len(views) :], graph.operators[start:-1]
 
     def _before(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Call | None:
         """Begins to record a kernel; None for one that does not matter to a plan."""
@@ -360,6 +382,9 @@ class Tracer(KernelMode):
         if not effects.opaque and _is_question(func):
             return None
         within, line = modules_around(frame, self.paths)
+        for tensor in reversed(tensors_in((args, kwargs))):
+            if isinstance(tensor, FakeTensor):
+                self._forget_regenerated(tensor, line)
         index, grad = len(self._graph.operators) - 1, torch.is_grad_enabled()
         call = Call(name_of(func), (), {}, index, within, grad, line=line)
         if effects.opaque or _is_dynamic(func, args):
