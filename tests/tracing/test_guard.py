@@ -207,6 +207,17 @@ def test_code_that_decides_by_what_no_tensor_tells_is_exact(kind: type[Net]) -> 
     assert getattr(model, "calls", 0) == getattr(plain, "calls", 0)
 
 
+def test_a_plan_of_ones_own_is_for_one_path_of_a_forward_and_others_are_exact() -> None:
+    plain = Lucky()
+    random.seed(0)  # the first forward takes the path that is planned for
+    plan = zoo.plan(plain, images(), max_overhead=0.5).plan
+    model = zoo.checkpoint(copy.deepcopy(plain), plan)
+    random.seed(0)
+    one = train(model, lambda: [images()], steps=6)
+    random.seed(0)
+    assert_same(one, train(plain, lambda: [images()], steps=6))
+
+
 def test_a_derivative_of_ones_own_is_kept() -> None:
     plain = Custom()
     model = zoo.checkpoint(copy.deepcopy(plain))

@@ -304,7 +304,8 @@ class PatchedForward(Patch):
             traces.spec = spec
             traces.branches.append(self.latest)
         except (ArgumentError, PlanError) as error:
-            if self.binds_first_step:
+            # a user's plan may be for another path of this forward, where it stays in force
+            if self.binds_first_step and not (self.is_given and traces.branches):
                 raise
             self.latest, traces.can_be_planned = None, False
             what = "%s runs block by block: its forward cannot be planned for (%s)"
