@@ -276,3 +276,31 @@ def test_a_fake_made_quickly_is_that_of_torch() -> None:
 
     assert described(quick) == described(slow)
     assert all(modes[0].from_tensor(t) is f for t, f in zip(tensors, quick, strict=True))
+
+
+class Experts(nn.Module):
+    """Multiplies rows by the matrix of their expert, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.experts = nn.Linear(16, 16), nn.Parameter(torch.rand(4, 16, 16))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        ends = torch.arange(4, 17, 4, dtype=torch.int32)
+        return nn.functional.grouped_mm(self.layer(rows), self.experts, offs=ends).sin()
+
+
+@needs_numpy
+def test_a_kernel_that_takes_more_than_torch_says_of_fakes_is_planned_with() -> None:
+    rows = torch.rand(16, 16)
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        Experts().to("meta")(rows.to("meta"))  # else torch's rule is right, and ours can go
+    report = zoo.plan(Experts(), rows, max_overhead=0.5)
+    assert any("grouped_mm" in name for name in report.names)
+
+
+def test_what_neither_a_fake_nor_a_real_kernel_takes_raises_the_error_of_the_fake() -> None:
+    with FakeTensorMode() as mode, FakeTensorFixes(mode):
+        rows = torch.empty(16, 16)
+        with pytest.raises(RuntimeError, match="BFloat16"):
+            nn.functional.grouped_mm(rows, torch.empty(4, 15, 16))

@@ -6,12 +6,14 @@ shapes are the same whatever the data: a counter, whether a given mask masks any
 tensor whose values are known has a real one beside it, and every kernel that gets only such tensors
 runs on the real ones, too (constant propagation). No value of any other tensor is made up.
 
-For three kinds of kernels torch gets the memory wrong when tensors are fake:
+For four kinds of kernels torch is wrong when tensors are fake:
 
 - Fused optimizers write in place and allocate nothing. torch has no fake kernels for them and runs
   them on real tensors of the same sizes.
 - The CPU's batch norm in half precision with float32 weights, as under autocast, saves its
   statistics in float32; a fake one saves them in half precision.
+- A kernel may take what torch's rule for fakes refuses: the CPU's grouped product of matrices takes
+  float32. Each different call runs once, for real.
 - The CPU's LSTM returns a workspace for its backward, most of what an LSTM saves. A fake one is
   empty. Only the kernel knows the real size: each different call runs once, for real.
 """
@@ -43,7 +45,7 @@ from zoo._torch import (
 )
 from zoo.engine.operator_effects import effects_of, is_view
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
-from zoo.profiling.tensor_spec import VALUES, KernelSpec, tensors_in
+from zoo.profiling.tensor_spec import VALUES, KernelSpec, TensorSpec, tensors_in
 
 
 def _operators(overload: str, names: str) -> frozenset[Any]:
@@ -93,6 +95,7 @@ NEEDED = (
     "torch.utils.flop_counter",
 )
 LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+DATA_NEEDED = DataDependentOutputException, DynamicOutputShapeException
 
 
 @functools.cache
@@ -174,7 +177,7 @@ class FakeTensorFixes(KernelMode):
             return self._on_reals(func, args, kwargs)
         try:
             result = self._on_fakes(func, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except DATA_NEEDED as error:
             if is_known:
                 return self._faked(self._on_reals(func, args, kwargs))
             self.asked = True
@@ -204,7 +207,16 @@ class FakeTensorFixes(KernelMode):
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.name.startswith("aten::_fused_") and not schema.returns:
             return None
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except DATA_NEEDED:
+            raise
+        except RuntimeError:
+            made = _specs_of_results(func, args, kwargs)
+            if made is None:
+                raise
+            fakes = [_empty(self.mode, s.shape, s.stride, s.dtype, args[0].device) for s in made]
+            return fakes[0] if len(func._schema.returns) == 1 else tuple(fakes)
         if func is BATCH_NORM and result[0].device == CPU:
             output, *statistics = result
             dtype = statistics_type(output, *args[1:])
@@ -320,6 +332,27 @@ def _workspace(func: Any, args: Any, kwargs: Any) -> int:
             workspace = operator(*args, **kwargs)[-1]
         _workspaces[repr(spec)] = 0 if workspace is None else int(workspace.nbytes)
     return _workspaces[repr(spec)]
+
+
+# what kernels return that torch refuses for fakes, by the repr of the call's spec
+_results: dict[str, list[TensorSpec] | None] = {}
+
+
+def _specs_of_results(func: Any, args: Any, kwargs: Any) -> list[TensorSpec] | None:
+    """Returns specs of what the CPU's kernel returns for real; None if that raises, too."""
+    spec = KernelSpec.of(func, args, kwargs) if effects_of(func).simple else None
+    if spec is None or not isinstance(args[0], Tensor):
+        return None
+    if repr(spec) not in _results:
+        with unset_fake_temporarily(), torch.no_grad():
+            operator, args, kwargs = spec.prepared()
+            try:
+                made = tensors_in(operator(*args, **kwargs))
+            except Exception:
+                _results[repr(spec)] = None
+            else:
+                _results[repr(spec)] = [TensorSpec.of(tensor) for tensor in made]
+    return _results[repr(spec)]
 
 
 def answer(question: Any, tensor: Tensor) -> Any:
