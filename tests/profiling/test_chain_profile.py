@@ -244,6 +244,19 @@ def test_an_addition_gives_both_its_inputs_one_gradient() -> None:
     assert costs_of(Sum(), x).gradients == (32, 64, 64, 64, 4)
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_gradient_that_is_that_of_another_tensor_is_not_freed_after_its_use(adds: bool) -> None:
+    class Branch(Chain):
+        def steps(self) -> Steps:
+            yield lambda x: (x, x.sin())
+            yield lambda x, y: (x, y.sigmoid() * 2)
+            yield torch.add if adds else torch.mul
+
+    size, x = 64 * 4, torch.rand(64, requires_grad=True)
+    # the product's backward frees the incoming gradient, unless it is that of x, too
+    assert costs_of(Branch(), x).backward[1] == size * (2 if adds else 1)
+
+
 def test_weights_are_not_counted_and_a_gradient_that_steps_share_is_by_the_last() -> None:
     class Decoder(Chain):
         def __init__(self) -> None:

@@ -440,8 +440,8 @@ class _SpecPropagation:
 
         A step's backward makes the gradients of its inputs; an addition gives both inputs the same
         tensor. Tensors that a step passes on keep their gradients; where the step also used one,
-        the sum is a new tensor. A step whose incoming gradients are not contiguous is measured
-        again with such gradients.
+        the sum is a new tensor. A step is measured again with its incoming gradients if one is not
+        contiguous, or is the gradient of another tensor, too.
         """
         outputs = self._trained(-1)
         # a language model that returns its loss and then its logits is trained with the loss
@@ -465,11 +465,19 @@ class _SpecPropagation:
         return [spec for spec in self.states[number] if spec and spec.requires_grad]
 
     def _measure_strided(self, place: _Place, held: Mapping[int, GradientSpec]) -> None:
-        """Runs a step again whose incoming gradients are not contiguous."""
-        strided = tuple(
-            (output, held[spec.tensor]._replace(storage=None))
+        """Runs a step again whose incoming gradients are not contiguous or are held elsewhere."""
+        given = {spec.tensor for spec in place.given if spec}
+        made = {spec.tensor for spec in place.made if spec} - given
+        others = {found.storage for tensor, found in held.items() if tensor not in made}
+        incoming = (
+            (output, held[spec.tensor])
             for output, spec in enumerate(place.made)
-            if spec and spec.tensor in held and held[spec.tensor].stride is not None
+            if spec and spec.tensor in made and spec.tensor in held
+        )
+        strided = tuple(
+            (output, found._replace(storage=None, is_held=found.storage in others))
+            for output, found in incoming
+            if found.stride is not None or found.storage in others
         )
         if strided:
             place.run = self._run(place.key, strided)

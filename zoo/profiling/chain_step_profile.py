@@ -70,11 +70,12 @@ class GradientSpec(NamedTuple):
     storage: Hashable  # a name; gradients of the same name share a storage
     bytes: int
     stride: tuple[int, ...] | None = None  # None if contiguous
+    is_held: bool = False  # it is another tensor's gradient, too, so its use does not free it
 
 
-# the gradients that are not contiguous, each with its tensor's place in the state
+# the gradients that are not contiguous or held, each with its tensor's place in the state
 Strided = tuple[tuple[int, GradientSpec], ...]
-# the outputs with a grad_fn, and the specs of gradients that are not contiguous
+# the outputs with a grad_fn, and the specs of gradients that are not contiguous or held
 Ends = dict[Tensor, GradientSpec | None]
 # the shape and the dtype of a parameter
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -157,7 +158,8 @@ def run_step(step: Step, state: StateSpec, strided: Strided, context: StepContex
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
     ends = ends_of(outputs, strided)
-    roots = [root_of(ends)] if ends else []
+    held: list[Tensor] = []
+    roots = [root_of(ends, held)] if ends else []
     incoming = sum(
         rounded_up(output.nbytes, context.block) if gradient is None else gradient.bytes
         for output, gradient in ends.items()
@@ -242,23 +244,32 @@ def ends_of(outputs: Sequence[Tensor | None], strided: Strided = ()) -> Ends:
     }
 
 
-def root_of(ends: Ends) -> Tensor:
-    """Returns a scalar whose backward gives each output a gradient that only autograd holds."""
-    root: Tensor = _Root.apply(list(ends.values()), *ends)
+def root_of(ends: Ends, held: list[Tensor]) -> Tensor:
+    """Returns a scalar whose backward gives each output a gradient that only autograd holds.
+
+    Those that something else holds are added to `held`.
+    """
+    root: Tensor = _Root.apply(list(ends.values()), held, *ends)
     return root
 
 
 class _Root(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradients: Sequence[GradientSpec | None], *outputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gradients: Sequence[GradientSpec | None], held: list[Tensor], *outputs: Tensor
+    ) -> Tensor:
         # not the outputs themselves, which only their graph holds
         forms = ((o.shape, {"dtype": o.dtype, "device": o.device}) for o in outputs)
         ctx.gradients = [(*form, spec) for form, spec in zip(forms, gradients, strict=True)]
+        ctx.held = held
         return outputs[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return (None, *(_ones(*gradient) for gradient in ctx.gradients))
+        made = [_ones(*gradient) for gradient in ctx.gradients]
+        pairs = zip(made, ctx.gradients, strict=True)
+        ctx.held += [one for one, (*_, spec) in pairs if spec is not None and spec.is_held]
+        return (None, None, *made)
 
 
 def _ones(shape: torch.Size, options: dict[str, Any], gradient: GradientSpec | None) -> Tensor:
