@@ -104,12 +104,33 @@ class StepProgram:
         with DisableAutocast():
             for place, call in enumerate(self.calls):
                 args, kwargs = map_aggregate((call.args, call.kwargs), filled)
+                versions = {id(view): view._version for view in _recorded_views(values)}
                 tensors = tensors_in(call.run(args, kwargs))
                 values.update(zip(call.results, tensors, strict=True))
                 del args, kwargs, tensors
+                _regenerate(values, versions)
                 for number in values.keys() - self._alive[place + 1]:
                     del values[number]
         return tuple(values[number] for number in self.gives)
+
+
+def _recorded_views(values: Mapping[int, Any]) -> list[Tensor]:
+    """Lists the views that autograd records, each once."""
+    tensors = {id(value): value for value in values.values() if value is not None}.values()
+    return [tensor for tensor in tensors if tensor.requires_grad and tensor._is_view()]
+
+
+def _regenerate(values: dict[int, Any], versions: Mapping[int, int]) -> None:
+    """Replaces views of what was written since, as autograd regenerates those of real tensors.
+
+    The backward of `as_strided` allocates the whole storage. For fakes autograd calls the operators
+    of the view again instead, whose backward allocates nothing.
+    """
+    for view in _recorded_views(values):
+        if view._version != versions.get(id(view), view._version):
+            base: Any = view._base
+            again = base.as_strided(view.shape, view.stride(), view.storage_offset())
+            values |= {number: again for number, value in values.items() if value is view}
 
 
 def partition(model: nn.Module, graph: Graph, blocks: Sequence[str]) -> Steps:
