@@ -526,7 +526,8 @@ def _let_go(graph: Graph, number: int, _: Any) -> None:
 def plain(tensor: Tensor) -> Tensor:
     """Returns a tensor; raises TypeError unless it is a plain strided one."""
     if not is_plain(tensor):
-        raise TypeError(f"a tensor of layout {tensor.layout} and class {type(tensor).__name__}")
+        kind = "nested " if tensor.is_nested else "quantized " if tensor.is_quantized else ""
+        raise TypeError(f"a {kind}tensor of {tensor.layout} and class {type(tensor).__name__}")
     return tensor
 
 
