@@ -386,3 +386,21 @@ def test_the_backward_of_a_view_that_was_written_is_counted() -> None:
     found = zoo.plan(WritesAView(), x, optimizer=torch.optim.SGD, max_overhead=0.5)
     measured = train_twice(WritesAView(), Invocation.of(x), torch.optim.SGD, None)
     assert 0 <= found.baseline_peak - measured <= 6 * STREAM
+
+
+class WritesAPart(nn.Module):
+    """Writes the imaginary parts of complex numbers, a view of another data type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = torch.view_as_complex(self.layer(x).view(-1, 3, 2).clone())
+        numbers.imag.mul_(0.5)
+        return torch.cat([numbers.real, numbers.imag], 1).exp()
+
+
+def test_views_of_complex_numbers_that_were_written_are_planned_for() -> None:
+    model = zoo.checkpoint(WritesAPart(), True, inputs=torch.rand(4, 6))
+    assert zoo.plan_of(model) is not None
