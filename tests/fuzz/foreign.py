@@ -42,6 +42,8 @@ STEPS = 3
 OPTIONS = (True, 2, "sqrt", "blocks", "cheap")
 WAYS = ("blocks", "cuts", "checkpoint")
 BACKWARDS = ("once", "once", "retained", "partial", "two", "double", "summed")
+# in the refusal of a tensor whose memory `Tensor.data` exchanged after a segment read it
+GIVEN = "was given other memory"
 BRANCHES = ("by a number", "by the step", "by chance", "twice")
 AROUND = ("in a segment", "without gradients")
 
@@ -221,8 +223,9 @@ def check_foreign(description: Foreign) -> int:
         # refused, and until then all is equal
         expected = expected[:-1]
         found = found[: len(expected)]
-    is_refused = str(found[-1:]).startswith("['RecomputeError: a tensor")
-    if is_refused and description.way == "blocks" and any(map(_writes, description.blocks)):
+    last = str(found[-1:])
+    is_refused = last.startswith("['RecomputeError: a tensor") and description.way == "blocks"
+    if (is_refused or GIVEN in last) and any(map(_writes, description.blocks)):
         found = found[:-1]
         expected = expected[: len(found)]
     compare(found, expected)

@@ -504,6 +504,8 @@ def hold_readers(readers: Iterable[Outside], storage: Any, tensor: Tensor) -> No
     for reader in readers:
         # one that code which no mode sees wrote since is not as it was read
         is_still_there = reader.version == version_of(reader.tensor)
+        # `Tensor.data` may have given it other memory
+        is_still_there &= storage_of(reader.tensor) is storage
         if reader.is_read and reader.copy is None and is_still_there and is_plain(reader.tensor):
             copy = _copied(storage, tensor) if copy is None else copy
             reader.hold(copy)

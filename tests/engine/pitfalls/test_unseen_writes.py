@@ -297,6 +297,22 @@ def test_memory_that_is_exchanged_after_the_forward_is_refused(trains: bool) -> 
         y.sum().backward()
 
 
+def test_a_view_that_was_given_other_memory_is_not_copied_when_its_base_is_written() -> None:
+    """It lies elsewhere in the memory that it has now."""
+    weight = torch.rand(5, 4, requires_grad=True)
+
+    def function(base: Tensor) -> Tensor:
+        view = base[1:]
+        read = view.sin().exp().detach()
+        view.data = view.detach() * 0.5
+        base.mul_(0.5)
+        return read * weight
+
+    loss = zoo.recompute(function, rows()[0] * 1).sum()
+    with pytest.raises(zoo.RecomputeError, match=r"given other memory after it was used"):
+        loss.backward()
+
+
 class Scaled(torch.autograd.Function):
     """Has its gradient written over what it saved, as fused losses do."""
 
