@@ -329,7 +329,7 @@ def test_two_backwards_at_once_take_turns_in_a_segment(monkeypatch: pytest.Monke
         thread.start()
     for thread in threads:
         thread.join()
-    assert together == [1, 1]
+    assert set(together) == {1}
     for number, y in enumerate(function(x)):
         (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         assert torch.equal(gradients[number], expected)
