@@ -794,6 +794,12 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_replay",
         ),
         (
+            "whether a backward may follow is a setting",
+            "    Setting(torch.is_grad_enabled, set_grad_enabled),\n",
+            "",
+            "test_replay",
+        ),
+        (
             "the number of threads is a setting",
             "(torch.get_num_threads, ",
             "(lambda: 1, ",

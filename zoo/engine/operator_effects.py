@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zoo._torch import SETTINGS_OF_CPU, SETTINGS_OF_CUDA, precision_of, set_precision
+from zoo._torch import (
+    SETTINGS_OF_CPU,
+    SETTINGS_OF_CUDA,
+    precision_of,
+    set_grad_enabled,
+    set_precision,
+)
 
 # what operators take beside tensors, generators and lists of these
 CONSTANTS = (
@@ -203,6 +209,8 @@ _OF_CPU = (
     Setting(torch.get_num_threads, torch.set_num_threads),
     Setting(_flushes_denormal, torch.set_flush_denormal),
     Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    # an LSTM's kernel on the CPU rounds otherwise where it keeps nothing for a backward
+    Setting(torch.is_grad_enabled, set_grad_enabled),
     *itertools.starmap(Setting, SETTINGS_OF_CPU),
     *_precisions("mkldnn", "conv", "rnn", "matmul"),
 )

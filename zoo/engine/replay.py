@@ -96,10 +96,10 @@ def replay(found: Iterable[Scheduled], take: Callable[[], object]) -> None:
 
 
 def _run(found: Iterable[Scheduled]) -> None:
-    present, restore = read_settings(), list[Callable[[], object]]()
-    streams, trains = Streams(), torch.is_grad_enabled()
+    streams, restore, trains = Streams(), list[Callable[[], object]](), torch.is_grad_enabled()
     set_grad_enabled(True)
     try:
+        present = read_settings()
         for node, drops in found:
             if node.settings is not present:
                 if node.settings != present:
@@ -112,10 +112,10 @@ def _run(found: Iterable[Scheduled]) -> None:
             _call(node, drops)
     finally:
         thread.origin = None
-        set_grad_enabled(trains)
         streams.restore()
         for write in reversed(restore):
             write()
+        set_grad_enabled(trains)
 
 
 def without_modes() -> Any:
