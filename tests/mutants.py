@@ -797,7 +797,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "whether a backward may follow is a setting",
             "    Setting(torch.is_grad_enabled, set_grad_enabled),\n",
             "",
-            "test_replay",
+            "pitfalls/test_ambient",
         ),
         (
             "the number of threads is a setting",

@@ -442,23 +442,6 @@ def test_a_setting_is_that_of_each_kernel(
         write(before)
 
 
-def test_a_recurrent_layer_without_gradients_rounds_as_in_the_forward() -> None:
-    """Its kernel on the CPU does something else where a backward may follow."""
-
-    def program(call: Call) -> Any:
-        teacher, model, (x,) = nn.LSTM(4, 4), nn.Linear(4, 4), rows()
-
-        def function(x: Tensor) -> Tensor:
-            with torch.no_grad():
-                target = teacher(x)[0]
-            return model(x) * target.tanh()
-
-        call(function, x).sum().backward()
-        return x.grad, model.weight.grad
-
-    assert_exact(program)
-
-
 def test_the_number_of_threads_is_that_of_the_forward() -> None:
     """A sum over many numbers depends on it, also where one core runs them all.
 

@@ -331,3 +331,20 @@ def test_a_mode_that_counts_functions(way: Way) -> None:
         return dict(mode.calls)
 
     assert_exact(program)
+
+
+def test_a_recurrent_layer_without_gradients_rounds_as_in_the_forward() -> None:
+    """Its kernel on the CPU does something else where a backward may follow."""
+
+    def program(call: Call) -> Any:
+        teacher, model, (x,) = nn.LSTM(4, 4), nn.Linear(4, 4), rows()
+
+        def function(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = teacher(x)[0]
+            return model(x) * target.tanh()
+
+        call(function, x).sum().backward()
+        return x.grad, model.weight.grad
+
+    assert_exact(program)
