@@ -199,7 +199,7 @@ def kernels(count: int = 20) -> None:
         empty = fastest(lambda: call(x)) / count
     recording = min(recorded() for _ in range(200)) * 1e6 / count
     print(f"{'a kernel recorded':26} {recording:8.2f} {empty:8.2f} us, x{recording / empty:.2f}")
-    replayed, called = fastest(lambda: replay(scheduled, tuple)) / count, fastest(direct) / count
+    replayed, called = fastest(lambda: replay(scheduled)) / count, fastest(direct) / count
     print(f"{'a kernel replayed':26} {replayed:8.2f} {called:8.2f} us, x{replayed / called:.2f}")
 
 

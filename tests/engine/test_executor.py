@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine.kernels import bytes_left
+from tests.engine.pitfalls.program import elsewhere
 from tests.planner.test_plan import plans
 from tests.training import Residuals, assert_same, everything, images, train
 from zoo.chain import outline
@@ -326,9 +326,7 @@ def test_backward_on_another_thread_is_exact() -> None:
     model(images()).square().sum().backward()
     torch.manual_seed(0)
     loss = by("(0-4 (5-6)) (7-9)", other)(images()).square().sum()
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
+    elsewhere(loss.backward)
     expected = everything(model)
     assert_same(everything(other), expected)
 

@@ -18,6 +18,7 @@ from tests.engine.pitfalls.program import (
     Call,
     assert_exact,
     compare,
+    elsewhere,
     frozen,
     images,
     net,
@@ -499,9 +500,7 @@ def test_forwards_and_backwards_in_many_threads() -> None:
         def forward(number: int, batch: int) -> None:
             model = models[number]
             loss = call(lambda x: call(model, x.sin()), batches[number][batch]).square().sum()
-            other = threading.Thread(target=loss.backward)
-            other.start()
-            other.join()
+            elsewhere(loss.backward)
 
         def work(number: int) -> None:
             for batch in range(5):

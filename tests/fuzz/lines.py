@@ -7,7 +7,6 @@ returns None. Nearly all lines are one expression.
 import contextlib
 import functools
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
+
+from tests.engine.pitfalls.program import elsewhere
 
 ROWS, WIDTH = 4, 6
 
@@ -182,7 +183,7 @@ def _read(block: Any, one: Tensor, other: Tensor) -> None:
         block.shared.seen.append(found.grad_fn._saved_result.sum().item())
 
 
-class Halved(torch.autograd.Function):
+class Squashed(torch.autograd.Function):
     """Writes its argument, and says so; saves what it wrote."""
 
     @staticmethod
@@ -284,15 +285,9 @@ def _of_two(block: Any, one: Tensor, other: Tensor) -> Tensor:
     return ((pair + 1).sin() * pair).b * one
 
 
-def _on_another_thread(function: Callable[[], object]) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
-
-
 def _from_a_thread(block: Any, one: Tensor, other: Tensor) -> Tensor:
     found: list[Tensor] = []
-    _on_another_thread(lambda: found.append(other.detach().cos()))
+    elsewhere(lambda: found.append(other.detach().cos()))
     return one * found[0]
 
 
@@ -300,7 +295,7 @@ def _backward_on_a_thread(block: Any, one: Tensor, other: Tensor) -> Tensor:
     with torch.enable_grad():
         there = one.detach().requires_grad_()
         loss = block.shared.call(lambda x: (x.sin() * x).tanh(), there).sum()
-    _on_another_thread(loss.backward)
+    elsewhere(loss.backward)
     assert there.grad is not None
     return other + there.grad
 
@@ -502,8 +497,8 @@ WRITES: dict[str, Line] = {
     "dropout": lambda block, one, other: F.dropout(one, 0.3, True, inplace=True),
     "read": _read_and_written,
     "index": lambda block, one, other: one.clone().index_add_(0, torch.tensor([0, 2]), other[:2]),
-    "halved": lambda block, one, other: Halved.apply(one * 0.9),
-    "halved itself": lambda block, one, other: Halved.apply(one),
+    "squashed": lambda block, one, other: Squashed.apply(one * 0.9),
+    "squashed itself": lambda block, one, other: Squashed.apply(one),
     "rows": _rows_written,
     "stale view": _stale_view,
     "stale rows": _stale_rows,

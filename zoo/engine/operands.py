@@ -275,6 +275,13 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return []
 
 
+def parts_of_wrapper(wrapper: Any) -> list[Tensor]:
+    """Returns the tensors that a tensor of a class with a dispatch of its own consists of."""
+    names, _ = wrapper.__tensor_flatten__()
+    parts = (getattr(wrapper, name) for name in names)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
 class Blank:
     """Memory that a kernel writes and nobody reads."""
 
@@ -347,7 +354,7 @@ def detached(tensor: Tensor) -> Tensor:
     return found
 
 
-def counted(wrapper: Tensor) -> tuple[Tensor, int] | None:
+def counted(wrapper: Any) -> tuple[Tensor, int] | None:
     """Returns what shares the version of a wrapper, whose parts count no writes, and the version.
 
     None for one without numbers, which is not always possible to detach.

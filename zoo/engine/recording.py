@@ -31,6 +31,7 @@ from zoo._torch import (
     FakeTensor,
     TorchDispatchMode,
     disabled_torch_dispatch,
+    is_traceable_wrapper_subclass,
     pytree,
 )
 from zoo.engine.devices import (
@@ -62,6 +63,7 @@ from zoo.engine.operands import (
     new_mark,
     no_tensor,
     parts_of,
+    parts_of_wrapper,
     sample,
     version_of,
 )
@@ -554,15 +556,6 @@ def has_own_storage(kind: type) -> bool:
     return True
 
 
-def parts_of_wrapper(tensor: Any) -> list[Tensor]:
-    """Returns the tensors that a tensor of a class with a dispatch of its own consists of."""
-    if not isinstance(tensor, Tensor) or has_own_storage(type(tensor)):
-        return []
-    names, _ = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ([], None)
-    parts = [getattr(tensor, name) for name in names]
-    return [part for part in parts if isinstance(part, Tensor)]
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Says whether a tensor is sizes, strides and an offset in its storage, and nothing more."""
     return (
@@ -631,7 +624,7 @@ class Recorder(KernelMode):
         """Has parts of wrappers from outside refused where the wrapper was written since."""
         if self.recording is None or self.recording.replaying:
             return
-        for wrapper in pytree.tree_leaves((args, kwargs)):
+        for wrapper in filter(is_traceable_wrapper_subclass, pytree.tree_leaves((args, kwargs))):
             for part in parts_of_wrapper(wrapper):
                 found = self.recording.refer(part)
                 if isinstance(found, Outside):

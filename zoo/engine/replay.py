@@ -75,24 +75,25 @@ def outside_of(found: Iterable[Scheduled]) -> Iterator[Tensor]:
                 yield value.tensor
 
 
-def replay(found: Iterable[Scheduled], take: Callable[[], object]) -> None:
-    """Calls the operators of scheduled nodes again; what they make lies in `made` of its value.
-
-    Then it calls `take`, which takes that.
-    """
-    # a backward may run inside of a forward, which is not to record or to count what is called here
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Has a forward around a backward neither record nor count what is called in the block."""
     around = thread.segment.recording if thread.segment is not None else None
     earlier, thread.replaying = thread.replaying, True
     if around is not None:
         around.replaying = True
     try:
-        with DisableAutocast(), BelowAutograd():
-            _run(found)
-        take()
+        yield
     finally:
         thread.replaying = earlier
         if around is not None:
             around.replaying = earlier
+
+
+def replay(found: Iterable[Scheduled]) -> None:
+    """Calls the operators of scheduled nodes again; what they make lies in `made` of its value."""
+    with DisableAutocast(), BelowAutograd():
+        _run(found)
 
 
 def _run(found: Iterable[Scheduled]) -> None:

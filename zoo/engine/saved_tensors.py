@@ -30,7 +30,7 @@ from zoo.engine.operands import (
     read_memory,
 )
 from zoo.engine.recording import Segment, has_own_storage, storage_of, thread
-from zoo.engine.replay import outside_of, replay, schedule, without_modes
+from zoo.engine.replay import outside_of, replay, schedule, unrecorded, without_modes
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
 
@@ -341,7 +341,10 @@ def _fill(segment: Segment) -> None:
     try:
         for module in sharded:
             module.unshard()
-        replay(found, functools.partial(_fill_each, waiting))
+        with unrecorded():
+            replay(found)
+            for handle in waiting:
+                handle.fill()
         for part, values in needs.items():
             there = [(value, value.made) for value in values]
             part.given = {value: (made, made._version) for value, made in there if made is not None}
@@ -353,11 +356,6 @@ def _fill(segment: Segment) -> None:
             value.made = None
         for module in sharded:
             module.reshard()
-
-
-def _fill_each(handles: list[Handle]) -> None:
-    for handle in handles:
-        handle.fill()
 
 
 def _is_graph_kept() -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo._torch import is_traceable_wrapper_subclass, pytree
-from zoo.engine.operands import parts_of
+from zoo.engine.operands import parts_of, parts_of_wrapper
 from zoo.engine.operator_effects import CONSTANTS, KERNELS, resolved
 from zoo.optimizer.in_backward import FreedGradient
 from zoo.profiling.caching_allocator import rounded_up
@@ -203,9 +203,7 @@ def storages_of(tensor: Any) -> list[Any]:
     if isinstance(tensor, FreedGradient):
         return []
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
-        return [storage for part in parts for storage in storages_of(part)]
+        return [storage for part in parts_of_wrapper(tensor) for storage in storages_of(part)]
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     return [part.untyped_storage() for part in parts_of(tensor)]

@@ -8,6 +8,7 @@ that are the streams of torch, Python and NumPy. Both runs start from the same s
 
 import dataclasses
 import random
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -182,6 +183,13 @@ def nested(call: Call, model: nn.Module, *inputs: Any) -> Any:
 
 
 WAYS = [module, closure, method, nested]
+
+
+def elsewhere(function: Callable[[], object]) -> None:
+    """Calls a function on another thread, where modes of this one see nothing, and waits for it."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
 
 
 class Forward(nn.Module):

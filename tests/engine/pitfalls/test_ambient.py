@@ -1,6 +1,5 @@
 """What surrounds a forward: autocast, default device and type, kernels, modes."""
 
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ from tests.engine.pitfalls.program import (
     Counting,
     Way,
     assert_exact,
+    elsewhere,
     net,
     rows,
     state_of,
@@ -259,9 +259,7 @@ def run(function: Callable[[], Any], thread: bool) -> None:
         except BaseException as failure:
             failures.append(failure)
 
-    other = threading.Thread(target=target)
-    other.start()
-    other.join()
+    elsewhere(target)
     assert not failures
 
 

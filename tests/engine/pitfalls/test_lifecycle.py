@@ -22,6 +22,7 @@ from tests.engine.pitfalls.program import (
     Way,
     assert_exact,
     compare,
+    elsewhere,
     frozen,
     module,
     nested,
@@ -154,9 +155,7 @@ def test_a_backward_on_another_thread(way: Way) -> None:
         model, (x,) = net(nn.BatchNorm1d(4), nn.Dropout(0.3)), rows()
         with torch.autocast("cpu", torch.bfloat16):
             loss = way(call, model, x).float().square().sum()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+        elsewhere(loss.backward)
         return x.grad, state_of(model)
 
     assert_exact(program)

@@ -1,6 +1,5 @@
 """Writes that no dispatch mode sees: by other threads, NumPy, inference mode, `Tensor.data`."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,17 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from tests.engine.pitfalls.program import Call, assert_exact, compare, outcome, plain, rows
+from tests.engine.pitfalls.program import (
+    Call,
+    assert_exact,
+    compare,
+    elsewhere,
+    outcome,
+    plain,
+    rows,
+)
 from zoo.profiling.peak_memory import trace
 
 SMALL, LARGE = 4, 8000
-
-
-def elsewhere(write: Callable[[], Any]) -> None:
-    """Writes on another thread, where modes of this one see nothing; versions are counted."""
-    thread = threading.Thread(target=write)
-    thread.start()
-    thread.join()
 
 
 def read_before_and_after(h: Tensor, buffer: Tensor) -> Tensor:
