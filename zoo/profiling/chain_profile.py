@@ -42,9 +42,9 @@ from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.chain_step_profile import (
     REAL,
     GradientSpec,
+    Incoming,
     StepContext,
     StepRun,
-    Strided,
     Update,
     UpdateBytes,
     run_step,
@@ -429,11 +429,11 @@ class _SpecPropagation:
             made = part.next_state(self.states[-1], made)
         self.states.append(made)
 
-    def _run(self, key: tuple[Hashable, StateSpec], strided: Strided = ()) -> StepRun:
-        if (key, strided) not in self.known:
+    def _run(self, key: tuple[Hashable, StateSpec], incoming: Incoming = ()) -> StepRun:
+        if (key, incoming) not in self.known:
             step, _ = self.samples[key]
-            self.known[key, strided] = run_step(step, key[1], strided, self.context)
-        return self.known[key, strided]
+            self.known[key, incoming] = run_step(step, key[1], incoming, self.context)
+        return self.known[key, incoming]
 
     def _gradients(self) -> tuple[int, ...]:
         """Returns the bytes of each state's gradients.
@@ -449,7 +449,7 @@ class _SpecPropagation:
         held = {s.tensor: self._own(s) for s in outputs if not (is_loss and s.shape)}
         found = [held]
         for number, place in reversed([*enumerate(self.places)]):
-            self._measure_strided(place, held)
+            self._measure_again(place, held)
             before = {spec.tensor: spec for spec in self._trained(number)}
             after = held
             held = {tensor: after[tensor] for tensor in before if tensor in after}
@@ -464,23 +464,23 @@ class _SpecPropagation:
     def _trained(self, number: int) -> list[TensorSpec]:
         return [spec for spec in self.states[number] if spec and spec.requires_grad]
 
-    def _measure_strided(self, place: _Place, held: Mapping[int, GradientSpec]) -> None:
+    def _measure_again(self, place: _Place, held: Mapping[int, GradientSpec]) -> None:
         """Runs a step again whose incoming gradients are not contiguous or are held elsewhere."""
         given = {spec.tensor for spec in place.given if spec}
         made = {spec.tensor for spec in place.made if spec} - given
         others = {found.storage for tensor, found in held.items() if tensor not in made}
-        incoming = (
+        gradients = (
             (output, held[spec.tensor])
             for output, spec in enumerate(place.made)
             if spec and spec.tensor in made and spec.tensor in held
         )
-        strided = tuple(
+        incoming = tuple(
             (output, found._replace(storage=None, is_held=found.storage in others))
-            for output, found in incoming
+            for output, found in gradients
             if found.stride is not None or found.storage in others
         )
-        if strided:
-            place.run = self._run(place.key, strided)
+        if incoming:
+            place.run = self._run(place.key, incoming)
 
     def _held(self, held: Held) -> frozenset[int]:
         """Returns the storages that the forward holds in addition to a state."""

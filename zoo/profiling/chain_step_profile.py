@@ -73,8 +73,8 @@ class GradientSpec(NamedTuple):
     is_held: bool = False  # it is another tensor's gradient, too, so its use does not free it
 
 
-# the gradients that are not contiguous or held, each with its tensor's place in the state
-Strided = tuple[tuple[int, GradientSpec], ...]
+# the incoming gradients that are not contiguous or held, each with its tensor's place in the state
+Incoming = tuple[tuple[int, GradientSpec], ...]
 # the outputs with a grad_fn, and the specs of gradients that are not contiguous or held
 Ends = dict[Tensor, GradientSpec | None]
 # the shape and the dtype of a parameter
@@ -141,7 +141,7 @@ class StepRun:
         return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
-def run_step(step: Step, state: StateSpec, strided: Strided, context: StepContext) -> StepRun:
+def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepContext) -> StepRun:
     """Runs a step, forward and backward, on a state of these specs, under a `FakeTensorMode`.
 
     Storages and tensors are numbered from 0 in order. New kernels, and tensors that are not the
@@ -157,10 +157,10 @@ def run_step(step: Step, state: StateSpec, strided: Strided, context: StepContex
         value = step(*leaves)
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
-    ends = ends_of(outputs, strided)
+    ends = ends_of(outputs, incoming)
     held: list[Tensor] = []
     roots = [root_of(ends, held)] if ends else []
-    incoming = sum(
+    incoming_bytes = sum(
         rounded_up(output.nbytes, context.block) if gradient is None else gradient.bytes
         for output, gradient in ends.items()
     )
@@ -169,7 +169,7 @@ def run_step(step: Step, state: StateSpec, strided: Strided, context: StepContex
     del value, outputs, ends
     mode.casts.clear()
     draws, read, mode.backward = mode.draws, frozenset(mode.read), mode.now
-    mode.events.append((-1, -incoming))
+    mode.events.append((-1, -incoming_bytes))
     with mode:
         complete = [(*found, mode.now) for found in gradients_of(roots, start)]
     inputs = {id(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad}
@@ -234,9 +234,9 @@ def _updates(
     return tuple(updates)
 
 
-def ends_of(outputs: Sequence[Tensor | None], strided: Strided = ()) -> Ends:
+def ends_of(outputs: Sequence[Tensor | None], incoming: Incoming = ()) -> Ends:
     """Lists the outputs with a grad_fn, each once."""
-    gradients = dict(strided)
+    gradients = dict(incoming)
     return {
         output: gradients.get(place)
         for place, output in enumerate(outputs)
@@ -244,12 +244,12 @@ def ends_of(outputs: Sequence[Tensor | None], strided: Strided = ()) -> Ends:
     }
 
 
-def root_of(ends: Ends, held: list[Tensor]) -> Tensor:
+def root_of(ends: Ends, held: list[Tensor] | None = None) -> Tensor:
     """Returns a scalar whose backward gives each output a gradient that only autograd holds.
 
-    Those that something else holds are added to `held`.
+    The backward adds those that something else holds to `held`, which holds them.
     """
-    root: Tensor = _Root.apply(list(ends.values()), held, *ends)
+    root: Tensor = _Root.apply(list(ends.values()), [] if held is None else held, *ends)
     return root
 
 

@@ -373,4 +373,4 @@ def _own_loss_or_ones(outputs: Any) -> Tensor:
     own = own_loss(first)
     ends = [value for value in tensors_in(outputs if own is None else own) if value.requires_grad]
     is_loss = ends[0] is (first if own is None else own) and ends[0].ndim == 0
-    return ends[0] if is_loss else root_of(ends_of(ends), [])
+    return ends[0] if is_loss else root_of(ends_of(ends))
