@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_reduce
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -112,13 +112,25 @@ def sharded_before(model: nn.Module, option: Any) -> nn.Module:
     return put(shard(model), option)
 
 
-def split(model: Any, option: Any, first: bool) -> nn.Module:
+def split(model: Any, option: Any, first: bool, between: Any = Replicate) -> nn.Module:
+    """Splits the products; `between` is how rows are spread outside of them."""
     mesh = init_device_mesh(torch.get_default_device().type, (distributed.get_world_size(),))
     if first:
         put(model, option)
+    up, down = ColwiseParallel(input_layouts=between()), RowwiseParallel(output_layouts=between())
     for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(block, mesh, {"up": up, "down": down})
     return model if first else put(model, option)
+
+
+by_rows = functools.partial(Shard, 0)
+
+
+def plan_by_rows() -> None:
+    """What gathers rows returns wrappers, which wait for it where they are read."""
+    model = split(Perceptrons(), 2, False, by_rows)
+    model(images()).sum().backward()
+    assert max(plan_of(model).runs()) == 2
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -319,6 +331,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "synchronized": exact(lambda: Perceptrons(lambda: SharedNorm(4)), unused),
     "tensor parallel after": exact(Perceptrons, functools.partial(split, first=True)),
     "tensor parallel before": exact(Perceptrons, functools.partial(split, first=False), "blocks"),
+    "tensor parallel by rows": exact(
+        Perceptrons, functools.partial(split, first=False, between=by_rows)
+    ),
+    "plan of tensor parallel by rows": plan_by_rows,
     "sharded after of Tabled": exact(Tabled, sharded_after),
     "sharded before of Tabled": exact(Tabled, sharded_before, 2),
     "chain of Tabled": chain_of_shards,

@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zoo._torch import FakeTensor
+from zoo._torch import FakeTensor, is_traceable_wrapper_subclass
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.kernel_segments import Visit
+from zoo.engine.operands import parts_of_wrapper
 from zoo.engine.operator_effects import CONSTANTS, effects_of, name_of, resolved
 from zoo.engine.recording import (
     KernelMode,
@@ -409,6 +410,8 @@ class Tracer(KernelMode):
             result = args[0]
         tensors = tensors_in(result)
         if call.stands_in is not None:
+            # a collective may return a wrapper, whose own dispatch hands on what is in it
+            tensors = [part for tensor in tensors for part in _unwrapped(tensor)]
             tensors = [tensor for tensor in tensors if self._origin(tensor) < 0]
             call.stands_in = tuple(map(TensorSpec.of, tensors))
         if tensors or call.writes:
@@ -529,6 +532,13 @@ def plain(tensor: Tensor) -> Tensor:
         kind = "nested " if tensor.is_nested else "quantized " if tensor.is_quantized else ""
         raise TypeError(f"a {kind}tensor of {tensor.layout} and class {type(tensor).__name__}")
     return tensor
+
+
+def _unwrapped(tensor: Tensor) -> list[Tensor]:
+    """Lists the tensors inside of a wrapper, or the tensor itself."""
+    if is_traceable_wrapper_subclass(tensor):
+        return [inner for part in parts_of_wrapper(tensor) for inner in _unwrapped(part)]
+    return [tensor]
 
 
 def _instruction(frame: FrameType) -> tuple[int, int]:
