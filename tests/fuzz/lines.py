@@ -72,7 +72,7 @@ def _halves(block: Any, one: Tensor, other: Tensor) -> Tensor:
 
 def _by_numpy(block: Any, one: Tensor, other: Tensor) -> Tensor:
     found = torch.empty(ROWS, WIDTH)
-    found.numpy()[:] = one.detach().numpy() * 0.5
+    found.numpy()[:] = one.detach().float().numpy() * 0.5
     return found.mul_(0.5) * other
 
 
