@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.nn.functional import all_reduce
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import zoo
@@ -199,6 +205,27 @@ def of_old(call: Call) -> Any:
     return [frozen(parameter) for parameter in model.parameters()], [x.grad for x in batches()]
 
 
+def pipeline(schedule: Any, count: int) -> Program:
+    """Stages that torch's schedule runs on micro-batches, some with parts of their backward."""
+
+    def program(call: Call) -> Any:
+        calls["of blocks"] = 0
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        parts = [Block(call) for _ in range(count)]
+        own = range(rank, count, world)
+        stages = [PipelineStage(parts[n], n, count, torch.device("cpu")) for n in own]
+        run = schedule(
+            stages if len(stages) > 1 else stages[0], n_microbatches=4, loss_fn=F.mse_loss
+        )
+        losses: list[Tensor] = []
+        for batch in torch.rand(3, 8, 4):
+            last = {"target": batch.sin(), "losses": losses} if count - 1 in own else {}
+            run.step(*[batch] * (0 in own), **last)
+        return losses, [[gradients(parts[n]), state_of(parts[n])["buffers"]] for n in own]
+
+    return program
+
+
 EXACT: dict[str, Program] = {
     "default": data_parallel(False, False),
     "unused": data_parallel(False, False, find_unused_parameters=True),
@@ -213,6 +240,8 @@ EXACT: dict[str, Program] = {
     "sharded all": around_all,
     "sharded half": around_half,
     "sharded by FSDP1": of_old,
+    "pipeline": pipeline(Schedule1F1B, 2),
+    "pipeline of parts of a backward": pipeline(ScheduleInterleavedZeroBubble, 4),
 }
 OTHERS = {"collectives": collectives, "stepped early": stepped_early}
 CHECKS: dict[str, Callable[[], None]] = OTHERS | {
