@@ -286,7 +286,7 @@ def trained(description: Foreign, plainly: bool) -> list[Any]:
             record.append(frozen([outputs, *_left_by(model, batch)]))
             optimizer.step()
             BETWEEN[description.between](model, functools.partial(forward, model, batch))
-        except (RuntimeError, TypeError, zoo.ZooError) as error:
+        except Exception as error:
             return [*record, f"{type(error).__name__}: {error}"]
     return [*record, frozen(_left_by(model, batch))]
 
