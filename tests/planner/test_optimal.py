@@ -16,7 +16,14 @@ from zoo.chain import Chain, outline
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import DPTable, Point, frontier, least
 from zoo.planner.plan import DEEPEST, Plan
-from zoo.planner.search_space import NEAR, SearchSpace, default_cuts
+from zoo.planner.search_space import (
+    ENTRIES,
+    NEAR,
+    Entries,
+    SearchSpace,
+    default_cuts,
+    search_space,
+)
 from zoo.profiling.chain_profile import Profile
 
 
@@ -130,6 +137,16 @@ def test_a_long_chain_is_cut_at_its_blocks_and_inside_long_ones() -> None:
     assert default_cuts(uniform(100)) == list(range(101))
 
 
+def test_the_table_of_a_recurrent_network_is_bounded() -> None:
+    """Its outputs of all times stay until its end, so that states have many rows."""
+    costs = uniform(240)
+    live = tuple(state | {*range(0, step, 4)} for step, state in enumerate(costs.live))
+    costs = StepCosts(**{**vars(costs), "live": live})
+    assert Entries(SearchSpace(costs, default_cuts(costs, 50))).count > ENTRIES
+    assert Entries(search_space(costs)).count <= ENTRIES
+    assert simulate(least(costs), costs).peak < 0.5 * baseline_of(costs)
+
+
 @pytest.mark.parametrize(("blocks", "steps"), [(1, 9000), (200, 45), (300, 30), (9000, 1)])
 def test_no_chain_is_cut_so_often_that_plans_nest_too_deep(blocks: int, steps: int) -> None:
     costs = uniform(blocks * steps)
@@ -150,7 +167,7 @@ def test_a_plan_nests_no_deeper_than_it_may(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_table_goes_with_its_last_name() -> None:
     """It may take hundreds of MB, so no cycle keeps it until the garbage collector comes."""
-    table = DPTable(SearchSpace(uniform(6)), np.arange(100), exact=True)
+    table = DPTable(search_space(uniform(6)), np.arange(100), exact=True)
     gone = weakref.ref(table)
     assert table.plan(table.least).flatten() == tuple(range(6))
     gc.disable()

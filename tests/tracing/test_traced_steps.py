@@ -367,6 +367,23 @@ def test_packed_sequences_are_planned_for() -> None:
     assert zoo.verify(Packed(), inputs, "sqrt", steps=2).exact
 
 
+class Frozen(Packed):
+    """Runs the LSTM without gradients, where its kernel on the CPU makes no workspace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            outputs, _ = self.lstm(x)
+        return self.head(outputs)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_lstm_without_gradients_is_planned_for(ahead: bool) -> None:
+    x = torch.randn(4, 6, 16)
+    model = zoo.checkpoint(Frozen(), inputs=x if ahead else None)
+    model(x)
+    assert zoo.plan_of(model) is not None
+
+
 class WritesAView(nn.Module):
     """Ends blocks with an in-place function of a view, as instance norms return one."""
 

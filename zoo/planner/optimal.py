@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 from zoo.errors import Interrupted
 from zoo.planner.costs import Simulation, StepCosts, simulate
 from zoo.planner.plan import DEEPEST, Item, Plan, falling
-from zoo.planner.search_space import Entries, Row, SearchSpace
+from zoo.planner.search_space import Entries, Row, SearchSpace, search_space
 
 VALUES = 5 * 10**7  # the most in a table, unless that leaves fewer than `FEW` amounts
 FEW = 100
@@ -98,7 +98,8 @@ def frontier(
     Raises:
         Interrupted: by Ctrl-C while plans are traced back, with the best of those found so far.
     """
-    space, keep_all = SearchSpace(costs, cuts), Plan.keep_all(len(costs))
+    space = search_space(costs) if cuts is None else SearchSpace(costs, cuts)
+    keep_all = Plan.keep_all(len(costs))
     found = {keep_all: simulate(keep_all, costs)}
     baseline = found[keep_all].peak
     if levels is None:
@@ -132,7 +133,7 @@ def least(costs: StepCosts) -> Plan:
     Whether something fits is exact at any number of levels.
     """
     baseline = simulate(Plan.keep_all(len(costs)), costs).peak
-    table = DPTable(SearchSpace(costs), _amounts(0, baseline, 2))
+    table = DPTable(search_space(costs), _amounts(0, baseline, 2))
     return table.plan(min(table.least, baseline))
 
 

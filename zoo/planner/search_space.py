@@ -24,6 +24,7 @@ same bytes, since the backward has made fewer of the parameters' gradients there
     run            a   b   a   b   a   b   a   b
 """
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
@@ -40,7 +41,10 @@ Storages = frozenset[int]
 FLAT = 150  # the most steps of a chain in which every state is a cut
 FEW = 128  # so few cuts get others added
 MANY = 400  # the most cuts; segments nest about as deep, and plans to `planner.plan.DEEPEST`
+# the most entries of a search space of default cuts, and the most storages that its rows name
+ENTRIES, STORAGES = 10**6, 5 * 10**6
 NEAR = 12  # the most steps of a segment that begins and ends anywhere
+NEAREST = 3  # the same where a state has many rows
 TRIED = 8  # the later states that are tried as the start of the next part
 PARTS = 6  # the fewest parts of a run: with few, solving few ends at a time takes longer
 
@@ -62,17 +66,26 @@ class Run(NamedTuple):
     grown: int  # bytes by which the gradients of a part exceed those of the next one
 
 
+class _TooLarge(Exception):
+    """Says that the rows of a search space name too many storages."""
+
+
 class SearchSpace:
     """The segments and rows of a chain, each list with an entry for every state.
 
-    The values of a state are known for its *ends*, the next `NEAR` states and all later cuts. There
+    The values of a state are known for its *ends*, the next `near` states and all later cuts. There
     a recomputation ends, or the original forward, whose end is `forward`. States of repeated parts
-    have equal rows, in the same order.
+    have equal rows, in the same order. The rows may name `room` storages in all.
     """
 
-    def __init__(self, costs: StepCosts, cuts: Collection[int] | None = None) -> None:
-        steps = len(costs)
-        cuts = default_cuts(costs) if cuts is None else cuts
+    def __init__(
+        self,
+        costs: StepCosts,
+        cuts: Collection[int],
+        near: int = NEAR,
+        room: float = math.inf,
+    ) -> None:
+        steps, self.near, self.room = len(costs), near, room
         self.costs = costs = _without_empty(costs)
         self.forward = steps + 1  # not a state
         self.cuts = (*sorted({0, steps, *cuts}), self.forward)
@@ -80,15 +93,15 @@ class SearchSpace:
         self.repeats = runs_of(costs, known)
         # for each state, the number of each set of storages
         held: list[dict[Storages, int]] = [{} for _ in costs.live]
-        _number(held[0], frozenset())
+        self._number(held[0], frozenset())
         ends = []
         for state, live in enumerate(costs.live):
             later = self.cuts[bisect_right(self.cuts, state) : -1]
             chosen = later if state in known else later[:1]
-            ends.append(sorted({*range(state + 1, min(state + NEAR, steps) + 1), *chosen}))
-            _number(held[state], live)
+            ends.append(sorted({*range(state + 1, min(state + near, steps) + 1), *chosen}))
+            self._number(held[state], live)
             for end in ends[-1]:
-                _number(held[end], live & costs.live[end])
+                self._number(held[end], live & costs.live[end])
         self._complete(held)
         # the number of each state's row in which all of the state is held
         self.own = [numbers[live] for numbers, live in zip(held, costs.live, strict=True)]
@@ -109,7 +122,7 @@ class SearchSpace:
         while count != (count := sum(map(len, held))):
             for state, saved in enumerate(costs.saved):
                 for storages in held[state]:
-                    _number(held[state + 1], (storages | saved) & costs.live[state + 1])
+                    self._number(held[state + 1], (storages | saved) & costs.live[state + 1])
             for run in self.repeats:
                 for first in range(run.start, run.start + run.period):
                     copies = range(first, run.stop, run.period)
@@ -124,6 +137,13 @@ class SearchSpace:
                             frozenset(of[place] for place in places): number
                             for number, places in enumerate(sets)
                         }
+
+    def _number(self, numbers: dict[Storages, int], storages: Storages) -> None:
+        if storages not in numbers:
+            numbers[storages] = len(numbers)
+            self.room -= len(storages) + 1
+            if self.room < 0:
+                raise _TooLarge
 
     def _row(self, state: int, storages: Storages, held: Sequence[dict[Storages, int]]) -> Row:
         costs = self.costs
@@ -152,7 +172,7 @@ class Entries:
         every = np.arange(states)
         self.cuts = np.array(space.cuts, np.int64)
         # the last of the near ends, which may be cuts
-        self.near = np.minimum(every + NEAR, states - 1)
+        self.near = np.minimum(every + space.near, states - 1)
         self.order = np.zeros(space.forward + 1, np.int64)
         self.order[self.cuts] = np.arange(len(self.cuts))
         # of a copy: its distance in steps to the first, its last end, and the additional free bytes
@@ -221,10 +241,6 @@ class Entries:
             yield state, low, self.space.forward
 
 
-def _number(numbers: dict[Storages, int], storages: Storages) -> None:
-    numbers.setdefault(storages, len(numbers))
-
-
 def _without_empty(costs: StepCosts) -> StepCosts:
     def some(sets: Iterable[Storages]) -> tuple[Storages, ...]:
         return tuple(frozenset(s for s in storages if costs.sizes[s]) for storages in sets)
@@ -232,17 +248,40 @@ def _without_empty(costs: StepCosts) -> StepCosts:
     return replace(costs, live=some(costs.live), saved=some(costs.saved))
 
 
-def default_cuts(costs: StepCosts) -> list[int]:
-    """Chooses the states where long segments begin and end.
+def search_space(costs: StepCosts) -> SearchSpace:
+    """Returns a search space of at most about `ENTRIES` entries.
+
+    Where that takes it, there are fewer cuts and shorter segments between other states. A recurrent
+    network, whose outputs of all times stay until its end, has a row at a state for nearly each
+    earlier segment, and would take many GB.
+    """
+    most, near = MANY, NEAR
+    while True:
+        cuts = default_cuts(costs, most)
+        try:
+            space = SearchSpace(costs, cuts, near, STORAGES if most > 1 else math.inf)
+        except _TooLarge:
+            share = 0.5
+        else:
+            # the entries grow with more than the square of the cuts
+            share = math.sqrt(ENTRIES / Entries(space).count)
+            if share >= 1 or most == 1:
+                return space
+        most = max(min(int(len(cuts) * share), most - 1), 1)
+        near = max(int(near * share), NEAREST)
+
+
+def default_cuts(costs: StepCosts, most: int = MANY) -> list[int]:
+    """Chooses about `most` states at most, where long segments begin and end.
 
     These are all states of a short chain; else those between blocks, or some of them if they are
     very many. If they are few or far apart, the smallest state near the middle of two is added.
     """
     steps = len(costs)
-    if steps <= FLAT:
+    if steps <= min(FLAT, most):
         return list(range(steps + 1))
     edges = [k for k in range(1, steps) if costs.blocks[k] != costs.blocks[k - 1]]
-    cuts = [0, *edges[:: len(edges) // MANY + 1], steps]
+    cuts = [0, *edges[:: len(edges) // most + 1], steps]
     sizes = [costs.bytes_of(live) for live in costs.live]
 
     def middle(start: int, stop: int) -> int:
@@ -255,7 +294,7 @@ def default_cuts(costs: StepCosts) -> list[int]:
     ):
         # all gaps of about the widest, so that equal blocks are cut alike
         gaps = [gap for gap in pairwise(cuts) if gap[1] - gap[0] > max(widest // 2, 2)]
-        if len(cuts) + len(gaps) > MANY:
+        if len(cuts) + len(gaps) > most:
             break
         cuts = sorted([*cuts, *(middle(start, stop) for start, stop in gaps)])
     return cuts

@@ -223,8 +223,9 @@ class FakeTensorFixes(KernelMode):
             return (output, *(saved.to(dtype) for saved in statistics))
         if func is LSTM:
             *outputs, workspace = result
-            size = _workspace(func, args, kwargs)
-            return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
+            # without grad mode the kernel makes none
+            size = _workspace(func, args, kwargs) if torch.is_grad_enabled() else None
+            return (*outputs, size and workspace.new_empty(size, dtype=torch.uint8))
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
