@@ -44,7 +44,7 @@ MANY = 400  # the most cuts; segments nest about as deep, and plans to `planner.
 # the most entries of a search space of default cuts, and the most storages that its rows name
 ENTRIES, STORAGES = 10**6, 5 * 10**6
 NEAR = 12  # the most steps of a segment that begins and ends anywhere
-NEAREST = 3  # the same where a state has many rows
+NEAREST = 2  # the same where a state has many rows
 TRIED = 8  # the later states that are tried as the start of the next part
 PARTS = 6  # the fewest parts of a run: with few, solving few ends at a time takes longer
 
@@ -90,7 +90,6 @@ class SearchSpace:
         self.forward = steps + 1  # not a state
         self.cuts = (*sorted({0, steps, *cuts}), self.forward)
         known = frozenset(self.cuts)
-        self.repeats = runs_of(costs, known)
         # for each state, the number of each set of storages
         held: list[dict[Storages, int]] = [{} for _ in costs.live]
         self._number(held[0], frozenset())
@@ -102,6 +101,8 @@ class SearchSpace:
             self._number(held[state], live)
             for end in ends[-1]:
                 self._number(held[end], live & costs.live[end])
+        self._follow(held)
+        self.repeats = runs_of(costs, known)
         self._complete(held)
         # the number of each state's row in which all of the state is held
         self.own = [numbers[live] for numbers, live in zip(held, costs.live, strict=True)]
@@ -116,13 +117,16 @@ class SearchSpace:
             for state, numbers in enumerate(held)
         ]
 
+    def _follow(self, held: list[dict[Storages, int]]) -> None:
+        """Adds the sets that follow others when steps are kept."""
+        for state, saved in enumerate(self.costs.saved):
+            for storages in held[state]:
+                self._number(held[state + 1], (storages | saved) & self.costs.live[state + 1])
+
     def _complete(self, held: list[dict[Storages, int]]) -> None:
-        """Adds the sets that follow others, and to each part of a run the sets of other parts."""
+        """Adds to each part of a run the sets of other parts, and what follows them."""
         costs, count = self.costs, 0
         while count != (count := sum(map(len, held))):
-            for state, saved in enumerate(costs.saved):
-                for storages in held[state]:
-                    self._number(held[state + 1], (storages | saved) & costs.live[state + 1])
             for run in self.repeats:
                 for first in range(run.start, run.start + run.period):
                     copies = range(first, run.stop, run.period)
@@ -137,6 +141,7 @@ class SearchSpace:
                             frozenset(of[place] for place in places): number
                             for number, places in enumerate(sets)
                         }
+            self._follow(held)
 
     def _number(self, numbers: dict[Storages, int], storages: Storages) -> None:
         if storages not in numbers:
@@ -303,16 +308,40 @@ def default_cuts(costs: StepCosts, most: int = MANY) -> list[int]:
 def runs_of(costs: StepCosts, marked: Container[int]) -> list[Run]:
     """Returns runs that do not overlap, in order; copies of a marked state are marked."""
     keys = list(_keys(costs, marked))
+    live, saved = ([in_order(one, costs) for one in sets] for sets in (costs.live, costs.saved))
     places = defaultdict[Hashable, list[int]](list)
     for step, key in enumerate(keys):
         places[key].append(step)
+
+    def run_of(start: int, period: int) -> Run:
+        """Returns the longest run of this start and period; a short one if nothing repeats."""
+        grown = costs.gradients[start + 1] - costs.gradients[start + 1 + period]
+        is_same = _Renaming()
+        state, other = start, start + period
+        while (
+            other < len(costs)
+            and keys[state] == keys[other]
+            and is_same(live[state], live[other])
+            and is_same(saved[state], saved[other])
+            and costs.gradients[state + 1] - costs.gradients[other + 1] == grown
+        ):
+            state, other = state + 1, other + 1
+        # segments that end at a state depend on whether it is marked, not on its storages
+        while state > start and (state in marked) != (other in marked):
+            state, other = state - 1, other - 1
+        return Run(start, period, other, grown)
+
     runs: list[Run] = []
     start = 0
     while start < len(costs):
         same = places[keys[start]]
         after = bisect_right(same, start)
+        periods = (other - start for other in same[after : after + TRIED])
         tried = (
-            _run(costs, keys, marked, start, other - start) for other in same[after : after + TRIED]
+            run_of(start, period)
+            for period in periods
+            # with fewer parts it would not be a run
+            if keys[start] in keys[start + (PARTS - 1) * period :][:1]
         )
         found = max(tried, key=lambda run: (run.stop, -run.period), default=None)
         if found is None or found.stop - start < PARTS * found.period:
@@ -321,6 +350,21 @@ def runs_of(costs: StepCosts, marked: Container[int]) -> list[Run]:
             runs.append(found)
             start = found.stop
     return runs
+
+
+class _Renaming:
+    """Maps the storages of one part to those of another, one to one."""
+
+    def __init__(self) -> None:
+        self.others: dict[int, int] = {}
+        self.ones: dict[int, int] = {}
+
+    def __call__(self, some: Iterable[int], others: Iterable[int]) -> bool:
+        """Says whether these storages, in order, are mapped to each other, or can be."""
+        return all(
+            self.others.setdefault(one, other) == other and self.ones.setdefault(other, one) == one
+            for one, other in zip(some, others, strict=True)
+        )
 
 
 def in_order(storages: Collection[int], costs: StepCosts) -> list[int]:
@@ -340,33 +384,3 @@ def _keys(costs: StepCosts, marked: Container[int]) -> Iterator[Hashable]:
 
     for step, numbers in enumerate(zip(*peaks, *work, strict=True)):
         yield numbers, sizes(costs.live[step]), sizes(costs.saved[step]), step in marked
-
-
-def _run(
-    costs: StepCosts, keys: Sequence[Hashable], marked: Container[int], start: int, period: int
-) -> Run:
-    """Returns the longest run of this start and period; a short one if nothing repeats."""
-    live, saved, gradients = costs.live, costs.saved, costs.gradients
-    grown = gradients[start + 1] - gradients[start + 1 + period]
-    names: tuple[dict[int, int], dict[int, int]] = {}, {}
-
-    def is_same(some: Collection[int], others: Collection[int]) -> bool:
-        pairs = zip(in_order(some, costs), in_order(others, costs), strict=True)
-        return all(
-            names[0].setdefault(one, other) == other and names[1].setdefault(other, one) == one
-            for one, other in pairs
-        )
-
-    state, other = start, start + period
-    while (
-        other < len(costs)
-        and keys[state] == keys[other]
-        and is_same(live[state], live[other])
-        and is_same(saved[state], saved[other])
-        and gradients[state + 1] - gradients[other + 1] == grown
-    ):
-        state, other = state + 1, other + 1
-    # segments that end at a state depend on whether it is marked, not on its storages
-    while state > start and (state in marked) != (other in marked):
-        state, other = state - 1, other - 1
-    return Run(start, period, other, grown)
