@@ -16,6 +16,8 @@ For four kinds of kernels torch is wrong when tensors are fake:
   float32. Each different call runs once, for real.
 - The CPU's LSTM returns a workspace for its backward, most of what an LSTM saves. A fake one is
   empty. Only the kernel knows the real size: each different call runs once, for real.
+
+Layouts and types of further results are corrected by rules (`kernel_results`).
 """
 
 import contextlib
@@ -45,6 +47,7 @@ from zoo._torch import (
 )
 from zoo.engine.operator_effects import effects_of, is_view
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
+from zoo.profiling.kernel_results import corrected
 from zoo.profiling.tensor_spec import VALUES, KernelSpec, TensorSpec, tensors_in
 
 
@@ -217,6 +220,7 @@ class FakeTensorFixes(KernelMode):
                 raise
             fakes = [_empty(self.mode, s.shape, s.stride, s.dtype, args[0].device) for s in made]
             return fakes[0] if len(func._schema.returns) == 1 else tuple(fakes)
+        result = corrected(self.mode, func, args, result)
         if func is BATCH_NORM and result[0].device == CPU:
             output, *statistics = result
             dtype = statistics_type(output, *args[1:])

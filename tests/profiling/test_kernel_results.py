@@ -1,0 +1,140 @@
+"""Results on fake tensors are those of real kernels: layout, type, bytes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zoo
+from zoo._torch import FakeTensorMode
+from zoo.profiling.fake_tensors import FakeTensorFixes
+from zoo.profiling.tensor_spec import TensorSpec, tensors_in
+
+aten = torch.ops.aten
+
+
+def dense() -> Tensor:
+    return torch.rand(2, 8, 6, 4)
+
+
+def last() -> Tensor:
+    return dense().to(memory_format=torch.channels_last)
+
+
+def volumes() -> Tensor:
+    return torch.rand(2, 8, 4, 3, 2).to(memory_format=torch.channels_last_3d)
+
+
+def turned() -> Tensor:
+    return torch.rand(2, 8, 4, 6).transpose(2, 3)
+
+
+def rows() -> Tensor:
+    """Channels come last by a permutation, as in a ConvNeXt."""
+    return dense().permute(0, 2, 3, 1)
+
+
+def agrees(call: Callable[..., Any], *given: Tensor) -> None:
+    """Asserts that a kernel returns on fake tensors what it returns on real ones."""
+    real = tensors_in(call(*given))
+    with FakeTensorMode() as mode, FakeTensorFixes(mode):
+        fake = tensors_in(call(*map(mode.from_tensor, given)))
+    assert [TensorSpec.of(one) for one in fake] == [TensorSpec.of(one) for one in real]
+
+
+@pytest.mark.parametrize("make", [dense, last, volumes])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("affine", [torch.float32, torch.bfloat16, None])
+def test_group_norms(make: Callable[[], Tensor], dtype: torch.dtype, affine: Any) -> None:
+    if dtype is torch.float32 and affine is torch.bfloat16:  # there is no such kernel
+        return
+    x, weights = make().to(dtype), () if affine is None else torch.ones(2, 8, dtype=affine)
+    sizes = 2, 8, x[0, 0].numel(), 4
+
+    def norm(x: Tensor, *weights: Tensor) -> Any:
+        return aten.native_group_norm.default(x, *(weights or (None, None)), *sizes, 1e-5)
+
+    def backward(gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, *weights: Tensor) -> Any:
+        others = (weights or (None,))[0], *sizes, [True, bool(weights), bool(weights)]
+        return aten.native_group_norm_backward.default(gradient, x, mean, scale, *others)
+
+    agrees(norm, x, *weights)
+    _, *saved = norm(x, *weights)
+    for gradient in (x, x.contiguous()):
+        agrees(backward, gradient, x, *saved, *weights)
+
+
+@pytest.mark.parametrize("make", [dense, last, turned])
+def test_batch_norms(make: Callable[[], Tensor]) -> None:
+    x, weights = make(), torch.ones(4, 8)
+
+    def norm(x: Tensor, weights: Tensor) -> Any:
+        return aten.native_batch_norm.default(x, *weights, True, 0.1, 1e-5)
+
+    def backward(gradient: Tensor, x: Tensor, weights: Tensor) -> Any:
+        scale, _, *others = weights
+        others += others
+        return aten.native_batch_norm_backward.default(
+            gradient, x, scale, *others, True, 1e-5, [True, True, True]
+        )
+
+    agrees(norm, x, weights)
+    for gradient in (x, x.contiguous()):
+        agrees(backward, gradient, x, weights)
+
+
+@pytest.mark.parametrize("make", [dense, last, turned, rows])
+def test_the_gradient_of_a_layer_norm(make: Callable[[], Tensor]) -> None:
+    x = make()
+
+    def backward(gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Any:
+        others = x.shape[-1:], mean, scale, None, None, [True, False, False]
+        return aten.native_layer_norm_backward.default(gradient, x, *others)
+
+    _, *saved = aten.native_layer_norm.default(x, x.shape[-1:], None, None, 1e-5)
+    for gradient in (x, x.contiguous()):
+        agrees(backward, gradient, x, *saved)
+
+
+@pytest.mark.parametrize("make", [dense, last, turned])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: aten.roll.default(x, [1], [2]),
+        lambda x: aten.roll.default(x, [1, 2], [2, 3]),
+        lambda x: aten.channel_shuffle.default(x, 2),
+        aten.log_sigmoid_forward.default,
+        lambda x: aten.reflection_pad2d_backward.default(F.pad(x, [1] * 4), x, [1] * 4),
+        lambda x: aten.replication_pad2d_backward.default(F.pad(x, [1] * 4), x, [1] * 4),
+    ],
+)
+def test_what_keeps_a_layout(call: Callable[..., Any], make: Callable[[], Tensor]) -> None:
+    agrees(call, make())
+
+
+class Attention(nn.Module):
+    """Reshapes what a group norm returns, which takes a copy or none, by its layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm, self.mix = nn.GroupNorm(4, 8), nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = self.norm(self.first(x)).flatten(2).transpose(1, 2)
+        return F.scaled_dot_product_attention(*self.mix(pixels)[:, None].chunk(3, -1))
+
+
+def test_a_plan_for_channels_last_is_for_the_forward_that_comes() -> None:
+    pytest.importorskip("numpy", reason="planning for a budget needs NumPy")
+    torch.manual_seed(0)
+    x = torch.rand(4, 3, 16, 16).to(memory_format=torch.channels_last)
+    model = Attention().to(memory_format=torch.channels_last)
+    report = zoo.plan(model, x, memory_budget=0.9, device="a100")
+    zoo.checkpoint(model, report)
+    for _ in range(3):
+        model(x).sum().backward()
+        assert zoo.plan_of(model) == report.plan
