@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zoo
 from zoo._torch import FakeTensorMode
 from zoo.profiling.fake_tensors import FakeTensorFixes
+from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.tensor_spec import TensorSpec, tensors_in
 
 aten = torch.ops.aten
@@ -138,3 +139,53 @@ def test_a_plan_for_channels_last_is_for_the_forward_that_comes() -> None:
     for _ in range(3):
         model(x).sum().backward()
         assert zoo.plan_of(model) == report.plan
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.mse_loss,
+        F.smooth_l1_loss,
+        F.soft_margin_loss,
+        F.binary_cross_entropy,
+        F.l1_loss,
+        F.huber_loss,
+        F.binary_cross_entropy_with_logits,
+    ],
+)
+def test_losses(loss: Callable[..., Tensor], reduction: str) -> None:
+    """A reduced one of the first four keeps the memory of the losses of all elements."""
+    x, y = torch.rand(2, 6, 4), torch.rand(2, 6, 4)
+    agrees(lambda x, y: loss(x, y, reduction=reduction), x, y)
+    keeps_all = loss(x, y).untyped_storage().nbytes() == x.nbytes
+    assert keeps_all is (loss.__name__ in KEEPING)  # else torch changed, and our rule can go
+
+
+KEEPING = {"mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"}
+
+
+@pytest.mark.parametrize("make", [lambda: torch.rand(2, 18, 48), lambda: torch.rand(2, 18, 4)])
+def test_columns_that_are_folded(make: Callable[[], Tensor]) -> None:
+    """What is folded keeps the memory of its columns."""
+    columns = make()
+    size = (8, 6) if columns.shape[-1] == 48 else (2, 2)
+    agrees(lambda x: F.fold(x, size, 3, padding=1), columns)
+
+
+def test_a_step_with_a_loss_over_pixels_takes_what_is_predicted() -> None:
+    pytest.importorskip("numpy", reason="planning for a budget needs NumPy")
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(1, 4, 3, padding=1), torch.rand(4, 1, 64, 64)
+
+    def loss(outputs: Tensor) -> Tensor:
+        return F.mse_loss(outputs, torch.zeros_like(outputs))
+
+    def step() -> None:
+        outputs = model(x)
+        loss(outputs).backward()
+
+    predicted = zoo.plan(model, x, max_overhead=9.0, optimizer=None, loss=loss).baseline_peak
+    step()
+    measured = measure_step(step, model, None, [x]).peak
+    assert 0.99 * predicted <= measured <= predicted

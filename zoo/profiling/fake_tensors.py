@@ -17,7 +17,7 @@ For four kinds of kernels torch is wrong when tensors are fake:
 - The CPU's LSTM returns a workspace for its backward, most of what an LSTM saves. A fake one is
   empty. Only the kernel knows the real size: each different call runs once, for real.
 
-Layouts and types of further results are corrected by rules (`kernel_results`).
+Layouts, types and bytes of further results are corrected by rules (`kernel_results`).
 """
 
 import contextlib

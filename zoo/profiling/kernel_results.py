@@ -1,14 +1,16 @@
-"""Results of fake kernels, corrected where real ones have another layout or type.
+"""Results of fake kernels, corrected where real ones have another layout, type or more bytes.
 
 torch's rules for fake tensors describe shapes well, and most layouts. Where they are wrong, the
 operators that follow are others than in a real forward (a `view`, not a `clone`), so that
-a plan that was made ahead is for a forward that never comes:
+a plan that was made ahead is for a forward that never comes; or bytes are missing:
 
 - Norms, `roll` and the like of a tensor in channels last return channels last on the CPU, and a
   batch norm of one that is in no memory format a contiguous one.
 - The gradient of a layer norm's input, and the CPU's `logsigmoid`, are contiguous, whatever the
   input is.
 - The CPU's group norm in half precision with float32 weights has float32 statistics.
+- A loss that is reduced lies in the memory of the losses of all elements, `fold` in that of its
+  columns: torch's kernels make the whole and resize it.
 """
 
 from collections.abc import Callable
@@ -20,6 +22,8 @@ from torch import Tensor
 from zoo._torch import DisableTorchDispatch, FakeTensor, FakeTensorMode
 
 _aten = torch.ops.aten
+# the reduction comes third, where it is given; 0 is none
+_REDUCED = (_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default)
 
 
 def corrected(mode: FakeTensorMode, func: Any, args: Any, result: Any) -> Any:
@@ -98,6 +102,33 @@ def _layer_norm_backward(mode: FakeTensorMode, result: Any, *_: Any) -> Any:
     return result if of_input is None else (_in(mode, of_input, torch.contiguous_format), *others)
 
 
+def _within(mode: FakeTensorMode, result: Tensor, numbers: int) -> Tensor:
+    """Returns a result that lies in the memory of so many numbers."""
+    if numbers <= result.numel():
+        return result
+    with DisableTorchDispatch():
+        whole = torch.empty(numbers, dtype=result.dtype, device="meta")
+        made = whole.as_strided(result.shape, result.stride())
+    fake: Tensor = FakeTensor(mode, made, result.device)
+    return fake
+
+
+def _reduced(mode: FakeTensorMode, result: Tensor, x: Tensor, y: Tensor, *others: Any) -> Tensor:
+    is_reduced = not others or others[0] != 0
+    whole = torch.broadcast_shapes(x.shape, y.shape).numel() if is_reduced else 0
+    return _within(mode, result, whole)
+
+
+def _reduced_with_weight(
+    mode: FakeTensorMode, result: Tensor, x: Tensor, y: Tensor, _: Any = None, reduction: int = 1
+) -> Tensor:
+    return _reduced(mode, result, x, y, reduction)
+
+
+def _columns(mode: FakeTensorMode, result: Tensor, columns: Tensor, *_: Any) -> Tensor:
+    return _within(mode, result, columns.numel())
+
+
 _CORRECTIONS: dict[Any, Callable[..., Any]] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _norm_backward,
@@ -109,4 +140,7 @@ _CORRECTIONS: dict[Any, Callable[..., Any]] = {
     _aten.channel_shuffle.default: _kept,
     _aten.reflection_pad2d_backward.default: _gradient_kept,
     _aten.replication_pad2d_backward.default: _gradient_kept,
+    **dict.fromkeys(_REDUCED, _reduced),
+    _aten.binary_cross_entropy.default: _reduced_with_weight,
+    _aten.col2im.default: _columns,
 }
