@@ -13,6 +13,8 @@ a plan that was made ahead is for a forward that never comes; or bytes are missi
   columns: torch's kernels make the whole and resize it.
 """
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -115,7 +117,8 @@ def _within(mode: FakeTensorMode, result: Tensor, numbers: int) -> Tensor:
 
 def _reduced(mode: FakeTensorMode, result: Tensor, x: Tensor, y: Tensor, *others: Any) -> Tensor:
     is_reduced = not others or others[0] != 0
-    whole = torch.broadcast_shapes(x.shape, y.shape).numel() if is_reduced else 0
+    sizes = itertools.zip_longest(x.shape[::-1], y.shape[::-1], fillvalue=1)
+    whole = math.prod(itertools.starmap(max, sizes)) if is_reduced else 0
     return _within(mode, result, whole)
 
 
