@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import (
+    DisableTorchDispatch,
     EnableTorchFunction,
     FakeTensor,
     FakeTensorMode,
@@ -455,8 +456,9 @@ class _SpecPropagation:
             held = {tensor: after[tensor] for tensor in before if tensor in after}
             for local, given in place.run.gives.items():
                 tensor, name = place.tensors[local], (number, given.storage)
-                is_sum = tensor in after
-                held[tensor] = self._own(before[tensor]) if is_sum else given._replace(storage=name)
+                held[tensor] = given._replace(storage=name)
+                if tensor in after:
+                    held[tensor] = self._sum(before[tensor], after[tensor], given)
             found.append(held)
         storages = ({given.storage: given.bytes for given in held.values()} for held in found)
         return tuple(sum(sizes.values()) for sizes in storages)[::-1]
@@ -496,6 +498,19 @@ class _SpecPropagation:
         """Returns the spec of a gradient in a storage of its own."""
         size = math.prod(spec.shape) * spec.dtype.itemsize
         return GradientSpec(("own", spec.tensor), rounded_up(size, self.context.block))
+
+    def _sum(self, spec: TensorSpec, *gradients: GradientSpec) -> GradientSpec:
+        """Returns the spec of the sum of two gradients of a tensor: the first one tells the layout.
+
+        The kernels before it copy where a gradient has another layout than what they saved.
+        """
+        with DisableTorchDispatch():
+            dense = torch.empty(spec.shape, device="meta")
+            strides = (dense.stride() if one.stride is None else one.stride for one in gradients)
+            parts = [torch.empty_strided(spec.shape, one, device="meta") for one in strides]
+            found = functools.reduce(operator.add, parts)
+        stride = None if found.is_contiguous() else found.stride()
+        return self._own(spec)._replace(stride=stride)
 
     def _live(self) -> tuple[frozenset[int], ...]:
         """Returns for each state the storages that later steps read; for the last one, its own.
