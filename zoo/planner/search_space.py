@@ -44,7 +44,6 @@ MANY = 400  # the most cuts; segments nest about as deep, and plans to `planner.
 # the most entries of a search space of default cuts, and the most storages that its rows name
 ENTRIES, STORAGES = 10**6, 5 * 10**6
 NEAR = 12  # the most steps of a segment that begins and ends anywhere
-NEAREST = 2  # the same where a state has many rows
 TRIED = 8  # the later states that are tried as the start of the next part
 PARTS = 6  # the fewest parts of a run: with few, solving few ends at a time takes longer
 
@@ -256,9 +255,9 @@ def _without_empty(costs: StepCosts) -> StepCosts:
 def search_space(costs: StepCosts) -> SearchSpace:
     """Returns a search space of at most about `ENTRIES` entries.
 
-    Where that takes it, there are fewer cuts and shorter segments between other states. A recurrent
-    network, whose outputs of all times stay until its end, has a row at a state for nearly each
-    earlier segment, and would take many GB.
+    Where that takes it, there are fewer cuts, and between other states shorter segments or none. A
+    recurrent network, whose outputs of all times stay until its end, has a row at a state for
+    nearly each earlier segment, and would take many GB.
     """
     most, near = MANY, NEAR
     while True:
@@ -273,7 +272,7 @@ def search_space(costs: StepCosts) -> SearchSpace:
             if share >= 1 or most == 1:
                 return space
         most = max(min(int(len(cuts) * share), most - 1), 1)
-        near = max(int(near * share), NEAREST)
+        near = int(near * share)
 
 
 def default_cuts(costs: StepCosts, most: int = MANY) -> list[int]:
