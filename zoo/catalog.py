@@ -15,7 +15,7 @@ from zoo.models import densenet, gpt2, preactivation_resnet, resnet, vit
 from zoo.models.lstm import GRULanguageModel, LSTMLanguageModel
 from zoo.models.vnet import VNet
 from zoo.policy.budget import Budget
-from zoo.policy.options import Checkpoint, attach
+from zoo.policy.options import Checkpoint, runner_for
 from zoo.pretrained import published
 
 
@@ -124,7 +124,8 @@ def _factory(
         chain = model(**{**size, **arguments})
         if weights is not None:
             chain.load_state_dict(weights)
-        return attach(chain, **options)
+        chain.runner = runner_for(**options)
+        return chain
 
     summary, _, details = (inspect.getdoc(model) or "").partition("\n\n")
     build.__name__ = build.__qualname__ = name

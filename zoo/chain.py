@@ -3,7 +3,7 @@
 `torch.nn.Sequential` is the nearest relative; it cannot hand several tensors on, cannot offer the
 inside of its blocks as steps, and cannot be run by a plan. A chain runs its steps in order over a
 *state*, a tuple of tensors: each step takes what the step before it returned. What is kept in
-memory meanwhile is decided by the runner that `policy.options` attaches; without one a chain is an
+memory meanwhile is decided by the runner that `policy.options` makes; without one a chain is an
 ordinary module.
 """
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import zoo
 from tests.training import Residuals, assert_same, everything, images
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.verify import verify, weighted_sum
 from zoo.chain import Chain, Steps
 from zoo.engine.recording import thread
 from zoo.errors import ArgumentError, InputError, PlanError, VerifyError
 from zoo.models.densenet import DenseNet
 from zoo.optimizer.independence import step_alone
-from zoo.policy.options import attach
 from zoo.verification.state_comparison import first_difference, same_bits
 from zoo.verification.verdict import Place
 
@@ -284,7 +284,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("fault", [None, Stop, KeyboardInterrupt])
 def test_the_arguments_are_left_alone(fault: type[BaseException] | None) -> None:
-    model, x = attach(Residuals(), "blocks"), images().requires_grad_()
+    model, x = put_in_force(Residuals(), "blocks"), images().requires_grad_()
     model.norms[0].eval()
     model.convs[0].weight.requires_grad_(False)
     model(x).sum().backward()
@@ -367,7 +367,7 @@ def test_a_chain_inside_keeps_its_plan_and_the_baseline_has_none() -> None:
     class Outer(Chain):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = attach(Scaled(rate=0.0), ONE_SEGMENT)
+            self.inner = put_in_force(Scaled(rate=0.0), ONE_SEGMENT)
 
         def steps(self) -> Steps:
             return [torch.relu, self.inner, torch.tanh]

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import zoo
 from tests.training import Record, assert_same, everything, images, train
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.chain import Chain, outline
 from zoo.engine.operator_effects import read_settings
 from zoo.engine.recording import thread
@@ -31,7 +32,6 @@ from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet, basic
 from zoo.models.vit import ViT
 from zoo.planner.plan import Plan
-from zoo.policy.options import attach
 
 MOST = 40
 ERRORS: list[Callable[[str], BaseException]] = [
@@ -195,7 +195,7 @@ def watch(family: str) -> tuple[Watched, Watched]:
     baseline, checkpointed = pair
     expected = baseline.step(None, None)
     calls = sum(point.phase == "forward" for point in baseline.points)
-    attach(checkpointed.model, nested(calls // 2))
+    put_in_force(checkpointed.model, nested(calls // 2))
     assert_same(checkpointed.step(None, None), expected)
     return baseline, checkpointed
 

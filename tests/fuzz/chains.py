@@ -31,11 +31,11 @@ from torch.nn.utils import parametrizations, spectral_norm as hooked_spectral_no
 
 from tests.planner.test_plan import plans
 from tests.training import Record, assert_same, images, train
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.chain import Chain, Steps
 from zoo.engine import recording
 from zoo.layers.drop_path import DropPath
 from zoo.planner.plan import Plan
-from zoo.policy.options import attach
 
 CHANNELS, SIZE, CLASSES = 4, 6, 3
 STEPS = 2
@@ -336,7 +336,7 @@ def check(description: Description) -> int:
     """Trains the chain and a copy by the plan; every bit must agree; returns the steps trained."""
     torch.manual_seed(1)
     chain = Drawn(description)
-    checkpointed = attach(copy.deepcopy(chain), description.plan)
+    checkpointed = put_in_force(copy.deepcopy(chain), description.plan)
     expected = trained(chain, description)
     finite = (torch.isfinite(value).all() for value in expected.values())
     # a comparison of what is not finite would show nothing: another case is drawn

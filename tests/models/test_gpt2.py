@@ -9,10 +9,10 @@ from torch import nn
 
 import zoo
 from tests.models.runs import language_step_peak, noting_kept
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.models.gpt2 import GPT2
-from zoo.policy.options import attach
 
 SMALL = {"width": 64, "depth": 2, "heads": 4, "vocabulary": 101, "positions": 32}
 
@@ -144,7 +144,7 @@ def test_with_and_without_a_plan_the_chosen_chunk_and_the_bits_are_the_same():
     sizes, records = {**SMALL, "vocabulary": 5000}, []
     for checkpoint, chunk in ((False, None), (True, None), (False, 32), (False, 7)):
         torch.manual_seed(0)
-        model = attach(GPT2(**sizes, chunk_tokens=chunk), checkpoint)
+        model = put_in_force(GPT2(**sizes, chunk_tokens=chunk), checkpoint)
         record, _ = run(model, lambda model: model(*text()))
         records.append((len(model.steps_for(*text())), record))
     baseline, planned, same, other = records
@@ -169,7 +169,7 @@ def test_the_fused_head_is_equal_up_to_rounding(checkpoint):
     records = []
     for head in ("fused", "plain"):
         torch.manual_seed(0)
-        model = attach(GPT2(**SMALL, head=head, chunk_tokens=16).double(), checkpoint)
+        model = put_in_force(GPT2(**SMALL, head=head, chunk_tokens=16).double(), checkpoint)
         records.append(run(model, lambda model: model(*text()))[0])
     assert_close(*records, rtol=1e-9, atol=1e-15)
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import zoo
 from tests.models.runs import language_step_peak, noting_kept
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.chain import outline
 from zoo.errors import ArgumentError, InputError
-from zoo.policy.options import attach
 
 BOTH = pytest.mark.parametrize("factory", [zoo.lstm, zoo.gru])
 V, E, H, T, N = 61, 12, 16, 23, 3
@@ -128,7 +128,7 @@ def test_with_and_without_a_plan_the_chosen_chunks_and_the_bits_are_the_same(fac
     found = []
     for checkpoint, steps, chunk in ((False, None, None), (True, None, None), (False, 8, 24)):
         model = small(factory, **sizes, chunk_steps=steps, chunk_tokens=chunk)
-        model = attach(model, checkpoint)
+        model = put_in_force(model, checkpoint)
         torch.manual_seed(5)
         loss = model(tokens, targets=targets)[0]
         loss.backward()
@@ -185,7 +185,7 @@ def test_the_fused_head_is_equal_up_to_rounding(factory, checkpoint, tied):
     found = []
     for head in ("fused", "plain"):
         model = small(factory, head=head, tied=tied, embedding=H).double()
-        loss, state = attach(model, checkpoint)(text()[0], targets=text()[1])
+        loss, state = put_in_force(model, checkpoint)(text()[0], targets=text()[1])
         loss.backward()
         found.append((loss, parts(state), gradients(model)))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-15)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zoo
 from tests.planner.chains import nested_plans
 from tests.training import Residuals, assert_same, everything, images
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.plan import planner_for
 from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, BudgetError, PlanError
@@ -23,7 +24,6 @@ from zoo.models.resnet import basic
 from zoo.planner.costs import simulate
 from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner
-from zoo.policy.options import attach
 from zoo.policy.plan_report import FixedBytes, PlanReport
 from zoo.profiling.caching_allocator import BLOCK, rounded_up
 from zoo.profiling.peak_memory import measure_step
@@ -149,7 +149,7 @@ def test_a_deep_plan_of_least_peak_trains_as_the_plain_chain_does() -> None:
     assert plan.depth() > 64
     model(x).sum().backward()
     expected, x.grad = x.grad, None
-    attach(model, plan)(x).sum().backward()
+    put_in_force(model, plan)(x).sum().backward()
     assert torch.equal(x.grad, expected)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import zoo
 from tests.training import images
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.models.densenet import DenseNet
-from zoo.policy.options import attach
 from zoo.profiling.peak_memory import trace
 
 OTHERS = ["blocks", "sqrt", "cheap", 2, 4]
@@ -42,7 +42,7 @@ def peak(name: str, checkpoint: Any) -> int:
     """Returns the most bytes beside parameters in the second step, gradients dropped before it."""
     build, make = FAMILIES[name]
     torch.manual_seed(0)
-    model, inputs = attach(build(), checkpoint), make()
+    model, inputs = put_in_force(build(), checkpoint), make()
     held: list[Any] = []
 
     def step() -> None:

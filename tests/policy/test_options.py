@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 import zoo
 from tests.training import Record, Residuals, assert_same, everything, images, train
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, PlanError
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import ResNet, basic, bottleneck
 from zoo.policy import options as checkpointing
-from zoo.policy.options import attach
+from zoo.policy.options import runner_for
 from zoo.profiling.peak_memory import trace
 
 OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
@@ -51,7 +52,7 @@ class Carried:
 
 def small(build: Callable[..., Chain], *args: Any, **options: Any) -> Callable[..., Chain]:
     """Makes a factory like those of the catalog of a size that the catalog lacks."""
-    return lambda checkpoint=False: attach(build(*args, **options), checkpoint)
+    return lambda checkpoint=False: put_in_force(build(*args, **options), checkpoint)
 
 
 FAMILIES: dict[str, tuple[Callable[..., Chain], Callable[[], list[Tensor]], Any]] = {
@@ -135,12 +136,12 @@ def test_names_and_weights_are_those_of_the_baseline(family: str) -> None:
 
 def test_a_given_plan_is_in_force_at_once() -> None:
     plan = ((0, 1), *range(2, 10))
-    assert attach(Residuals(), plan).plan == plan
+    assert put_in_force(Residuals(), plan).plan == plan
 
 
 @pytest.mark.parametrize("checkpoint", OPTIONS)
 def test_the_plan_is_none_until_the_first_training_forward(checkpoint: Any) -> None:
-    model = attach(Residuals(), checkpoint)
+    model = put_in_force(Residuals(), checkpoint)
     assert model.plan is None
     with torch.no_grad():
         model(images())
@@ -158,7 +159,7 @@ def test_a_plan_is_made_once_for_each_kind_of_inputs(monkeypatch: pytest.MonkeyP
         "Profile",
         lambda *args, real=checkpointing.Profile: (made.append(1), real(*args))[1],
     )
-    model = attach(Residuals(), True)
+    model = put_in_force(Residuals(), True)
     for size in (6, 6, 8, 6, 8):
         model(images(size=size)).sum().backward()
     assert len(made) == 2
@@ -170,7 +171,7 @@ def test_a_plan_is_made_once_for_each_kind_of_inputs(monkeypatch: pytest.MonkeyP
 
 
 def test_true_runs_no_step_more_than_twice_and_holds_less() -> None:
-    model = attach(Residuals(blocks=8), True)
+    model = put_in_force(Residuals(blocks=8), True)
     model(images(8, 4, 32))
     assert model.plan is not None
     assert max(model.plan.runs()) == 2
@@ -180,7 +181,7 @@ def test_true_runs_no_step_more_than_twice_and_holds_less() -> None:
 def test_bfloat16_autocast_is_exact(checkpoint: Any) -> None:
     def record(option: Any) -> Record:
         torch.manual_seed(1)
-        model = attach(Residuals(), option)
+        model = put_in_force(Residuals(), option)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(images()).square().mean()
         loss.backward()
@@ -190,14 +191,14 @@ def test_bfloat16_autocast_is_exact(checkpoint: Any) -> None:
 
 
 def test_false_takes_a_plan_off_again() -> None:
-    model = attach(attach(Residuals(), True), False)
+    model = put_in_force(put_in_force(Residuals(), True), False)
     model(images())
     assert model.plan is None
     assert model.runner is None
 
 
 def test_copies_and_pickles_keep_the_option() -> None:
-    model = attach(Residuals(), True)
+    model = put_in_force(Residuals(), True)
     model(images())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.plan == model.plan
@@ -219,7 +220,7 @@ def test_copies_and_pickles_keep_the_option() -> None:
 )
 def test_an_option_that_is_none_is_refused(checkpoint: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        attach(Residuals(), checkpoint)
+        runner_for(checkpoint, None, None)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_an_option_that_is_none_is_refused(checkpoint: Any, message: str) -> Non
 def test_a_plan_that_does_not_fit_leaves_the_model_unchanged(
     checkpoint: Any, error: type[Exception], message: str
 ) -> None:
-    model, x = attach(Residuals(), checkpoint), images()
+    model, x = put_in_force(Residuals(), checkpoint), images()
     before = everything(model)
     with pytest.raises(error, match=message):
         model(x)
@@ -252,22 +253,22 @@ def test_steps_that_cannot_be_measured_are_refused_with_a_way_out() -> None:
             return x.sin() if x.sum().item() > 0 else x.cos()
 
     with pytest.raises(PlanError, match=r"could not be measured on fake tensors.*pass checkpoint="):
-        attach(Branches(), True)(torch.rand(2, 3))
-    attach(Branches(), 2)(torch.rand(2, 3)).sum().backward()
+        put_in_force(Branches(), True)(torch.rand(2, 3))
+    put_in_force(Branches(), 2)(torch.rand(2, 3)).sum().backward()
 
 
 def test_a_chain_inside_keeps_its_own_plan() -> None:
     class Outer(Chain):
         def __init__(self, checkpoint: Any) -> None:
             super().__init__()
-            self.inner = attach(Residuals(), checkpoint)
+            self.inner = put_in_force(Residuals(), checkpoint)
 
         def steps(self) -> Steps:
             return [torch.relu, self.inner, torch.tanh]
 
     def record(inner: Any, outer: Any) -> Record:
         torch.manual_seed(1)
-        model = attach(Outer(inner), outer)
+        model = put_in_force(Outer(inner), outer)
         result = train(model, lambda: [images()], steps=2)
         assert inner is False or model.inner.plan is not None
         return result
@@ -290,7 +291,7 @@ def test_modules_that_differ_in_a_list_are_measured_apart() -> None:
         def flatten(self, x: Tensor) -> Tensor:
             return self.fc(x.flatten(1))
 
-    attach(Pools(), True)(images(2, 4, 8)).sum().backward()
+    put_in_force(Pools(), True)(images(2, 4, 8)).sum().backward()
 
 
 compiled: Any = functools.partial(torch.compile, backend="aot_eager")
@@ -309,7 +310,7 @@ def _fresh_compiler() -> Iterator[None]:
 def test_a_compiled_model_is_exact(checkpoint: Any) -> None:
     def results(option: Any) -> list[Record]:
         torch.manual_seed(1)
-        model = attach(Residuals(rate=0.4), option)
+        model = put_in_force(Residuals(rate=0.4), option)
         forward = compiled(model)
         found = []
         for _ in range(2):
@@ -325,7 +326,7 @@ def test_a_compiled_model_is_exact(checkpoint: Any) -> None:
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_compiled_model_saves_what_it_would_uncompiled() -> None:
     def peak(option: Any) -> int:
-        model = attach(Sines(), option)
+        model = put_in_force(Sines(), option)
         forward = compiled(model)
         x = torch.rand(1 << 16, requires_grad=True)
         forward(x).sum().backward()
@@ -341,7 +342,7 @@ class Sines(Chain):
 
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_whole_graph_needs_a_plan_before() -> None:
-    model = attach(Sines(), 2)
+    model = put_in_force(Sines(), 2)
     forward = compiled(model, fullgraph=True)
     x = torch.rand(3, requires_grad=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="run one before compiling"):

@@ -15,9 +15,9 @@ import zoo
 from tests.tracing.models import Net
 from tests.training import Residuals, assert_same, images, needs_numpy, train
 from zoo._torch import FakeTensorMode
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.chain import Chain, Steps
 from zoo.invocation import InputSpec, Invocation
-from zoo.policy.options import attach
 from zoo.profiling import chain_profile, isolation
 from zoo.profiling.peak_memory import measure_step
 
@@ -140,13 +140,13 @@ def test_of_plans_that_overlap_the_smaller_serves(build: Any, work: list[str]) -
 
 
 def test_larger_in_one_dimension_is_planned(work: list[str]) -> None:
-    model = attach(Residuals(), True)
+    model = put_in_force(Residuals(), True)
     for count, size in ((4, 6), (3, 8), (5, 4)):
         assert works(model, lambda n, size=size: (images(n, size=size),), [count], work) == [True]
 
 
 def test_another_number_of_steps_is_planned_for_itself(work: list[str]) -> None:
-    model = attach(lstm(), True)
+    model = put_in_force(lstm(), True)
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         return model(tokens, None, targets)[0]
@@ -170,7 +170,7 @@ def test_other_steps_of_the_same_number_are_planned_for_themselves(work: list[st
         def twice(self, x: Tensor) -> Tensor:
             return self.short(x, x)
 
-    model = attach(Chooses(), True)
+    model = put_in_force(Chooses(), True)
     assert works(model, lambda n: (torch.rand(n, 4),), (4, 3, 2, 1), work) == [
         True, False, True, False,
     ]  # fmt: skip

@@ -1,8 +1,8 @@
 """The `checkpoint=` option: True, a number of segments, a scheme's name, "auto" or a Plan.
 
 A plan is chosen at the first training forward, when the inputs are known, and cached in the runner
-that `attach` gives a chain. It serves inputs of the same structure (types, devices, autocast,
-steps) in which no size is larger, such as an epoch's last batch:
+of a chain. It serves inputs of the same structure (types, devices, autocast, steps) in which no
+size is larger, such as an epoch's last batch:
 
     batches   32      32      20      48      20      40
     plan      for 32  for 32  for 32  for 48  for 32  for 48
@@ -13,7 +13,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -42,34 +42,17 @@ Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
 # inputs whose plans are cached; the oldest are dropped first
 MOST_PLANS = 64
 _log = logging.getLogger("zoo")
-AnyChain = TypeVar("AnyChain", bound=Chain)
-
-
-def attach(
-    chain: AnyChain,
-    checkpoint: Checkpoint = True,
-    *,
-    memory_budget: Budget | None = None,
-    max_overhead: float | None = None,
-) -> AnyChain:
-    """Puts a `checkpoint=` option in force on a chain, in place of an earlier one, and returns it.
-
-    The options are those of `zoo.checkpoint`. All but `False` choose a plan at the first training
-    forward, and for inputs that are larger than those before.
-
-    Raises:
-        ArgumentError: no such option, or a budget beside another option.
-        BudgetError: at that forward, when no plan keeps to the budget.
-        PlanError: a malformed plan; one that does not fit raises at the first forward.
-    """
-    chain.runner = runner_for(checkpoint, memory_budget, max_overhead)
-    return chain
 
 
 def runner_for(
     checkpoint: Checkpoint, memory_budget: Budget | None, max_overhead: float | None
 ) -> "PlannedRunner | None":
-    """Returns the runner for an option, None for False; raises as `attach` does."""
+    """Returns the runner for an option of `zoo.checkpoint`; None for False.
+
+    Raises:
+        ArgumentError: no such option, or a budget beside another option.
+        PlanError: a malformed plan.
+    """
     bounded = memory_budget is not None or max_overhead is not None
     if isinstance(checkpoint, PlanReport):
         checkpoint = checkpoint.plan
