@@ -49,9 +49,6 @@ class Unit(Residual):
         active = self.relu(self.bn1(images))
         return active, active if self.is_first else images
 
-    def _project(self, branch: Tensor, shortcut: Tensor) -> Pair:
-        return branch, self.downsample(shortcut)
-
     def _add(self, branch: Tensor, shortcut: Tensor) -> Any:
         total = self.drop_path(getattr(self, f"conv{self.depth}")(branch))
         total += shortcut
