@@ -90,13 +90,9 @@ class BudgetPlanner:
         self.kernels: Sequence[KernelCosts | None] = self.profile.kernels() if is_here else ()
         self._count()
 
-    def with_kernels(self, kernels: Sequence[KernelCosts | None]) -> "BudgetPlanner":
-        """Returns a planner that counts these seconds and workspaces of kernels."""
-        return self._with(kernels=kernels)
-
     def in_backward(self) -> "BudgetPlanner":
         """Returns a planner for the same step with the optimizer in the backward."""
-        return self._with(
+        return self.changed(
             optimizer=self._optimizer_bytes(in_backward=True),
             fixed=replace(self.fixed, gradients=0, scratch=0),
         )
@@ -106,7 +102,8 @@ class BudgetPlanner:
         kind = self.device.kind if self.device is not None else None
         return optimizer_bytes(self.make, self.parameters, in_backward, kind)
 
-    def _with(self, **attributes: Any) -> "BudgetPlanner":
+    def changed(self, **attributes: Any) -> "BudgetPlanner":
+        """Returns a planner of the same step with other `kernels`, say, and counts anew."""
         planner = copy.copy(self)
         for cached in ("points", "least", "trades"):
             vars(planner).pop(cached, None)
@@ -148,15 +145,13 @@ class BudgetPlanner:
                 text += only_in_backward(other)
         return BudgetError(text)
 
-    def frontier(self) -> Frontier:
-        """Returns the best plans and the classic schemes.
+    def frontier(self, best: Sequence[Point] | None = None) -> Frontier:
+        """Returns the best plans, of which `best` may be known already, and the classic schemes.
 
         Raises:
             Interrupted: by Ctrl-C, with the best plans found so far.
         """
-        return self._frontier(self.points)
-
-    def _frontier(self, best: Sequence[Point]) -> Frontier:
+        best = self.points if best is None else best
         steps = self.costs.blocks, self.outline.whole, lambda: self.costs
         classic = {name: schemes.named(name, *steps) for name in schemes.NAMES}
         others = (self._point(_loss_kept(plan, self.steps), name) for name, plan in classic.items())
@@ -204,7 +199,7 @@ class BudgetPlanner:
             except Interrupted as error:
                 best = self._best(error.found)
                 text = f"interrupted; {len(best)} of the best plans of {self.title} were found"
-                raise Interrupted(text, self._frontier(best)) from None
+                raise Interrupted(text, self.frontier(best)) from None
 
     def _best(self, found: Sequence[Any]) -> list[Point]:
         results = dict(found)

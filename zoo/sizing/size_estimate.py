@@ -108,7 +108,7 @@ class SizeEstimates:
             is_timed = is_here and self.max_overhead is not None and not planner.kernels_measured
             peak = (planner.least if is_timed else self.policy(planner, None)).peak
             if is_here and peak <= budget and not planner.kernels_measured:
-                planner = planner.with_kernels(self._kernels(count, planner))
+                planner = planner.changed(kernels=self._kernels(count, planner))
                 self.planners[count] = planner
                 peak = self.policy(planner, None).peak
             self.needs[count] = peak
