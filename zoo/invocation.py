@@ -23,7 +23,7 @@ from zoo._torch import (
     pytree,
 )
 from zoo.chain import Chain, Held, NamedStep, Outline, Runner, State
-from zoo.errors import ArgumentError, ZooError, shortened, shortened_text
+from zoo.errors import LONGEST, ArgumentError, ZooError, in_a_line, shortened
 from zoo.profiling.fake_tensors import NumbersNeeded, as_data
 
 # of what a model returns, whole, as in loss(model(inputs))
@@ -160,7 +160,7 @@ def _leaf_spec(leaf: Any) -> Any:
 
 
 def _refused(model: nn.Module, error: Exception) -> ArgumentError:
-    said = shortened_text(" ".join(f"{type(error).__name__}: {error}".split()))
+    said = in_a_line(error, LONGEST)
     return ArgumentError(f"{type(model).__name__} does not take these inputs: {said}")
 
 

@@ -167,9 +167,9 @@ class ChainSummary:
 
     def __str__(self) -> str:
         rows = zip(self.blocks, self.names, strict=True)
-        sizes = counted(len(self.names), "step"), counted(len(set(self.blocks)), "block")
-        lines = [" in ".join(sizes)]
-        return "\n".join([*lines, *(f"{block:>4}  {name}" for block, name in rows)])
+        steps, blocks = counted(len(self.names), "step"), counted(len(set(self.blocks)), "block")
+        lines = (f"{block:>4}  {name}" for block, name in rows)
+        return "\n".join([f"{steps} in {blocks}", *lines])
 
 
 @shown("zoo.chain_of")

@@ -215,7 +215,9 @@ class _Search:
         A step that runs out of memory does not tell how much was missing, so from then on the limit
         is bisected between that size's bytes and those of one that fits, at first the smallest.
         """
-        room = 0 if verify is False else self._room()
+        place = self.first.place
+        is_counted = place.type == "cpu" or counts_memory(place)
+        room = free_on(place) if verify is not False and is_counted else 0
         target, low, excess = self.budget, 0, 0
         high: int | None = None
         ran_out: Largest | None = None
@@ -319,11 +321,6 @@ class _Search:
             if other is not None and other + excess <= self.budget:
                 text += only_in_backward(other + excess)
         return BudgetError(text)
-
-    def _room(self) -> int:
-        """Returns the free bytes on the model's device."""
-        place = self.first.place
-        return free_on(place) if place.type == "cpu" or counts_memory(place) else 0
 
     def _measured(self, candidate: Largest) -> int | None:
         """Trains a copy of the model; returns its peak in bytes, None if memory runs out."""
