@@ -340,7 +340,7 @@ def runs_of(costs: StepCosts, marked: Container[int]) -> list[Run]:
             run_of(start, period)
             for period in periods
             # with fewer parts it would not be a run
-            if keys[start] in keys[start + (PARTS - 1) * period :][:1]
+            if (last := start + (PARTS - 1) * period) < len(keys) and keys[last] == keys[start]
         )
         found = max(tried, key=lambda run: (run.stop, -run.period), default=None)
         if found is None or found.stop - start < PARTS * found.period:
