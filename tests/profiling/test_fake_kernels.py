@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import FakeTensor, FakeTensorMode
-from zoo.profiling.fake_tensors import (
+from zoo.profiling.fake_results import (
     ALIKE,
     IN_PLACE,
     MAKERS,

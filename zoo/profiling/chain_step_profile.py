@@ -20,7 +20,8 @@ from zoo.engine.operands import detached
 from zoo.engine.recording import SMALL, KernelMode
 from zoo.profiling.autograd_interpreter import gradients_of
 from zoo.profiling.caching_allocator import rounded_up
-from zoo.profiling.fake_tensors import LIFT, QUESTIONS, as_data
+from zoo.profiling.fake_results import LIFT
+from zoo.profiling.fake_tensors import QUESTIONS, as_data
 from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, storages_of, tensors_in
 

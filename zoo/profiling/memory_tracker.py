@@ -65,7 +65,8 @@ from zoo.engine.sharded import sharded_modules
 from zoo.errors import ArgumentError, shortened
 from zoo.invocation import check_module, place_of
 from zoo.optimizer import in_backward, independence
-from zoo.profiling.fake_tensors import DEVICE, LIFT
+from zoo.profiling.fake_results import LIFT
+from zoo.profiling.fake_tensors import DEVICE
 from zoo.profiling.optimizer_memory import is_optimizer
 from zoo.profiling.source_location import UNKNOWN, Location, Locations, is_differentiated
 from zoo.profiling.tensor_spec import storages_of, tensors_in

@@ -1,0 +1,434 @@
+"""What kernels return on fake tensors: by rules, or as torch says it, corrected.
+
+The rules are for the kernels that are called most. They give torch's own results, several times
+faster. Where torch's results are wrong, the operators that follow are others than in a real forward
+(a `view`, not a `clone`), so that a plan that was made ahead is for a forward that never comes; or
+bytes are missing:
+
+- Fused optimizers write in place and allocate nothing. torch has no fake kernels for them and runs
+  them on real tensors of the same sizes.
+- A kernel may take what torch's rule refuses: the CPU's grouped product of matrices takes float32.
+  Each different call runs once, for real.
+- The CPU's LSTM returns a workspace for its backward, most of what an LSTM saves. A fake one is
+  empty. Only the kernel knows the real size: each different call runs once, for real.
+- Norms, `roll` and the like of a tensor in channels last return channels last on the CPU, and a
+  batch norm of one that is in no memory format a contiguous one.
+- The gradient of a layer norm's input, and the CPU's `logsigmoid`, are contiguous, whatever the
+  input is.
+- The CPU's batch norm and group norm in half precision with float32 weights, as under autocast,
+  have float32 statistics.
+- A loss that is reduced lies in the memory of the losses of all elements, `fold` in that of its
+  columns: torch's kernels make the whole and resize it.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo._torch import (
+    DataDependentOutputException,
+    DisableTorchDispatch,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation,
+    unset_fake_temporarily,
+)
+from zoo.engine.operator_effects import effects_of, is_view
+from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_in
+
+_aten = torch.ops.aten
+CPU = torch.device("cpu")
+DATA_NEEDED = DataDependentOutputException, DynamicOutputShapeException
+LSTM = _aten.mkldnn_rnn_layer.default
+# wraps the real tensor of `torch.tensor([...])`
+LIFT = _aten.lift_fresh.default
+BATCH_NORM = _aten.native_batch_norm.default
+# a view that is not tagged as one
+UNSAFE_VIEW = _aten._unsafe_view.default
+
+
+def _operators(overload: str, names: str) -> frozenset[Any]:
+    return frozenset(getattr(getattr(_aten, name), overload) for name in names.split())
+
+
+# element by element; arguments of one dtype give a result of that dtype
+POINTWISE = _operators("Tensor", "add sub mul div") | _operators(
+    "default",
+    "relu gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward "
+    "threshold_backward exp neg sqrt rsqrt",
+)
+IN_PLACE = (
+    _operators("Tensor", "add_ sub_ mul_ div_")
+    | _operators("default", "relu_ addcmul_ addcdiv_")
+    | _operators("Scalar", "lerp_")
+)
+# a size comes first, or a tensor of the type and device to make it of
+MAKERS = _operators("default", "ones zeros new_empty new_zeros") | _operators(
+    "memory_format", "empty"
+)
+ALIKE = _operators("default", "empty_like ones_like zeros_like clone")
+# of so many dimensions
+PRODUCTS = dict.fromkeys(_operators("default", "mm addmm"), 2) | {_aten.bmm.default: 3}
+# along a dimension; the result is contiguous
+SOFTMAX = _operators(
+    "default", "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data"
+)
+
+
+def result_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what a kernel returns on fake tensors, by a rule or as torch says it, corrected.
+
+    Raises:
+        DataDependentOutputException, DynamicOutputShapeException: it needs values.
+    """
+    result = result_by_rule(mode, func, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    schema = getattr(func, "_schema", None)
+    if schema is not None and schema.name.startswith("aten::_fused_") and not schema.returns:
+        return None
+    try:
+        result = func(*args, **kwargs)
+    except DATA_NEEDED:
+        raise
+    except RuntimeError:
+        made = _specs_of_results(func, args, kwargs)
+        if made is None:
+            raise
+        fakes = [_empty(mode, s.shape, s.stride, s.dtype, args[0].device) for s in made]
+        return fakes[0] if len(func._schema.returns) == 1 else tuple(fakes)
+    correct = _CORRECTIONS.get(func)
+    return result if correct is None else correct(mode, result, *args)
+
+
+# bytes of workspaces, by the repr of the call's spec
+_workspaces: dict[str, int] = {}
+
+
+def _workspace(*args: Any) -> int:
+    """Returns the bytes of the workspace that the CPU's LSTM returns for its backward."""
+    spec = KernelSpec.of(LSTM, args, {})
+    if repr(spec) not in _workspaces:
+        assert spec is not None
+        # without grad mode the kernel makes none
+        with unset_fake_temporarily(), torch.enable_grad():
+            operator, prepared, _ = spec.prepared()
+            workspace = operator(*prepared)[-1]
+        _workspaces[repr(spec)] = 0 if workspace is None else int(workspace.nbytes)
+    return _workspaces[repr(spec)]
+
+
+# what kernels return that torch refuses for fakes, by the repr of the call's spec
+_results: dict[str, list[TensorSpec] | None] = {}
+
+
+def _specs_of_results(func: Any, args: Any, kwargs: Any) -> list[TensorSpec] | None:
+    """Returns specs of what the CPU's kernel returns for real; None if that raises, too."""
+    spec = KernelSpec.of(func, args, kwargs) if effects_of(func).simple else None
+    if spec is None or not isinstance(args[0], Tensor):
+        return None
+    if repr(spec) not in _results:
+        with unset_fake_temporarily(), torch.no_grad():
+            operator, args, kwargs = spec.prepared()
+            try:
+                made = tensors_in(operator(*args, **kwargs))
+            except Exception:
+                _results[repr(spec)] = None
+            else:
+                _results[repr(spec)] = [TensorSpec.of(tensor) for tensor in made]
+    return _results[repr(spec)]
+
+
+def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns torch's result of a kernel on fake tensors, faster; NotImplemented without a rule."""
+    if func in _RULES:
+        return _RULES[func](mode, *args, **kwargs)
+    tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
+    if not tensors or tensors[0] is not args[0] or not _is_plain(tensors[0]):
+        return NotImplemented
+    if (is_view(func) or func is UNSAFE_VIEW) and len(tensors) == 1 and func is not LIFT:
+        return _view(mode, func, args, kwargs)
+    if func in IN_PLACE and _are_alike(tensors):
+        return tensors[0]
+    return _like(mode, tensors[0]) if func in POINTWISE and _are_alike(tensors) else NotImplemented
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Says whether a tensor is a strided fake without a constant of torch's own."""
+    is_fake = type(tensor) is FakeTensor and tensor.layout is torch.strided
+    return is_fake and tensor.constant is None  # type: ignore[attr-defined]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Says whether tensors are dense, of one shape, stride, device and floating-point dtype."""
+    first = tensors[0]
+    return (
+        first.is_floating_point()
+        and _is_dense(first)
+        and all(
+            _is_plain(other)
+            and other.shape == first.shape
+            and other.stride() == first.stride()
+            and other.dtype is first.dtype
+            and other.device == first.device
+            for other in tensors[1:]
+        )
+    )
+
+
+def _empty(mode: FakeTensorMode, shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
+    with DisableTorchDispatch():
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    fake: Tensor = FakeTensor(mode, made, device)
+    return fake
+
+
+def _like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    return _empty(mode, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _empty_strided(mode: FakeTensorMode, shape: Any, stride: Any, **others: Any) -> Any:
+    dtype, device = others.pop("dtype", None), others.pop("device", None)
+    if dtype is None or device is None or device.type == "meta" or any(others.values()):
+        return NotImplemented
+    return _empty(mode, shape, stride, dtype, device)
+
+
+def _contiguous(
+    mode: FakeTensorMode,
+    shape: Any,
+    dtype: Any,
+    device: Any,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> Tensor:
+    """Makes a tensor that is contiguous in a memory format."""
+    with DisableTorchDispatch():
+        made = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format)
+    fake: Tensor = FakeTensor(mode, made, device)
+    return fake
+
+
+def _made(mode: FakeTensorMode, first: Any, size: Any = None, **others: Any) -> Any:
+    kind = first if isinstance(first, Tensor) else None
+    dtype, device = others.pop("dtype", None), others.pop("device", None)
+    if (kind is not None and not _is_plain(kind)) or not _are_defaults(device, others):
+        return NotImplemented
+    if kind is None:
+        return _contiguous(mode, first, dtype or torch.get_default_dtype(), device or CPU)
+    return _contiguous(mode, size, dtype or kind.dtype, device or kind.device)
+
+
+def _alike(mode: FakeTensorMode, tensor: Tensor, **others: Any) -> Any:
+    dtype, device = others.pop("dtype", None), others.pop("device", None)
+    of_memory = others.pop("memory_format", None)
+    if not (_is_plain(tensor) and _are_defaults(device, others)):
+        return NotImplemented
+    kind = dtype or tensor.dtype, device or tensor.device
+    if of_memory is torch.contiguous_format:
+        return _contiguous(mode, tensor.shape, *kind)
+    is_kept = of_memory in (None, torch.preserve_format) and _is_dense(tensor)
+    return _empty(mode, tensor.shape, tensor.stride(), *kind) if is_kept else NotImplemented
+
+
+def _are_defaults(device: torch.device | None, others: Mapping[str, Any]) -> bool:
+    is_meta = device is not None and device.type == "meta"
+    return not is_meta and all(value in (None, False, torch.strided) for value in others.values())
+
+
+def _product(ndim: int, mode: FakeTensorMode, *tensors: Tensor, **_: Any) -> Any:
+    *added, one, other = tensors
+    if not (_is_plain(one) and one.is_floating_point() and one.ndim == other.ndim == ndim):
+        return NotImplemented
+    shape = (*one.shape[:-1], other.shape[-1])
+    are_alike = all(
+        (_is_plain(tensor) or type(tensor) in (Tensor, nn.Parameter))
+        and (tensor.dtype, tensor.device, tensor.layout) == (one.dtype, one.device, torch.strided)
+        for tensor in tensors
+    )
+    fits = one.shape[-1] == other.shape[-2] and one.shape[:-2] == other.shape[:-2]
+    fits = fits and all(tensor.shape == shape[-1:] for tensor in added)
+    return _contiguous(mode, shape, one.dtype, one.device) if are_alike and fits else NotImplemented
+
+
+def _softmax(mode: FakeTensorMode, *args: Any) -> Any:
+    # whether to convert to float32 comes last, or the type that was converted
+    *tensors, dim, last = args
+    x = tensors[0]
+    is_same = (
+        _is_plain(x) and x.is_contiguous() and _are_alike(tensors) and last in (False, x.dtype)
+    )
+    return _like(mode, x) if is_same and -x.ndim <= dim < x.ndim else NotImplemented
+
+
+def _nll_loss_backward(mode: FakeTensorMode, gradient: Tensor, x: Tensor, *others: Any) -> Any:
+    _, weight, *_ = others
+    is_same = _is_plain(x) and x.is_contiguous() and _is_plain(gradient) and weight is None
+    return _like(mode, x) if is_same and gradient.dtype is x.dtype else NotImplemented
+
+
+def _view(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    device = args[0].device
+    with in_kernel_invocation(mode):
+        found = func(*args, **kwargs)
+    if isinstance(found, Tensor):
+        return FakeTensor(mode, found, device)
+    return [FakeTensor(mode, view, device) for view in found]
+
+
+def _batch_norm(mode: FakeTensorMode, x: Tensor, *others: Any) -> Any:
+    *weights, training, _, _ = others
+    if not _is_plain(x) or x.device != CPU or not training or not x.is_contiguous():
+        return NotImplemented
+    of_statistics = (x.shape[1],), (1,), statistics_type(x, *weights), CPU
+    return (_like(mode, x), _empty(mode, *of_statistics), _empty(mode, *of_statistics))
+
+
+def statistics_type(x: Tensor, *weights: Any) -> torch.dtype:
+    """Returns the dtype of a batch norm's statistics on the CPU: float32 if a weight's is."""
+    dtypes = [weight.dtype for weight in weights if isinstance(weight, Tensor)]
+    return torch.float32 if torch.float32 in dtypes else x.dtype
+
+
+def _batch_norm_backward(
+    mode: FakeTensorMode, gradient: Tensor, x: Tensor, weight: Tensor | None, *others: Any
+) -> Any:
+    *_, training, _, wanted = others
+    are_dense = _is_plain(gradient) and gradient.is_contiguous() and x.is_contiguous()
+    if x.device != CPU or not training or not are_dense or weight is None:
+        return NotImplemented
+    of_weight = (x.shape[1],), (1,), weight.dtype, CPU
+    of_input, of_scale, of_bias = wanted
+    return (
+        _like(mode, x) if of_input else None,
+        _empty(mode, *of_weight) if of_scale else None,
+        _empty(mode, *of_weight) if of_bias else None,
+    )
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(MAKERS, _made),
+    **dict.fromkeys(ALIKE, _alike),
+    **{func: functools.partial(_product, ndim) for func, ndim in PRODUCTS.items()},
+    **dict.fromkeys(SOFTMAX, _softmax),
+    _aten.empty_strided.default: _empty_strided,
+    _aten.nll_loss_backward.default: _nll_loss_backward,
+    BATCH_NORM: _batch_norm,
+    _aten.native_batch_norm_backward.default: _batch_norm_backward,
+}
+
+
+# the reduction comes third, where it is given; 0 is none
+_REDUCED = (_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default)
+
+
+def _format_of(tensor: Tensor) -> torch.memory_format:
+    """Returns the memory format that kernels which keep one keep of a tensor."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(tensor.ndim)
+    is_last = last is not None and tensor.is_contiguous(memory_format=last)
+    return last if last is not None and is_last else torch.contiguous_format
+
+
+def _in(mode: FakeTensorMode, result: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """Returns a result in a memory format: itself, where it has that."""
+    if result.is_contiguous(memory_format=memory_format):
+        return result
+    return _contiguous(mode, result.shape, result.dtype, result.device, memory_format)
+
+
+def _kept(mode: FakeTensorMode, result: Tensor, x: Tensor, *_: Any) -> Tensor:
+    is_here = x.device == CPU and result.shape == x.shape
+    return _in(mode, result, _format_of(x)) if is_here else result
+
+
+def _gradient_kept(mode: FakeTensorMode, result: Tensor, _: Tensor, x: Tensor, *__: Any) -> Tensor:
+    return _kept(mode, result, x)
+
+
+def _norm(mode: FakeTensorMode, result: Any, x: Tensor, *weights: Any) -> Any:
+    output, *statistics = result
+    if x.device == CPU:
+        dtype = statistics_type(x, *weights)
+        statistics = [saved.to(dtype) for saved in statistics]
+    return (_kept(mode, output, x), *statistics)
+
+
+def _norm_backward(mode: FakeTensorMode, result: Any, _: Tensor, x: Tensor, *__: Any) -> Any:
+    of_input, *others = result
+    if of_input is None or x.device != CPU:
+        return result
+    return (_kept(mode, of_input.to(x.dtype), x), *others)
+
+
+def _log_sigmoid(mode: FakeTensorMode, result: Any, x: Tensor) -> Any:
+    if x.device != CPU:
+        return result
+    return tuple(_in(mode, one, torch.contiguous_format) for one in result)
+
+
+def _layer_norm_backward(mode: FakeTensorMode, result: Any, *_: Any) -> Any:
+    of_input, *others = result
+    return result if of_input is None else (_in(mode, of_input, torch.contiguous_format), *others)
+
+
+def _within(mode: FakeTensorMode, result: Tensor, numbers: int) -> Tensor:
+    """Returns a result that lies in the memory of so many numbers."""
+    if numbers <= result.numel():
+        return result
+    with DisableTorchDispatch():
+        whole = torch.empty(numbers, dtype=result.dtype, device="meta")
+        made = whole.as_strided(result.shape, result.stride())
+    fake: Tensor = FakeTensor(mode, made, result.device)
+    return fake
+
+
+def _reduced(mode: FakeTensorMode, result: Tensor, x: Tensor, y: Tensor, *others: Any) -> Tensor:
+    is_reduced = not others or others[0] != 0
+    sizes = itertools.zip_longest(x.shape[::-1], y.shape[::-1], fillvalue=1)
+    whole = math.prod(itertools.starmap(max, sizes)) if is_reduced else 0
+    return _within(mode, result, whole)
+
+
+def _reduced_with_weight(
+    mode: FakeTensorMode, result: Tensor, x: Tensor, y: Tensor, _: Any = None, reduction: int = 1
+) -> Tensor:
+    return _reduced(mode, result, x, y, reduction)
+
+
+def _columns(mode: FakeTensorMode, result: Tensor, columns: Tensor, *_: Any) -> Tensor:
+    return _within(mode, result, columns.numel())
+
+
+def _lstm(mode: FakeTensorMode, result: Any, *args: Any) -> Any:
+    *outputs, workspace = result
+    # without grad mode the kernel makes none
+    size = _workspace(*args) if torch.is_grad_enabled() else None
+    return (*outputs, size and workspace.new_empty(size, dtype=torch.uint8))
+
+
+_CORRECTIONS: dict[Any, Callable[..., Any]] = {
+    LSTM: _lstm,
+    BATCH_NORM: _norm,
+    _aten.native_group_norm.default: _norm,
+    _aten.native_group_norm_backward.default: _norm_backward,
+    _aten.native_batch_norm_backward.default: _norm_backward,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten.log_sigmoid_forward.default: _log_sigmoid,
+    _aten.roll.default: _kept,
+    _aten.channel_shuffle.default: _kept,
+    _aten.reflection_pad2d_backward.default: _gradient_kept,
+    _aten.replication_pad2d_backward.default: _gradient_kept,
+    **dict.fromkeys(_REDUCED, _reduced),
+    _aten.binary_cross_entropy.default: _reduced_with_weight,
+    _aten.col2im.default: _columns,
+}
