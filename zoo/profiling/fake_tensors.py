@@ -1,4 +1,4 @@
-"""What fake tensors lack and planning needs: the values of constants, the bytes of some kernels.
+"""Fake tensors whose values are known: constant propagation, which planning needs.
 
 A fake tensor has no values, and code that reads one (`torch.arange(2, 5).tolist()` in a loss)
 raises DataDependentOutputException. But values that code computes from its own constants and from
