@@ -95,6 +95,7 @@ class ChainRun(NamedTuple):
     casts: tuple[tuple[int, ...], ...]  # storages of each run's casts; all of a weight share one
     copied: tuple[frozenset[int], ...]
     held: tuple[frozenset[int], ...]
+    sums: tuple[int, ...]  # bytes of the largest sum with a gradient that a step's backward makes
     outside: int  # bytes of tensors that the steps' functions hold, such as the targets of a loss
 
 
@@ -191,11 +192,12 @@ class Profile:
         for number in reversed(range(len(self.runs))):
             first_saved.update(dict.fromkeys(self.found.saved[number], number))
         curves = []
-        for number, run in enumerate(self.runs):
+        for number, (run, size) in enumerate(zip(self.runs, self.found.sums, strict=True)):
             # a cast that an earlier step saves, too, is not freed here
             casts = zip(run.casts, self.found.casts[number], strict=True)
             left_out = {c.freed for c, storage in casts if first_saved.get(storage) != number}
-            others = []
+            end = len(run.backward.events)
+            others = [(end, size), (end, -size)]
             for update in run.updates:
                 owner = self._owner(number, update)
                 use, of_cast = all_uses[owner], all_uses_of_casts.get(owner)
@@ -345,6 +347,7 @@ class _Place:
     tensors: list[int]  # numbers in the chain, by those in the run
     storages: list[int]
     owners: dict[int, int]
+    sum: int = 0  # bytes of the largest sum with a gradient of an input that its backward makes
 
     def numbers(self, storages: Iterable[int]) -> frozenset[int]:
         """Returns the numbers of the run's storages in the chain."""
@@ -393,6 +396,7 @@ class _SpecPropagation:
             ),
             copied=tuple(place.numbers(place.run.copied) for place in places),
             held=tuple(map(operator.or_, of_forward, unread)),
+            sums=tuple(place.sum for place in places),
             sizes=tuple(self.sizes),
             outside=sum(size for _, size in self.context.outside.values()),
         )
@@ -441,8 +445,8 @@ class _SpecPropagation:
 
         A step's backward makes the gradients of its inputs; an addition gives both inputs the same
         tensor. Tensors that a step passes on keep their gradients; where the step also used one,
-        the sum is a new tensor. A step is measured again with its incoming gradients if one is not
-        contiguous, or is the gradient of another tensor, too.
+        the sum is a new tensor, and there for a moment beside both. A step is measured again with
+        its incoming gradients if one is not contiguous, or is the gradient of another tensor, too.
         """
         outputs = self._trained(-1)
         # a language model that returns its loss and then its logits is trained with the loss
@@ -459,6 +463,7 @@ class _SpecPropagation:
                 held[tensor] = given._replace(storage=name)
                 if tensor in after:
                     held[tensor] = self._sum(before[tensor], after[tensor], given)
+                    place.sum = max(place.sum, held[tensor].bytes)
             found.append(held)
         storages = ({given.storage: given.bytes for given in held.values()} for held in found)
         return tuple(sum(sizes.values()) for sizes in storages)[::-1]
