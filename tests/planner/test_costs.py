@@ -101,6 +101,16 @@ def test_a_segment_copies_what_it_reads_and_does_not_make() -> None:
     assert [a - b for a, b in zip(found.turns, other.turns, strict=True)] == [0, size, size]
 
 
+def test_a_segment_keeps_what_no_recomputation_makes() -> None:
+    plain = uniform(4)
+    kept = tuple(plain.live[step + 1] for step in range(4))
+    plan = Plan((0, (1, 2), 3))
+    found, other = simulate(plan, replace(plain, kept=kept)), simulate(plan, plain)
+    size = plain.bytes_of(plain.live[2])
+    # step 3 has state 3 anyway, and not state 2; the segment makes that again, and not state 3
+    assert [a - b for a, b in zip(found.turns, other.turns, strict=True)] == [0, size, size]
+
+
 def test_a_recomputation_is_named_where_it_takes_the_most() -> None:
     costs = replace(uniform(4), forward=(10, 99, 10, 10))
     found = simulate(Plan(((0, 1, 2), 3)), costs).moment

@@ -345,7 +345,11 @@ def test_a_sum_of_gradients_is_counted_as_it_is_laid_out(kind: type[nn.Module]) 
     The pooling's backward takes room for a copy, since it saved a tensor of another layout.
     """
     torch.manual_seed(1)
-    model, x = kind(), torch.rand(4, 3, 32, 32)
+    assert_close(kind(), torch.rand(4, 3, 32, 32))
+
+
+def assert_close(model: nn.Module, x: Tensor) -> None:
+    """Asserts that no plan takes more than predicted, or much less."""
     found = planner_for(model, x, optimizer=sgd, loss=scores)
     optimizer = sgd(model.parameters())
 
@@ -359,6 +363,52 @@ def test_a_sum_of_gradients_is_counted_as_it_is_laid_out(kind: type[nn.Module]) 
         step()
         measured = measure_step(step, model, optimizer, [x]).peak
         assert 0.95 * point.peak <= measured <= point.peak
+
+
+@torch.library.custom_op("zoo_tests::wave", mutates_args=())
+def wave(x: Tensor) -> Tensor:
+    """Is no kernel of torch's, so that no plan runs it again."""
+    return x.sin()
+
+
+@wave.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _of_wave(ctx: Any, gradient: Tensor) -> Tensor:
+    return gradient * ctx.saved_tensors[0].cos()
+
+
+wave.register_autograd(_of_wave, setup_context=_save)
+
+
+class Between(nn.Module):
+    """A function between convolutions."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.last, self.function = nn.Conv2d(8, 8, 1), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return torch.tanh(self.last(self.function(x)))
+
+
+def as_step(x: Tensor) -> Tensor:
+    return torch.tanh(wave(x))
+
+
+@pytest.mark.parametrize("function", [as_step, functools.partial(F.rrelu, training=True)])
+def test_what_no_recomputation_makes_is_counted(function: Callable[[Tensor], Tensor]) -> None:
+    """A custom operator runs once; a noise is saved before it is drawn, so it and a copy stay."""
+    torch.manual_seed(1)
+    assert_close(Between(function), torch.rand(8, 3, 64, 64))
 
 
 def test_with_the_optimizer_in_the_backward_gradients_are_not_counted_twice() -> None:

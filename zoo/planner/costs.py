@@ -61,6 +61,9 @@ class StepCosts:
     # storages of the step's inputs that a segment around it copies and keeps until its backward is
     # over, unless the segment makes them
     copied: tuple[frozenset[int], ...] = ()
+    # storages of the step's that a segment around it keeps until its backward is over: results of
+    # kernels that run once, and memory that was saved before a kernel wrote it
+    kept: tuple[frozenset[int], ...] = ()
     # storages that the forward holds in addition to the state and a recomputation of kernels does
     # not: those of variables in the user's forward, and outputs that were made early
     held: tuple[frozenset[int], ...] = ()
@@ -160,6 +163,7 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
         clock.backward(item)
         clock.release(casts)
         clock.held -= clock.copies(item)
+        clock.release(clock.kept_by(item))
         peaks.append((clock.peak, clock.moment))
     peak, moment = max(peaks, key=operator.itemgetter(0))
     turns = tuple(turn for turn, _ in reversed(peaks[1:]))
@@ -229,6 +233,7 @@ class _Clock:
                 self.hold(costs.saved[item])
             elif end is None:
                 self.held += self.copies(item)
+                self.hold(self.kept_by(item))
 
     def backward(self, item: Item) -> None:
         costs = self.costs
@@ -313,6 +318,12 @@ class _Clock:
             return 0
         copied = frozenset().union(*(self.costs.copied[step] for step in indices(item)))
         return self.costs.bytes_of(copied - self.made_by(item))
+
+    def kept_by(self, item: Item) -> frozenset[int]:
+        """Returns the storages that a segment keeps."""
+        if not self.costs.kept or isinstance(item, int):
+            return frozenset()
+        return frozenset().union(*(self.costs.kept[step] for step in indices(item)))
 
     def made_by(self, item: tuple[Item, ...]) -> frozenset[int]:
         """Returns the storages within and after a segment that are not its inputs."""

@@ -94,6 +94,7 @@ class ChainRun(NamedTuple):
     kernels: tuple[KernelSpec | None, ...]  # the different ones
     casts: tuple[tuple[int, ...], ...]  # storages of each run's casts; all of a weight share one
     copied: tuple[frozenset[int], ...]
+    kept: tuple[frozenset[int], ...]
     held: tuple[frozenset[int], ...]
     sums: tuple[int, ...]  # bytes of the largest sum with a gradient that a step's backward makes
     outside: int  # bytes of tensors that the steps' functions hold, such as the targets of a loss
@@ -181,6 +182,7 @@ class Profile:
             gradients_made=tuple(run.made for run in runs),
             draws=tuple(run.draws for run in runs),
             copied=found.copied if any(found.copied) else (),
+            kept=found.kept if any(found.kept) else (),
             held=found.held if any(found.held) else (),
             casts=tuple(map(frozenset, found.casts)) if any(found.casts) else (),
         )
@@ -395,6 +397,7 @@ class _SpecPropagation:
                 tuple(place.storages[cast.storage] for cast in place.run.casts) for place in places
             ),
             copied=tuple(place.numbers(place.run.copied) for place in places),
+            kept=tuple(place.numbers(place.run.kept) for place in places),
             held=tuple(map(operator.or_, of_forward, unread)),
             sums=tuple(place.sum for place in places),
             sizes=tuple(self.sizes),

@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from zoo._torch import sequence_number
 from zoo.chain import Step
 from zoo.engine.operands import detached
-from zoo.engine.recording import SMALL, KernelMode
+from zoo.engine.operator_effects import effects_of
+from zoo.engine.recording import SMALL, KernelMode, written_by
 from zoo.profiling.autograd_interpreter import gradients_of
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.fake_results import LIFT
@@ -28,6 +29,8 @@ from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, storages_
 # tensors that are neither fake nor wrappers of other tensors
 REAL = (Tensor, nn.Parameter)
 _CONVERSION = torch.ops.aten._to_copy.default
+# storages of what is made by operators that run once, which no recomputation makes
+MADE_ONCE: Any = weakref.WeakSet()
 # these start no kernel
 _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
 
@@ -56,6 +59,11 @@ class StepContext:
 def key_of(tensor: Tensor) -> int:
     """Returns the address of a tensor's storage, of a sparse one that of its values."""
     return int(storages_of(tensor)[-1]._cdata)
+
+
+def is_made_once(tensor: Tensor) -> bool:
+    """Says whether an operator made a tensor's storage that runs once under every plan."""
+    return not MADE_ONCE.isdisjoint(storages_of(tensor))
 
 
 def bytes_moved(tensor: Tensor) -> int:
@@ -133,6 +141,7 @@ class StepRun:
     draws: int  # kernels of the forward that draw random numbers
     # storages of inputs that a segment copies: small, without a grad_fn, read by kernels
     copied: frozenset[int]
+    kept: frozenset[int]  # new storages that a segment keeps: no recomputation makes them
     casts: tuple[Cast, ...]
 
     @property
@@ -158,6 +167,8 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
         value = step(*leaves)
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
+    given_out = [output for output in outputs if output is not None]
+    kept = {storages.number(output) for output in given_out if is_made_once(output)}
     ends = ends_of(outputs, incoming)
     held: list[Tensor] = []
     roots = [root_of(ends, held)] if ends else []
@@ -167,7 +178,7 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
     )
     casts = [(weight, storages.number(cast), mode.births_of([cast])) for weight, cast in mode.casts]
     # only their graph holds the outputs and casts from here on
-    del value, outputs, ends
+    del value, outputs, given_out, ends
     mode.casts.clear()
     draws, read, mode.backward = mode.draws, frozenset(mode.read), mode.now
     mode.events.append((-1, -incoming_bytes))
@@ -195,6 +206,7 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
             if leaf is not None and not leaf.requires_grad and spec.bytes <= SMALL
             if leaf.untyped_storage()._cdata in read
         ),
+        kept=frozenset(saved.kept | kept),
         casts=tuple(Cast(weight, storage, mode.freed(born)) for weight, storage, born in casts),
     )
 
@@ -292,6 +304,7 @@ class _SavedTensors:
     ) -> None:
         self.storages, self.mode = storages, mode
         self.numbers: set[int] = set()
+        self.kept: set[int] = set()
         self.last = 0
         self.may_change = False
         self._inputs = frozenset(map(id, leaves))
@@ -303,9 +316,16 @@ class _SavedTensors:
             self.may_change &= tensor.grad_fn._sequence_nr() < self._writer
         elif not tensor.requires_grad and id(tensor) not in self._inputs:
             self.may_change, self._writer = True, sequence_number() - 1
-        is_outside = tensor.untyped_storage()._cdata in self.mode.context.outside
+        key = tensor.untyped_storage()._cdata
+        is_outside = key in self.mode.context.outside
         if not (is_outside or isinstance(tensor, nn.Parameter)):
-            self.numbers.add(self.storages.number(tensor))
+            number = self.storages.number(tensor)
+            self.numbers.add(number)
+            if is_made_once(tensor):
+                self.kept.add(number)
+            if key in self.mode.blank:
+                # and a copy, since its kernel, which is about to write it, may read it first
+                self.kept |= {number, self.storages.add(self.storages.sizes[number])}
             self.last = self.mode.now
         return tensor if tensor.is_leaf else detached(tensor)
 
@@ -326,6 +346,7 @@ class AllocationMode(KernelMode):
         self.backward = 0  # the index of its first event
         self.draws = 0
         self.read: set[int] = set()  # addresses of the storages that kernels were given
+        self.blank: set[int] = set()  # of storages that were made and not written yet
         self.casts: list[tuple[int, Tensor]] = []  # ids of weights, and their cached casts
         self._births: dict[int, int] = {}
         # whether the source of a conversion was a view, by the event that allocated the result
@@ -336,6 +357,7 @@ class AllocationMode(KernelMode):
         if func in QUESTIONS:
             return func(*args, **kwargs)
         inputs, outside = tensors_in((args, kwargs)), self.context.outside
+        effects = effects_of(func)
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
         given = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
         for tensor in inputs:
@@ -357,6 +379,12 @@ class AllocationMode(KernelMode):
                 outside.setdefault(storage._cdata, (storage, 0))
             elif storage._cdata not in given:
                 self._note(storage)
+                if effects.opaque:
+                    MADE_ONCE.add(storage)
+                if effects.empty:
+                    self.blank.add(storage._cdata)
+        written = written_by(effects, args, kwargs)
+        self.blank -= {storage._cdata for tensor in written for storage in storages_of(tensor)}
         if self.context.caches_casts and _is_cached(func, args, result):
             self.casts.append((id(args[0]), result))
         if starts_kernel:
@@ -380,6 +408,7 @@ class AllocationMode(KernelMode):
             weakref.finalize(storage, self._free, key, size).atexit = False
 
     def _free(self, key: int, size: int) -> None:
+        self.blank.discard(key)
         self.events.append((self._births.pop(key), -size))
 
     @property

@@ -105,9 +105,13 @@ class Storages:
         """Returns the number of a tensor's storage."""
         storage = tensor.untyped_storage()
         if storage not in self._numbers:
-            self._numbers[storage] = len(self.sizes)
-            self.sizes.append(rounded_up(storage.nbytes(), self.block))
+            self._numbers[storage] = self.add(rounded_up(storage.nbytes(), self.block))
         return int(self._numbers[storage])
+
+    def add(self, size: int) -> int:
+        """Returns the number of one more storage, of which there is no tensor."""
+        self.sizes.append(size)
+        return len(self.sizes) - 1
 
     def specs(self, tensors: Iterable[Tensor | None], before: Iterable[Any] = ()) -> StateSpec:
         """Returns the specs of tensors; tensors in `before` get the first numbers."""
