@@ -448,6 +448,31 @@ def test_what_is_no_such_argument_is_refused(options: dict[str, Any], message: s
         largest(**(given | options))
 
 
+class Ending(nn.Module):
+    """Ends with a function of a layer's output."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda y: None, "the model returns no floating-point tensor; pass loss="),
+        (lambda y: y.sum().item(), "the model returns no floating-point tensor; pass loss="),
+        (lambda y: y.argmax(1), "the model returns no floating-point tensor; pass loss="),
+        (torch.Tensor.detach, "the loss of this Ending depends on nothing that requires"),
+    ],
+)
+def test_a_model_that_returns_nothing_to_train_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        zoo.largest(Ending(function), torch.rand(2, 4), memory_budget="10KiB")
+
+
 def test_a_plan_for_other_steps_and_sizes_between_which_there_are_none_are_refused() -> None:
     with pytest.raises(PlanError, match="steps"):
         on_paper(Residuals(), images(2, 4, 16), memory_budget="1MiB", checkpoint=((0, 1), 2))

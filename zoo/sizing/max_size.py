@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.api.checkpoint import checkpoint as put_in_force
-from zoo.api.track import optimizer_of, stepping_in_backward, train_step
+from zoo.api.track import mean_of, optimizer_of, stepping_in_backward, train_step
 from zoo.engine.devices import counts_memory, random_state_restored
 from zoo.errors import ArgumentError, BudgetError, Interrupted
 from zoo.invocation import (
@@ -369,5 +369,8 @@ def _own_loss_or_ones(outputs: Any) -> Tensor:
     first = outputs[0] if isinstance(outputs, tuple) else outputs
     own = own_loss(first)
     ends = [value for value in tensors_in(outputs if own is None else own) if value.requires_grad]
+    if not ends:
+        # an error says what is missing: a floating output, or something that is trained
+        return mean_of(outputs)
     is_loss = ends[0] is (first if own is None else own) and ends[0].ndim == 0
     return ends[0] if is_loss else root_of(ends_of(ends))
