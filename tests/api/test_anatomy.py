@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import logging
 import re
 
 import pytest
@@ -184,3 +185,18 @@ def test_any_module_has_an_anatomy():
 def test_what_has_no_anatomy_is_refused(model, options, message):
     with pytest.raises(ArgumentError, match=message):
         zoo.anatomy(model, torch.ones(2, 4), **options)
+
+
+def test_inputs_that_a_model_does_not_take_are_one_line_without_a_log_of_torch_s() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(ArgumentError, match="Linear does not take these inputs"):
+            zoo.anatomy(nn.Linear(3, 3, device="meta"), torch.rand(2, 4, device="meta"))
+    finally:
+        logger.removeHandler(handler)
+    assert not records
+    assert not logger.disabled
