@@ -299,3 +299,9 @@ def test_a_reader_who_has_read_enough_gets_no_traceback():
     )
     os.close(written)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_info_of_a_layer_that_makes_tensors_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """The state of a GRU is on the CPU, where its parameters are on the meta device."""
+    assert run(["info", "torch.nn.GRU", "--args", "3", "4", "--input", "2,2,3"]) == 0
+    assert "108 parameters" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from zoo.cli.parser import MODEL, Answer, command
 from zoo.cli.values import shapes, shapes_text
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.invocation import Invocation
+from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.chain_axis import block_name
 from zoo.report.escaping import markdown_table
@@ -143,8 +144,12 @@ def _steps(model: nn.Module, found: Steps) -> list[Part]:
     parts, names = [], step_names(model, outline.steps)
     # a chain runs on the meta device, which is faster than fake tensors
     is_chain = isinstance(model, Chain)
-    fake = contextlib.nullcontext() if is_chain else FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.no_grad(), fake, used:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # what the forward itself makes is on the CPU, and some kernels take no two devices
+    fakes: Any = () if is_chain else (mode, FakeTensorFixes(mode, moves_meta=True))
+    with contextlib.ExitStack() as stack:
+        for context in (torch.no_grad(), *fakes, used):
+            stack.enter_context(context)
         for step, name, block in zip(outline.steps, names, outline.blocks, strict=True):
             value = step(*(value if isinstance(value, tuple) else (value,)))
             parts.append(Part(name, block, _shapes(value), used.count - counted))
