@@ -301,7 +301,10 @@ def test_a_reader_who_has_read_enough_gets_no_traceback():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_info_of_a_layer_that_makes_tensors_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """The state of a GRU is on the CPU, where its parameters are on the meta device."""
-    assert run(["info", "torch.nn.GRU", "--args", "3", "4", "--input", "2,2,3"]) == 0
-    assert "108 parameters" in capsys.readouterr().out
+@pytest.mark.parametrize(("layer", "count"), [("GRU", 108), ("LSTM", 144)])
+def test_info_of_a_layer_that_makes_tensors_of_its_own(
+    layer: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its state is on the CPU, where its parameters are on the meta device."""
+    assert run(["info", f"torch.nn.{layer}", "--args", "3", "4", "--input", "2,2,3"]) == 0
+    assert f"{count} parameters" in capsys.readouterr().out

@@ -145,10 +145,11 @@ def _steps(model: nn.Module, found: Steps) -> list[Part]:
     # a chain runs on the meta device, which is faster than fake tensors
     is_chain = isinstance(model, Chain)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # what the forward itself makes is on the CPU, and some kernels take no two devices
-    fakes: Any = () if is_chain else (mode, FakeTensorFixes(mode, moves_meta=True))
+    # what the forward itself makes is on the CPU, and some kernels take no two devices; steps of
+    # kernels were traced with gradients, without which some kernels return less
+    fakes: Any = (mode, FakeTensorFixes(mode, moves_meta=True))
     with contextlib.ExitStack() as stack:
-        for context in (torch.no_grad(), *fakes, used):
+        for context in (*((torch.no_grad(),) if is_chain else fakes), used):
             stack.enter_context(context)
         for step, name, block in zip(outline.steps, names, outline.blocks, strict=True):
             value = step(*(value if isinstance(value, tuple) else (value,)))
