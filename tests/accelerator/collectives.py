@@ -57,6 +57,7 @@ class GlooOnCopies(Backend):
     all_gather_single = on_copies("all_gather_single")
     all_gather_single_coalesced = on_copies("all_gather_single_coalesced")
     reduce_scatter_single = on_copies("reduce_scatter_single")
+    reduce_scatter_single_coalesced = on_copies("reduce_scatter_single_coalesced")
     scatter = on_copies("scatter")
     send = on_copies("send")
     recv = on_copies("recv")
