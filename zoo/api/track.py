@@ -8,7 +8,6 @@ import contextlib
 import copy
 import functools
 import json
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -232,24 +231,11 @@ class CopiedStep:
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
-        fakes: Any = ()
-        if self.mode is not None:
-            fakes = _unlogged(), self.mode, FakeTensorFixes(self.mode)
+        fakes: Any = () if self.mode is None else (self.mode, FakeTensorFixes(self.mode))
         with contextlib.ExitStack() as stack:
             for mode in (torch.inference_mode(False), torch.enable_grad(), *fakes):
                 stack.enter_context(mode)
             yield
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Has torch not log a traceback for a fake kernel that fails: the error says as much."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def train_step(

@@ -149,8 +149,9 @@ def _steps(model: nn.Module, found: Steps) -> list[Part]:
     # kernels were traced with gradients, without which some kernels return less
     fakes: Any = (mode, FakeTensorFixes(mode, moves_meta=True))
     with contextlib.ExitStack() as stack:
-        for context in (*((torch.no_grad(),) if is_chain else fakes), used):
+        for context in (torch.no_grad(),) if is_chain else fakes:
             stack.enter_context(context)
+        stack.enter_context(used)
         for step, name, block in zip(outline.steps, names, outline.blocks, strict=True):
             value = step(*(value if isinstance(value, tuple) else (value,)))
             parts.append(Part(name, block, _shapes(value), used.count - counted))

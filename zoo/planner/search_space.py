@@ -102,7 +102,8 @@ class SearchSpace:
                 self._number(held[end], live & costs.live[end])
         self._follow(held)
         self.repeats = runs_of(costs, known)
-        self._complete(held)
+        if self.repeats:
+            self._complete(held)
         # the number of each state's row in which all of the state is held
         self.own = [numbers[live] for numbers, live in zip(held, costs.live, strict=True)]
         # the states where a segment may end before its run does, each with its row's number there

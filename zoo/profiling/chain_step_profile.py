@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zoo._torch import sequence_number
+from zoo._torch import dispatch_modes, sequence_number
 from zoo.chain import Step
 from zoo.engine.operands import detached
-from zoo.engine.operator_effects import effects_of
+from zoo.engine.operator_effects import Effects, effects_of
 from zoo.engine.recording import SMALL, KernelMode, written_by
 from zoo.profiling.autograd_interpreter import gradients_of
 from zoo.profiling.caching_allocator import rounded_up
@@ -29,8 +29,6 @@ from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, storages_
 # tensors that are neither fake nor wrappers of other tensors
 REAL = (Tensor, nn.Parameter)
 _CONVERSION = torch.ops.aten._to_copy.default
-# storages of what is made by operators that run once, which no recomputation makes
-MADE_ONCE: Any = weakref.WeakSet()
 # these start no kernel
 _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
 
@@ -59,11 +57,6 @@ class StepContext:
 def key_of(tensor: Tensor) -> int:
     """Returns the address of a tensor's storage, of a sparse one that of its values."""
     return int(storages_of(tensor)[-1]._cdata)
-
-
-def is_made_once(tensor: Tensor) -> bool:
-    """Says whether an operator made a tensor's storage that runs once under every plan."""
-    return not MADE_ONCE.isdisjoint(storages_of(tensor))
 
 
 def bytes_moved(tensor: Tensor) -> int:
@@ -167,8 +160,7 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
         value = step(*leaves)
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
-    given_out = [output for output in outputs if output is not None]
-    kept = {storages.number(output) for output in given_out if is_made_once(output)}
+    kept = saved.kept | storages.numbers_of(mode.made_once)
     ends = ends_of(outputs, incoming)
     held: list[Tensor] = []
     roots = [root_of(ends, held)] if ends else []
@@ -178,7 +170,7 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
     )
     casts = [(weight, storages.number(cast), mode.births_of([cast])) for weight, cast in mode.casts]
     # only their graph holds the outputs and casts from here on
-    del value, outputs, given_out, ends
+    del value, outputs, ends
     mode.casts.clear()
     draws, read, mode.backward = mode.draws, frozenset(mode.read), mode.now
     mode.events.append((-1, -incoming_bytes))
@@ -206,7 +198,7 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
             if leaf is not None and not leaf.requires_grad and spec.bytes <= SMALL
             if leaf.untyped_storage()._cdata in read
         ),
-        kept=frozenset(saved.kept | kept),
+        kept=frozenset(kept),
         casts=tuple(Cast(weight, storage, mode.freed(born)) for weight, storage, born in casts),
     )
 
@@ -321,8 +313,6 @@ class _SavedTensors:
         if not (is_outside or isinstance(tensor, nn.Parameter)):
             number = self.storages.number(tensor)
             self.numbers.add(number)
-            if is_made_once(tensor):
-                self.kept.add(number)
             if key in self.mode.blank:
                 # and a copy, since its kernel, which is about to write it, may read it first
                 self.kept |= {number, self.storages.add(self.storages.sizes[number])}
@@ -347,6 +337,8 @@ class AllocationMode(KernelMode):
         self.draws = 0
         self.read: set[int] = set()  # addresses of the storages that kernels were given
         self.blank: set[int] = set()  # of storages that were made and not written yet
+        # storages of what operators made that run once under every plan
+        self.made_once: weakref.WeakSet[Any] = weakref.WeakSet()
         self.casts: list[tuple[int, Tensor]] = []  # ids of weights, and their cached casts
         self._births: dict[int, int] = {}
         # whether the source of a conversion was a view, by the event that allocated the result
@@ -378,13 +370,10 @@ class AllocationMode(KernelMode):
             if is_outside:
                 outside.setdefault(storage._cdata, (storage, 0))
             elif storage._cdata not in given:
-                self._note(storage)
-                if effects.opaque:
-                    MADE_ONCE.add(storage)
-                if effects.empty:
-                    self.blank.add(storage._cdata)
-        written = written_by(effects, args, kwargs)
-        self.blank -= {storage._cdata for tensor in written for storage in storages_of(tensor)}
+                self._note(storage, effects)
+        if self.blank:
+            written = written_by(effects, args, kwargs)
+            self.blank -= {storage._cdata for tensor in written for storage in storages_of(tensor)}
         if self.context.caches_casts and _is_cached(func, args, result):
             self.casts.append((id(args[0]), result))
         if starts_kernel:
@@ -399,13 +388,17 @@ class AllocationMode(KernelMode):
         spec, known = KernelSpec.of(func, args, kwargs), self.context.kernels
         return known.setdefault(repr(spec), (len(known), spec))[0]
 
-    def _note(self, storage: Any) -> None:
+    def _note(self, storage: Any, effects: Effects) -> None:
         key = storage._cdata
         if key not in self._births and key not in self.context.outside:
             birth = self._births[key] = self.now
             size = self.context.bytes_of(storage)
             self.events.append((birth, size))
             weakref.finalize(storage, self._free, key, size).atexit = False
+            if effects.opaque:
+                self.made_once.add(storage)
+            if effects.empty:
+                self.blank.add(key)
 
     def _free(self, key: int, size: int) -> None:
         self.blank.discard(key)
@@ -453,6 +446,13 @@ class AllocationMode(KernelMode):
         """Returns the events that allocated the storages of tensors."""
         storages = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
         return {self._births[storage] for storage in storages if storage in self._births}
+
+
+def note_made_once(tensors: Iterable[Tensor]) -> None:
+    """Tells the profile of the running step that no recomputation makes these tensors."""
+    for mode in dispatch_modes():
+        if isinstance(mode, AllocationMode):
+            mode.made_once.update(tensor.untyped_storage() for tensor in tensors)
 
 
 def _is_cached(func: Any, args: Any, result: Any) -> bool:

@@ -411,9 +411,10 @@ def _columns(mode: FakeTensorMode, result: Tensor, columns: Tensor, *_: Any) -> 
 
 def _lstm(mode: FakeTensorMode, result: Any, *args: Any) -> Any:
     *outputs, workspace = result
-    # without grad mode the kernel makes none
-    size = _workspace(*args) if torch.is_grad_enabled() else None
-    return (*outputs, size and workspace.new_empty(size, dtype=torch.uint8))
+    if not torch.is_grad_enabled():
+        # it makes none, and an undefined tensor is None
+        return (*outputs, None)
+    return (*outputs, workspace.new_empty(_workspace(*args), dtype=torch.uint8))
 
 
 _CORRECTIONS: dict[Any, Callable[..., Any]] = {

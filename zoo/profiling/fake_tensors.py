@@ -11,6 +11,7 @@ kernels return on fake tensors is the business of `fake_results`.
 import contextlib
 import functools
 import importlib
+import logging
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +32,10 @@ from zoo._torch import (
 )
 from zoo.engine.operator_effects import effects_of, is_view
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
-from zoo.profiling.fake_results import DATA_NEEDED, result_of
+from zoo.profiling.fake_results import CPU, DATA_NEEDED, result_of
 from zoo.profiling.tensor_spec import VALUES, tensors_in
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+META = torch.device("meta")
 # torch asks a tensor these before it runs a kernel; they are no kernels
 DEVICE = torch.ops.prim.device.default
 QUESTIONS = frozenset({DEVICE, torch.ops.prim.layout.default})
@@ -49,6 +50,9 @@ NEEDED = (
     *(("torch.distributed.tensor",) if torch.distributed.is_available() else ()),
     "torch.utils.flop_counter",
 )
+
+
+_log_of_torch = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @functools.cache
@@ -80,6 +84,18 @@ class FakeTensorFixes(KernelMode):
         self._constants: Any = WeakTensorKeyDictionary()  # fake tensors -> real ones
         # storages of real ones whose fakes were overwritten with unknown values
         self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._was_silent: list[bool] = []
+
+    def __enter__(self) -> "FakeTensorFixes":
+        # torch logs a traceback for a fake kernel that fails; the error says as much
+        self._was_silent.append(_log_of_torch.disabled)
+        _log_of_torch.disabled = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        _log_of_torch.disabled = self._was_silent.pop()
 
     def know(self, fake: Tensor, real: Tensor) -> None:
         """Records the values of a fake tensor."""

@@ -108,6 +108,10 @@ class Storages:
             self._numbers[storage] = self.add(rounded_up(storage.nbytes(), self.block))
         return int(self._numbers[storage])
 
+    def numbers_of(self, storages: Iterable[Any]) -> set[int]:
+        """Returns the numbers of those storages that have one."""
+        return {self._numbers[storage] for storage in storages if storage in self._numbers}
+
     def add(self, size: int) -> int:
         """Returns the number of one more storage, of which there is no tensor."""
         self.sizes.append(size)

@@ -49,7 +49,7 @@ from zoo.engine.recording import (
     written_by,
 )
 from zoo.errors import ArgumentError
-from zoo.profiling.chain_step_profile import MADE_ONCE
+from zoo.profiling.chain_step_profile import note_made_once
 from zoo.profiling.source_location import modules_around
 from zoo.profiling.tensor_spec import TensorSpec, tensors_in
 
@@ -98,23 +98,15 @@ class _StandIn(torch.autograd.Function):
     """Returns zeros like the results of an operator that must not run; saves inputs and results."""
 
     @staticmethod
-    def forward(
-        ctx: Any, specs: tuple[TensorSpec, ...], runs_once: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, specs: tuple[TensorSpec, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         made = tuple(spec._replace(requires_grad=False).empty().zero_() for spec in specs)
-        if runs_once:
-            MADE_ONCE.update(tensor.untyped_storage() for tensor in made)
         ctx.save_for_backward(*tensors, *made)
         return made
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=False)
-        return (
-            None,
-            None,
-            *(torch.zeros_like(tensor) if needed else None for tensor, needed in pairs),
-        )
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=False)
+        return (None, *(torch.zeros_like(tensor) if needed else None for tensor, needed in pairs))
 
 
 @dataclass(slots=True)
@@ -152,14 +144,16 @@ class Call:
         """Calls the operator with these arguments, recorded by autograd as in the forward."""
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             if self.stands_in is not None:
-                runs_once = effects_of(resolved(self.operator)).opaque
-                return _StandIn.apply(self.stands_in, runs_once, *args)
+                results = _StandIn.apply(self.stands_in, *args)
+                if effects_of(resolved(self.operator)).opaque:
+                    note_made_once(results)
+                return results
             made = (REPLACED.get(self.operator) or resolved(self.operator))(*args, **kwargs)
             if not any(map(_lacks_derivative, tensors_in(made) if self.grad else ())):
                 return made
             # of a custom function, which has its own derivative
             return _StandIn.apply(
-                tuple(map(TensorSpec.of, tensors_in(made))), False, *tensors_in((args, kwargs))
+                tuple(map(TensorSpec.of, tensors_in(made))), *tensors_in((args, kwargs))
             )
 
     @property
