@@ -109,6 +109,32 @@ def test_a_budget_needs_no_numbers_of_a_small_model() -> None:
         zoo.checkpoint(Reader().to("meta"), memory_budget="1GiB", inputs=images().to("meta"))
 
 
+def test_a_first_forward_under_a_budget_raises_its_own_error() -> None:
+    class Refused(Exception):
+        pass
+
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if len(x) == 3:
+                raise Refused("three rows")
+            return self.layer(x).relu()
+
+    model = zoo.checkpoint(Picky(), memory_budget="1MiB")
+    for calls in (1, 2):
+        with pytest.raises(Refused, match="three rows") as caught:
+            model(torch.rand(3, 4))
+        assert model.calls == calls
+        assert caught.value.__context__ is None
+    model(torch.rand(2, 4)).sum().backward()
+    assert zoo.plan_of(model).depth() == 0
+
+
 def test_a_refused_call_leaves_the_plan_that_was_in_force() -> None:
     model = zoo.checkpoint(Net(), "sqrt")
     before = {module: dict(vars(module)) for module in model.modules()}

@@ -38,7 +38,7 @@ from zoo.optimizer.in_backward import attached_to
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, PlannedRunner, has_lazy, runner_for
 from zoo.profiling.progress import shown
-from zoo.tracing.ahead import graph_of
+from zoo.tracing.ahead import TraceError, graph_of
 from zoo.tracing.partition import check_switches, partition, paths_of
 from zoo.tracing.tracer import Graph, Tracer
 
@@ -240,7 +240,7 @@ class PatchedForward(Patch):
             with Conductor([]):
                 return given.on(self.__wrapped__)
         if not traces.branches and self._is_planned_ahead():
-            self.plan_ahead(given)
+            self._plan_first(given)
         is_new = not traces.branches or (traces.strayed and len(traces.branches) < MOST_BRANCHES)
         if is_new and traces.can_be_planned:
             return self._trace(given, spec, traces)
@@ -282,6 +282,17 @@ class PatchedForward(Patch):
         graph = graph_of(self.module(), given)
         self.latest = self._script(graph, [*map(resolved, graph.operators)], graph.visits)
         self._traces_for(self._spec(given)).branches.append(self.latest)
+
+    def _plan_first(self, given: Invocation) -> None:
+        """Makes a plan for the first forward; one that raises an error raises it as unplanned."""
+        try:
+            return self.plan_ahead(given)
+        except TraceError as error:
+            refused = error
+        if refused.raised:
+            with Conductor([]):
+                given.on(self.__wrapped__)
+        raise refused
 
     def _is_planned_ahead(self) -> bool:
         """Says whether the first forward is traced ahead, since it must run by a plan, too."""
