@@ -237,7 +237,8 @@ def nothing_trained(model: nn.Module) -> str:
     """Says that a model has no training step."""
     return (
         f"the loss of this {type(model).__name__} depends on nothing that requires a gradient, so "
-        "that it has no training step; unfreeze a parameter or pass inputs.requires_grad_()"
+        "that it has no training step; unfreeze a parameter, pass inputs.requires_grad_(), or "
+        "loss= where the model returns no loss"
     )
 
 

@@ -495,6 +495,23 @@ def test_a_model_that_trains_nothing_is_not_planned_for() -> None:
     assert planner_for(frozen, images().requires_grad_()).points
 
 
+class Ending(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("function", [torch.detach, torch.argmax, lambda output: None])
+def test_a_model_that_returns_nothing_to_train_is_not_planned_for(function: Any) -> None:
+    for ask in (functools.partial(zoo.plan, memory_budget=1.0), zoo.frontier):
+        with pytest.raises(ArgumentError, match="loss of this Ending depends on nothing"):
+            ask(Ending(function), torch.rand(2, 4))
+    assert zoo.plan(Ending(torch.relu), torch.rand(2, 4), memory_budget=1.0)
+
+
 def test_what_is_free_here_is_no_budget_of_another_device() -> None:
     with pytest.raises(ArgumentError, match=r"device, cpu, but device= plans for another"):
         planner_for(Residuals(), images(), device="a100").report("device", None)

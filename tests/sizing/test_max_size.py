@@ -460,16 +460,10 @@ class Ending(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda y: None, "the model returns no floating-point tensor; pass loss="),
-        (lambda y: y.sum().item(), "the model returns no floating-point tensor; pass loss="),
-        (lambda y: y.argmax(1), "the model returns no floating-point tensor; pass loss="),
-        (torch.Tensor.detach, "the loss of this Ending depends on nothing that requires"),
-    ],
+    "function", [lambda y: None, lambda y: y.sum().item(), torch.argmax, torch.detach]
 )
-def test_a_model_that_returns_nothing_to_train_is_refused(function: Any, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
+def test_a_model_that_returns_nothing_to_train_is_refused(function: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"this Ending depends on nothing .* pass .*, or loss="):
         zoo.largest(Ending(function), torch.rand(2, 4), memory_budget="10KiB")
 
 

@@ -140,9 +140,10 @@ def planner_for(
         shown(title_of(model, tuple(given.tensors))),
     ):
         found = steps_of(model, given, loss)
-        if not any(tensor.requires_grad for tensor in (*model.parameters(), *given.tensors)):
+        planner = BudgetPlanner(model, found.outline, found.state, loss=found.loss, **options)
+        if not planner.profile.found.gradients[-1]:
             raise ArgumentError(nothing_trained(model))
-        return BudgetPlanner(model, found.outline, found.state, loss=found.loss, **options)
+        return planner
 
 
 @dataclass(frozen=True)
