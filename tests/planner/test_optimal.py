@@ -16,13 +16,14 @@ from zoo.chain import Chain, outline
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import DPTable, Point, frontier, least
 from zoo.planner.plan import DEEPEST, Plan
+from zoo.planner.schemes import segments
 from zoo.planner.search_space import (
     ENTRIES,
     NEAR,
     Entries,
     SearchSpace,
     default_cuts,
-    search_space,
+    search_spaces,
 )
 from zoo.profiling.chain_profile import Profile
 
@@ -137,14 +138,30 @@ def test_a_long_chain_is_cut_at_its_blocks_and_inside_long_ones() -> None:
     assert default_cuts(uniform(100)) == list(range(101))
 
 
+def recurrent(steps: int) -> StepCosts:
+    """A chain of which every seventh output stays until its end, as in a recurrent network."""
+    costs = uniform(steps)
+    live = tuple(state | {*range(0, step, 7)} for step, state in enumerate(costs.live))
+    return StepCosts(**{**vars(costs), "live": live})
+
+
 def test_the_table_of_a_recurrent_network_is_bounded() -> None:
-    """Its outputs of all times stay until its end, so that states have many rows."""
-    costs = uniform(240)
-    live = tuple(state | {*range(0, step, 4)} for step, state in enumerate(costs.live))
-    costs = StepCosts(**{**vars(costs), "live": live})
+    costs = recurrent(320)
     assert Entries(SearchSpace(costs, default_cuts(costs, 50))).count > ENTRIES
-    assert Entries(search_space(costs)).count <= ENTRIES
+    spaces = [*search_spaces(costs)]
+    assert len(spaces) == 2
+    assert all(Entries(space).count <= ENTRIES for space in spaces)
     assert simulate(least(costs), costs).peak < 0.5 * baseline_of(costs)
+
+
+def test_a_long_recurrent_network_has_plans_as_good_as_simple_ones() -> None:
+    costs = recurrent(1400)
+    points = frontier(costs)
+    for simple in (segments(range(1400), 40), segments(range(1400), 10)):
+        peak, seconds, _ = measures(simple, costs)
+        best = simulate(within(points, peak), costs)
+        assert best.recomputed_seconds <= seconds
+    assert points[0].peak < 0.9 * measures(segments(range(1400), 40), costs)[0]
 
 
 @pytest.mark.parametrize(("blocks", "steps"), [(1, 9000), (200, 45), (300, 30), (9000, 1)])
@@ -167,7 +184,7 @@ def test_a_plan_nests_no_deeper_than_it_may(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_table_goes_with_its_last_name() -> None:
     """It may take hundreds of MB, so no cycle keeps it until the garbage collector comes."""
-    table = DPTable(search_space(uniform(6)), np.arange(100), exact=True)
+    table = DPTable(next(search_spaces(uniform(6))), np.arange(100), exact=True)
     gone = weakref.ref(table)
     assert table.plan(table.least).flatten() == tuple(range(6))
     gc.disable()

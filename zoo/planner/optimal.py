@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 from zoo.errors import Interrupted
 from zoo.planner.costs import Simulation, StepCosts, simulate
 from zoo.planner.plan import DEEPEST, Item, Plan, falling
-from zoo.planner.search_space import Entries, Row, SearchSpace, search_space
+from zoo.planner.search_space import Entries, Row, SearchSpace, search_spaces
 
 VALUES = 5 * 10**7  # the most in a table, unless that leaves fewer than `FEW` amounts
 FEW = 100
@@ -98,25 +98,25 @@ def frontier(
     Raises:
         Interrupted: by Ctrl-C while plans are traced back, with the best of those found so far.
     """
-    space = search_space(costs) if cuts is None else SearchSpace(costs, cuts)
     keep_all = Plan.keep_all(len(costs))
     found = {keep_all: simulate(keep_all, costs)}
     baseline = found[keep_all].peak
-    if levels is None:
-        table = DPTable(space, np.arange(baseline + 1), exact=True, each=each)
-        budgets = table.budgets()
-    else:
-        count = min(levels, max(FEW, VALUES // Entries(space).count))
-        table = DPTable(space, _amounts(0, baseline, count), each=each)
-        steps = max(len(costs), 1)
-        plans = max(min(400, 40_000 // steps), min(160, 160_000 // steps), 40)
-        budgets = _amounts(min(table.least, baseline), baseline, plans)
-    try:
-        for plan in map(table.plan, each("plans for budgets", budgets.tolist())):
-            if plan not in found:
-                found[plan] = simulate(plan, costs)
-    except KeyboardInterrupt:
-        raise Interrupted("interrupted", _best(found)) from None
+    for space in search_spaces(costs) if cuts is None else [SearchSpace(costs, cuts)]:
+        if levels is None:
+            table = DPTable(space, np.arange(baseline + 1), exact=True, each=each)
+            budgets = table.budgets()
+        else:
+            count = min(levels, max(FEW, VALUES // Entries(space).count))
+            table = DPTable(space, _amounts(0, baseline, count), each=each)
+            steps = max(len(costs), 1)
+            plans = max(min(400, 40_000 // steps), min(160, 160_000 // steps), 40)
+            budgets = _amounts(min(table.least, baseline), baseline, plans)
+        try:
+            for plan in map(table.plan, each("plans for budgets", budgets.tolist())):
+                if plan not in found:
+                    found[plan] = simulate(plan, costs)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted", _best(found)) from None
     return _best(found)
 
 
@@ -133,8 +133,9 @@ def least(costs: StepCosts) -> Plan:
     Whether something fits is exact at any number of levels.
     """
     baseline = simulate(Plan.keep_all(len(costs)), costs).peak
-    table = DPTable(search_space(costs), _amounts(0, baseline, 2))
-    return table.plan(min(table.least, baseline))
+    tables = (DPTable(space, _amounts(0, baseline, 2)) for space in search_spaces(costs))
+    plans = [table.plan(min(table.least, baseline)) for table in tables]
+    return min(plans, key=lambda plan: simulate(plan, costs).peak)
 
 
 def _amounts(first: int, last: int, count: int) -> Bytes:

@@ -25,8 +25,9 @@ same bytes, since the backward has made fewer of the parameters' gradients there
 """
 
 import math
+import operator
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -43,7 +44,9 @@ FEW = 128  # so few cuts get others added
 MANY = 400  # the most cuts; segments nest about as deep, and plans to `planner.plan.DEEPEST`
 # the most entries of a search space of default cuts, and the most storages that its rows name
 ENTRIES, STORAGES = 10**6, 5 * 10**6
+FEWEST = 16  # with fewer cuts a search space is not worth its time, if there is another
 NEAR = 12  # the most steps of a segment that begins and ends anywhere
+LASTING = 4 * NEAR  # a storage of more states may count as always held
 TRIED = 8  # the later states that are tried as the start of the next part
 PARTS = 6  # the fewest parts of a run: with few, solving few ends at a time takes longer
 
@@ -253,15 +256,28 @@ def _without_empty(costs: StepCosts) -> StepCosts:
     return replace(costs, live=some(costs.live), saved=some(costs.saved))
 
 
-def search_space(costs: StepCosts) -> SearchSpace:
-    """Returns a search space of at most about `ENTRIES` entries.
+def search_spaces(costs: StepCosts) -> Iterator[SearchSpace]:
+    """Yields a search space of at most about `ENTRIES` entries; two if one would be larger.
 
-    Where that takes it, there are fewer cuts, and between other states shorter segments or none. A
-    recurrent network, whose outputs of all times stay until its end, has a row at a state for
-    nearly each earlier segment, and would take many GB.
+    A recurrent network, whose outputs of all times stay until its end, has a row at a state for
+    nearly each earlier segment, and would take many GB. Then one space has fewer cuts, and between
+    other states shorter segments or none; in the other one storages of many states are always held.
     """
+    counts = Counter(storage for live in costs.live for storage in live)
+    lasting = frozenset(storage for storage, count in counts.items() if count > LASTING)
+    space = _fitting(costs, FEWEST if lasting else 1)
+    if space is not None:
+        yield space
+    if lasting and (space is None or space.near < NEAR):
+        held = _fitting(_always_held(costs, lasting), 1)
+        assert held is not None, "with so few cuts any space is taken"
+        yield held
+
+
+def _fitting(costs: StepCosts, fewest: int) -> SearchSpace | None:
+    """Returns a search space of at most about `ENTRIES` entries, or None if it has too few cuts."""
     most, near = MANY, NEAR
-    while True:
+    while most >= fewest:
         cuts = default_cuts(costs, most)
         try:
             space = SearchSpace(costs, cuts, near, STORAGES if most > 1 else math.inf)
@@ -274,6 +290,21 @@ def search_space(costs: StepCosts) -> SearchSpace:
                 return space
         most = max(min(int(len(cuts) * share), most - 1), 1)
         near = int(near * share)
+    return None
+
+
+def _always_held(costs: StepCosts, lasting: Storages) -> StepCosts:
+    """Returns costs in which no plan chooses whether some storages are held: with the gradients.
+
+    Every segment that starts while one is in the state holds it, so that nearly all plans do.
+    """
+    sizes = (costs.bytes_of(live & lasting) for live in costs.live)
+    return replace(
+        costs,
+        live=tuple(live - lasting for live in costs.live),
+        saved=tuple(saved - lasting for saved in costs.saved),
+        gradients=tuple(map(operator.add, costs.gradients, sizes)),
+    )
 
 
 def default_cuts(costs: StepCosts, most: int = MANY) -> list[int]:
