@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from zoo.errors import ArgumentError
-from zoo.units import at_least, counted, format_bytes, format_seconds, parse_bytes
+from zoo.units import at_least, counted, format_bytes, format_seconds, parse_bytes, shape_text
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,10 @@ from zoo.units import at_least, counted, format_bytes, format_seconds, parse_byt
 )
 def test_bytes_have_a_binary_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_a_number_has_a_shape_to_read() -> None:
+    assert [shape_text((8, 3, 224)), shape_text(())] == ["8×3×224", "scalar"]
 
 
 def test_one_of_a_kind_is_no_plural() -> None:

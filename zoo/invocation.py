@@ -25,6 +25,7 @@ from zoo._torch import (
 from zoo.chain import Chain, Held, NamedStep, Outline, Runner, State
 from zoo.errors import LONGEST, ArgumentError, ZooError, in_a_line, shortened
 from zoo.profiling.fake_tensors import NumbersNeeded, as_data
+from zoo.units import shape_text
 
 # of what a model returns, whole, as in loss(model(inputs))
 Loss = Callable[[Any], Tensor]
@@ -331,7 +332,7 @@ def _shape(value: Any) -> str:
 
 def title_of(model: nn.Module, inputs: State) -> str:
     """Names a model and the shapes of its inputs: 'ResNet on 8×3×224×224'."""
-    shapes = ["×".join(map(str, value.shape)) for value in inputs if value is not None]
+    shapes = [shape_text(value.shape) for value in inputs if value is not None]
     return f"{type(model).__name__} on {', '.join(shapes)}"
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 from zoo.errors import ArgumentError, shortened
 
@@ -47,6 +48,11 @@ def _in_unit(count: int) -> tuple[float, str, int]:
 def format_seconds(seconds: float) -> str:
     """Writes seconds as '12.3 ms' or '1.23 s'."""
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """Writes the shape of a tensor: '8×3×224×224'; 'scalar' if it has no dimensions."""
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def counted(count: int, noun: str) -> str:

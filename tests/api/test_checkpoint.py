@@ -135,6 +135,21 @@ def test_a_first_forward_under_a_budget_raises_its_own_error() -> None:
     assert zoo.plan_of(model).depth() == 0
 
 
+def test_a_refusal_names_the_optimizer_that_is_assumed_and_how_to_plan_for_another() -> None:
+    model, x = nn.Sequential(*(nn.Linear(200, 200) for _ in range(10))), torch.rand(1, 200)
+    report = zoo.plan(model, x, memory_budget=1.0, optimizer=torch.optim.SGD)
+    zoo.checkpoint(model, memory_budget=report.predicted_peak)
+    state = r"assumed to be AdamW, with a state of 3\.07 MiB; .* by zoo\.plan\(\.\.\., optimizer="
+    with pytest.raises(zoo.BudgetError, match=state):
+        model(x)
+    zoo.checkpoint(model, report)(x).sum().backward()
+    zoo.checkpoint(model, memory_budget=1000)
+    zoo.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(zoo.BudgetError) as refusal:
+        model(x)
+    assert "AdamW" not in str(refusal.value)
+
+
 def test_a_refused_call_leaves_the_plan_that_was_in_force() -> None:
     model = zoo.checkpoint(Net(), "sqrt")
     before = {module: dict(vars(module)) for module in model.modules()}

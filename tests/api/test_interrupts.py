@@ -94,7 +94,7 @@ def test_each_shows_progress_and_leaves_all_as_it_was(
     model = zoo.checkpoint(build(), memory_budget="1GiB" if name == "zoo.checkpoint" else None)
     before, bits = state(model), everything(model)
     # where a first or a second part begins, and in the middle of a loop
-    for place in ("", 1), ("", 2), MIDDLE.get(name, ("states", 1)):
+    for place in ("", 1), ("", 2), MIDDLE.get(name, ("searching plans", 1)):
         begun = interrupt(*place)
         with pytest.raises(KeyboardInterrupt):
             FUNCTIONS[name](model)
@@ -128,7 +128,7 @@ def test_the_plans_found_so_far_are_on_the_exception(
 
 
 def test_before_a_first_plan_there_is_nothing(interrupt: Interrupt) -> None:
-    interrupt("states", 2)
+    interrupt("searching plans", 2)
     with pytest.raises(KeyboardInterrupt) as told:
         zoo.frontier(Residuals(), images(), device="a100")
     assert type(told.value) is KeyboardInterrupt
@@ -179,6 +179,6 @@ def test_the_command_prints_the_plans_found_so_far(
     assert told.err.startswith("zoo frontier: interrupted; ")
     assert "best plan" in told.out
     assert "optimal" in told.out
-    interrupt("states", 2)
+    interrupt("searching plans", 2)
     assert run(["frontier", "resnet18", "--input", "2,3,64,64"]) == 130
     assert Told(code, *capsys.readouterr()) == Told(130, "", "zoo frontier: interrupted\n")

@@ -68,6 +68,13 @@ def test_a_pipe_has_a_line_for_each_part(
     assert threads() == 0
 
 
+def test_a_call_that_makes_another_of_its_name_is_named_once(stderr: Callable[..., Stream]) -> None:
+    stream = stderr()
+    with shown("zoo.checkpoint"), shown("zoo.checkpoint"), shown("Net"):
+        stream.wait_for("zoo.checkpoint: Net\n")
+    assert "zoo.checkpoint: zoo.checkpoint" not in stream.getvalue()
+
+
 def test_a_terminal_has_a_bar_which_is_gone_at_the_end(stderr: Callable[..., Stream]) -> None:
     pytest.importorskip("tqdm", reason="the bar is that of tqdm")
     stream = stderr(is_terminal=True)

@@ -108,6 +108,7 @@ def test_a_long_chain_stands_block_by_block() -> None:
 def test_a_block_is_named_by_the_path_that_its_steps_share() -> None:
     assert block_name(["down.0.convolve", "down.0.units.0.convolve"]) == "down.0"
     assert block_name(["conv1", "normalize(bn1)"]) == "conv1"
+    assert block_name(["net.0"]) == "net.0"
     assert block_name(["normalize(features.norm5)", "classify"]) == "normalize"
 
 

@@ -25,6 +25,7 @@ from zoo.policy.options import Checkpoint
 from zoo.policy.plan_report import PlanReport
 from zoo.profiling.kernel_costs import DEVICES
 from zoo.report.pictures import check_picture
+from zoo.units import shape_text
 
 # a mistyped axis must not overflow
 LARGEST = 2**40
@@ -64,8 +65,8 @@ def shapes(specs: Iterable[InputSpec | None]) -> list[list[int] | None]:
 
 
 def shapes_text(shapes: Iterable[Sequence[int] | None]) -> str:
-    """Formats shapes: '8×128, none, 8×128'."""
-    return ", ".join("none" if shape is None else "×".join(map(str, shape)) for shape in shapes)
+    """Formats shapes: '8×128, none, scalar'."""
+    return ", ".join("none" if shape is None else shape_text(shape) for shape in shapes)
 
 
 def number(text: str, least: int = 0) -> int:

@@ -219,7 +219,7 @@ class DPTable:
         end, _, _ = entries.place(len(costs), 0, space.forward)
         for known in self.values:
             known[end:] = 0
-        for state, low, high in each("states", list(entries.in_order())):
+        for state, low, high in each("searching plans", list(entries.in_order())):
             ends = entries.ends(state, low, high)
             if ends.size:
                 self._solve(state, ends)

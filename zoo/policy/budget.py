@@ -300,7 +300,8 @@ def only_in_backward(needed: int) -> str:
     """Says in a BudgetError that a step with the optimizer in the backward fits the budget."""
     return (
         f" With the optimizer in the backward it needs {exact_bytes(needed)}: "
-        "zoo.optimizer_in_backward, and optimizer_in_backward=True here."
+        "zoo.optimizer_in_backward does that; optimizer_in_backward=True plans ahead for it "
+        "(--optimizer-in-backward)."
     )
 
 

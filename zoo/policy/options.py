@@ -24,7 +24,7 @@ from zoo.chain import Chain, Outline, State, Step, fold, step_names
 from zoo.engine.recompute import run_compiled, run_plan
 from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, BudgetError
 from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import alike
@@ -36,7 +36,7 @@ from zoo.policy.plan_report import PlanReport
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.progress import shown
-from zoo.units import format_bytes
+from zoo.units import format_bytes, shape_text
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
 # inputs whose plans are cached; the oldest are dropped first
@@ -174,13 +174,22 @@ class PlannedRunner:
 
         The optimizer is the one that steps in the backward; if there is none, AdamW is assumed.
         """
-        optimizer = _optimizer_in_backward(chain) or torch.optim.AdamW
-        planner = BudgetPlanner(chain, outline, inputs, optimizer=optimizer)
-        report = planner.report(self.memory_budget, self.max_overhead)
+        known = _optimizer_in_backward(chain)
+        planner = BudgetPlanner(chain, outline, inputs, optimizer=known or torch.optim.AdamW)
+        try:
+            report = planner.report(self.memory_budget, self.max_overhead)
+        except BudgetError as error:
+            if known is not None:
+                raise
+            raise BudgetError(
+                f"{error} The optimizer is assumed to be AdamW, with a state of "
+                f"{format_bytes(planner.optimizer.state)}; for another one plan by "
+                "zoo.plan(..., optimizer=...), and pass what it returns as checkpoint=."
+            ) from None
         _log.info(
             "%s on %s: planned peak %s, x%.2f of the baseline, time x%.2f",
             type(chain).__name__,
-            ", ".join("x".join(map(str, value.shape)) for value in inputs if value is not None),
+            ", ".join(shape_text(value.shape) for value in inputs if value is not None),
             format_bytes(report.predicted_peak),
             report.predicted_peak / report.baseline_peak,
             report.predicted_time_ratio,

@@ -132,8 +132,9 @@ def _words(parts: Sequence[Part]) -> str:
     """Joins the names of the parts and their counts; the innermost count is only in the bar."""
     words: list[str] = []
     for part in parts:
-        counted = [f"{part.counted} {part.done}/{part.total}"] if part.counted else []
-        words += [part.name, *counted]
+        # a call that makes another of the same name is one part to its reader
+        words += [part.name] * (part.name not in words[-1:])
+        words += [f"{part.counted} {part.done}/{part.total}"] * bool(part.counted)
     if parts and parts[-1].counted:
         words[-1] = parts[-1].counted
     return ": ".join(words)

@@ -97,6 +97,9 @@ def segments(items: Sequence[Item], level: int = 0) -> Iterator[tuple[range, int
 def block_name(names: Sequence[str]) -> str:
     """Names a block after the path that its steps share, else after its first step."""
     plain = [re.sub(r"\(.*", "", name) for name in names]
+    # a layer in a row of layers is known by its number
+    if len(set(plain)) == 1 and plain[0].rpartition(".")[2].isdecimal():
+        return plain[0]
     paths = zip(*(name.split(".")[:-1] for name in plain), strict=False)
     shared = takewhile(lambda parts: len(set(parts)) == 1, paths)
     return ".".join(parts[0] for parts in shared) or plain[0]
