@@ -47,13 +47,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 import zoo
 from zoo.api.checkpoint import steps_of
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
 from zoo.profiling.chain_profile import Profile
+from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.peak_memory import gradient_addresses, measure_step, trace
 from zoo.profiling.tensor_spec import tensors_in
 
@@ -347,7 +347,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
 class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts floating point operations by torch's formulas."""
 
-    formulas: Mapping[Any, Callable[..., int]] = flop_registry
+    formulas: Mapping[Any, Callable[..., int]] = flop_formulas()
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

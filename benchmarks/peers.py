@@ -57,7 +57,7 @@ from torch.utils.checkpoint import (
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -72,6 +72,7 @@ from zoo.engine.devices import read_streams
 from zoo.harness.environment import proc_entry
 from zoo.harness.processes import outcome
 from zoo.harness.training import OPTIMIZERS
+from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.escaping import markdown_table
@@ -109,7 +110,7 @@ def lstm_flops(inputs: Tensor, to_gates: Tensor, from_state: Tensor, *_: Any, **
 
 
 Operations.formulas = {
-    **flop_registry,
+    **flop_formulas(),
     aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
     aten.mkldnn_rnn_layer: lstm_flops,

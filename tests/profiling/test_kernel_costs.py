@@ -168,6 +168,24 @@ def test_half_precision_is_as_fast_as_the_device_makes_it() -> None:
     assert a100.seconds(10**15, 0, torch.float32) > 1.9 * half
 
 
+@pytest.mark.parametrize("groups", [1, 4, 16])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_the_backward_of_a_convolution_takes_two_forwards_whatever_its_groups(
+    kind: Any, groups: int
+) -> None:
+    layer, x = kind(16, 16, 3, padding=1, groups=groups), torch.rand(2, 16, 8, 8)
+    formulas = kernels.flop_formulas()
+    settings = layer.stride, layer.padding, layer.dilation
+    transposed, outwards = kind is nn.ConvTranspose2d, (0, 0)
+    call = x, layer.weight, None, *settings, transposed, outwards, groups
+    y = torch.ops.aten.convolution(*call)
+    once = formulas[torch.ops.aten.convolution](*call, out_val=y)
+    assert once == 2 * x.numel() * 16 // groups * 9
+    given = y, x, layer.weight, None, *call[3:], [True, True, False]
+    back = torch.ops.aten.convolution_backward(*given)
+    assert formulas[torch.ops.aten.convolution_backward](*given, out_val=back) == 2 * once
+
+
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:
     with pytest.raises(ArgumentError, match=r"device='h200'.*Did you mean nvidia-h200"):
         device_named("h200")
