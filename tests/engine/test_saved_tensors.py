@@ -75,6 +75,12 @@ def through_detach(x: Tensor, log: Log) -> Tensor:
     return z
 
 
+def by_turning_it(x: Tensor, log: Log) -> Tensor:
+    y = x.sin().exp()
+    y.t_()
+    return y.cos()
+
+
 def by_out(x: Tensor, log: Log) -> Tensor:
     y = x.detach() * 2
     z = y * x
@@ -112,7 +118,7 @@ def a_kept_view(x: Tensor, log: Log) -> Tensor:
 
 INSIDE = [
     the_result, the_argument, one_of_two, through_a_view, a_view_through_its_base, through_detach,
-    by_out, by_a_list, by_a_norm,
+    by_turning_it, by_out, by_a_list, by_a_norm,
 ]  # fmt: skip
 
 

@@ -348,7 +348,47 @@ def test_a_sum_of_gradients_is_counted_as_it_is_laid_out(kind: type[nn.Module]) 
     assert_close(kind(), torch.rand(4, 3, 32, 32))
 
 
-def assert_close(model: nn.Module, x: Tensor) -> None:
+class Columns(nn.Module):
+    """The gradient of the columns is in more memory than it needs, until another is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y = x + y + y.tanh()
+        return y + F.unfold(x.view(-1, 1, 8, 16), 3, padding=1).mean(1)
+
+
+def test_a_gradient_that_keeps_the_memory_of_columns_is_counted_with_it() -> None:
+    x = torch.rand(64, 128)
+    model = nn.Sequential(Columns(), Columns(), nn.Linear(128, 10))
+    found = planner_for(model, x, optimizer=sgd, loss=scores)
+    columns = [place for place, name in enumerate(found.names) if "im2col" in name]
+    assert found.costs.gradients[columns[-1] - 1] >= 9 * x.nbytes
+
+
+class Stacked(nn.Module):
+    """Turns what it stacked in place, as torch's GRU does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(128, 128), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.first(x).view(-1, 4, 32).unbind(1)
+        x = torch.stack([step.sigmoid() for step in steps]).transpose_(0, 1)
+        return self.last(x.contiguous() * 1.0).flatten(1)
+
+
+def test_no_plan_keeps_what_is_turned_in_place_and_is_not_saved() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(Stacked(), Stacked(), Stacked(), nn.Linear(128, 10))
+    assert_close(model, torch.rand(256, 128), least=0.85)
+
+
+def assert_close(model: nn.Module, x: Tensor, least: float = 0.95) -> None:
     """Asserts that no plan takes more than predicted, or much less."""
     found = planner_for(model, x, optimizer=sgd, loss=scores)
     optimizer = sgd(model.parameters())
@@ -362,7 +402,7 @@ def assert_close(model: nn.Module, x: Tensor) -> None:
         zoo.checkpoint(model, found.of_model(point).plan)
         step()
         measured = measure_step(step, model, optimizer, [x]).peak
-        assert 0.95 * point.peak <= measured <= point.peak
+        assert least * point.peak <= measured <= point.peak
 
 
 @torch.library.custom_op("zoo_tests::wave", mutates_args=())

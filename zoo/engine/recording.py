@@ -322,6 +322,17 @@ class Recording:
                 handle.lose()
             value = None if value.before is None else value.before()
 
+    def reshape(self, value: Value, tensor: Tensor) -> None:
+        """Is told that a tensor is about to get another geometry, which leaves what is in memory.
+
+        Autograd counts a version after the kernel, as for one that writes.
+        """
+        for handle in value.handles():
+            handle.before_write()
+        if self._has_version(value, tensor):
+            _holder(value, tensor).counter = None
+        value.base = no_tensor
+
     def _has_version(self, value: Value, tensor: Tensor) -> bool:
         """Says whether a tensor has the version with which recorded kernels left its storage."""
         holder, counter = _holder(value, tensor), version_of(tensor)
@@ -639,7 +650,7 @@ class Recorder(KernelMode):
         if effects.reshapes:
             # another geometry, or another storage, which counts as a version
             if (value := self.recording.made(args[0])) is not None:
-                value.base = no_tensor
+                self.recording.reshape(value, args[0])
             else:
                 self.before_write(args[0])
             if func._schema.name == "aten::resize_":

@@ -475,22 +475,42 @@ class _SpecPropagation:
         return [spec for spec in self.states[number] if spec and spec.requires_grad]
 
     def _measure_again(self, place: _Place, held: Mapping[int, GradientSpec]) -> None:
-        """Runs a step again whose incoming gradients are not contiguous or are held elsewhere."""
+        """Runs a step again whose incoming gradients are no contiguous tensors of their own.
+
+        Some are held elsewhere, some in more memory than they need: `col2im` returns a tensor in
+        memory of the size of the columns.
+        """
         given = {spec.tensor for spec in place.given if spec}
         made = {spec.tensor for spec in place.made if spec} - given
         others = {found.storage for tensor, found in held.items() if tensor not in made}
         gradients = (
-            (output, held[spec.tensor])
+            (output, self._alone(spec, held[spec.tensor], others))
             for output, spec in enumerate(place.made)
             if spec and spec.tensor in made and spec.tensor in held
         )
         incoming = tuple(
-            (output, found._replace(storage=None, is_held=found.storage in others))
+            (output, found._replace(storage=None))
             for output, found in gradients
-            if found.stride is not None or found.storage in others
+            if found.stride is not None or found.is_held
         )
         if incoming:
             place.run = self._run(place.key, incoming)
+
+    def _alone(
+        self, spec: TensorSpec, gradient: GradientSpec, others: Container[Hashable]
+    ) -> GradientSpec:
+        """Returns what a step's backward is given of a gradient, with its strides if it is a part.
+
+        Memory that others hold, too, is counted there: the step is given the gradient's own bytes.
+        """
+        own = self._own(spec).bytes
+        if gradient.storage in others:
+            size = own if gradient.stride is None else gradient.bytes
+            return gradient._replace(bytes=size, is_held=True)
+        if gradient.stride is not None or gradient.bytes <= own:
+            return gradient
+        with DisableTorchDispatch():
+            return gradient._replace(stride=torch.empty(spec.shape, device="meta").stride())
 
     def _held(self, held: Held) -> frozenset[int]:
         """Returns the storages that the forward holds in addition to a state."""
