@@ -331,8 +331,8 @@ def _shape(value: Any) -> str:
 
 
 def title_of(model: nn.Module, inputs: State) -> str:
-    """Names a model and the shapes of its inputs: 'ResNet on 8×3×224×224'."""
-    shapes = [shape_text(value.shape) for value in inputs if value is not None]
+    """Names a model and the shapes of its inputs, without numbers: 'ResNet on 8×3×224×224'."""
+    shapes = [shape_text(value.shape) for value in inputs if value is not None and value.ndim]
     return f"{type(model).__name__} on {', '.join(shapes)}"
 
 

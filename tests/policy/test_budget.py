@@ -388,17 +388,39 @@ def test_no_plan_keeps_what_is_turned_in_place_and_is_not_saved() -> None:
     assert_close(model, torch.rand(256, 128), least=0.85)
 
 
-def assert_close(model: nn.Module, x: Tensor, least: float = 0.95) -> None:
-    """Asserts that no plan takes more than predicted, or much less."""
+class Potential(nn.Module):
+    """Returns energies and forces, which are gradients that its forward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = pairwise([3, *[128] * 5])
+        layers = (part for pair in sizes for part in (nn.Linear(*pair), nn.SiLU()))
+        self.layers = nn.Sequential(*layers, nn.Linear(128, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = x.detach().requires_grad_()
+        energies = self.layers(places)
+        (forces,) = torch.autograd.grad(energies.sum(), places, create_graph=True)
+        return torch.cat([energies, forces], 1)
+
+
+def test_a_gradient_that_the_forward_takes_is_counted() -> None:
+    # the plan of least memory has a segment that is replayed while it is open
+    assert_close(Potential(), torch.rand(512, 3), first=1)
+
+
+def assert_close(model: nn.Module, x: Tensor, least: float = 0.95, first: int = 0) -> None:
+    """Asserts that no plan from the first takes more than predicted, or much less."""
     found = planner_for(model, x, optimizer=sgd, loss=scores)
     optimizer = sgd(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
-        scores(model(x)).backward()
+        outputs = model(x)  # which is there beyond the backward, as in a training loop
+        scores(outputs).backward()
         optimizer.step()
 
-    for point in found.points:
+    for point in found.points[first:]:
         zoo.checkpoint(model, found.of_model(point).plan)
         step()
         measured = measure_step(step, model, optimizer, [x]).peak

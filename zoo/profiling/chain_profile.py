@@ -484,30 +484,21 @@ class _SpecPropagation:
         made = {spec.tensor for spec in place.made if spec} - given
         others = {found.storage for tensor, found in held.items() if tensor not in made}
         gradients = (
-            (output, self._alone(spec, held[spec.tensor], others))
+            (output, self._alone(spec, held[spec.tensor]))
             for output, spec in enumerate(place.made)
             if spec and spec.tensor in made and spec.tensor in held
         )
         incoming = tuple(
-            (output, found._replace(storage=None))
+            (output, found._replace(storage=None, is_held=found.storage in others))
             for output, found in gradients
-            if found.stride is not None or found.is_held
+            if found.stride is not None or found.storage in others
         )
         if incoming:
             place.run = self._run(place.key, incoming)
 
-    def _alone(
-        self, spec: TensorSpec, gradient: GradientSpec, others: Container[Hashable]
-    ) -> GradientSpec:
-        """Returns what a step's backward is given of a gradient, with its strides if it is a part.
-
-        Memory that others hold, too, is counted there: the step is given the gradient's own bytes.
-        """
-        own = self._own(spec).bytes
-        if gradient.storage in others:
-            size = own if gradient.stride is None else gradient.bytes
-            return gradient._replace(bytes=size, is_held=True)
-        if gradient.stride is not None or gradient.bytes <= own:
+    def _alone(self, spec: TensorSpec, gradient: GradientSpec) -> GradientSpec:
+        """Returns a gradient with its strides if it is a part of its memory."""
+        if gradient.stride is not None or gradient.bytes <= self._own(spec).bytes:
             return gradient
         with DisableTorchDispatch():
             return gradient._replace(stride=torch.empty(spec.shape, device="meta").stride())

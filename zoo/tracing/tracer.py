@@ -72,7 +72,8 @@ def _require_gradient(tensor: Tensor) -> None:
     tensor.requires_grad_()
 
 
-DETACH, REQUIRE = "aten.detach.default", "aten.requires_grad_.default"
+ALIAS, DETACH = "aten.alias.default", "aten.detach.default"
+REQUIRE = "aten.requires_grad_.default"
 # what a step calls instead: the forward may have read `Tensor.data`, whose writes autograd ignores,
 # and `requires_grad_` is no kernel
 REPLACED: dict[str, Callable[..., Any]] = {
@@ -244,9 +245,9 @@ class Tracer(KernelMode):
         self._graph = Graph()
         self._count = itertools.count()
         self._numbers: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-        # the number of the first tensor in each storage, and that tensor's dtype
+        # the number of the first tensor in each storage, and of that tensor type and geometry
         self._storages: MutableMapping[Any, int] = WeakIdKeyDictionary()
-        self._dtypes: dict[int, torch.dtype] = {}
+        self._geometries: dict[int, tuple[torch.dtype, list[int], list[int], int]] = {}
         self._parameters: set[int] = set()
         # for each value the call that returned it, and the number of its run of calls without
         # gradients
@@ -272,7 +273,7 @@ class Tracer(KernelMode):
     def _register(self, tensor: Tensor) -> int:
         """Gives a tensor the next number, and returns it."""
         self._numbers[tensor] = number = next(self._count)
-        self._dtypes[number] = tensor.dtype
+        self._geometries[number] = _geometry(tensor)
         if (storage := storage_of(tensor)) is not None:
             self._storages.setdefault(storage, number)
         return number
@@ -447,14 +448,15 @@ class Tracer(KernelMode):
         if number is not None:
             self._note_history(number, tensor, call)
             return Value(number)
-        first = self._origin(tensor)
-        if self._dtypes.get(first) is not tensor.dtype:
+        first, geometry = self._origin(tensor), _geometry(tensor)
+        known = self._geometries.get(first)
+        if known is None or known[0] is not tensor.dtype:
             number = self._number(tensor)
             self.note_input(number, tensor)
             return Value(number)
         # a view that no operator returned
-        sizes = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
-        view = Call("aten.as_strided.default", (Value(first), *sizes), {}, call.index - 1,
+        operator, args = ("alias", ()) if known == geometry else ("as_strided", geometry[1:])
+        view = Call(f"aten.{operator}.default", (Value(first), *args), {}, call.index - 1,
                     call.within, call.grad and tensor.requires_grad)  # fmt: skip
         self._add(view, [tensor])
         return Value(self._numbers[tensor])
@@ -502,16 +504,20 @@ class Tracer(KernelMode):
     def _record(self, number: int) -> None:
         """Marks the kernels without gradients that a value comes from as recorded by autograd.
 
-        They are those of a custom function, which gives its result its own grad_fn.
+        They are those of a custom function, which gives its result its own grad_fn; or autograd
+        opened a saved tensor, a view of a detached one, and gave it back its history.
         """
-        waiting, (_, series) = [number], self._sources[number]
+        waiting, (made, series) = [number], self._sources[number]
+        if made.grad and made.operator == DETACH:
+            made.operator, waiting = ALIAS, made.reads()
+            _, series = self._sources.get(waiting[0], (None, 0))
         while waiting:
             call, its_series = self._sources.get(waiting.pop(), (None, 0))
             if call is None or call.grad or its_series != series:
                 continue
             call.grad = True
             if call.operator == DETACH:
-                call.operator = "aten.alias.default"
+                call.operator = ALIAS
             waiting += call.reads()
 
 
@@ -543,6 +549,11 @@ def _unwrapped(tensor: Tensor) -> list[Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         return [inner for part in parts_of_wrapper(tensor) for inner in _unwrapped(part)]
     return [tensor]
+
+
+def _geometry(tensor: Tensor) -> tuple[torch.dtype, list[int], list[int], int]:
+    """Returns a tensor's type, sizes, strides and offset."""
+    return tensor.dtype, list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
 
 
 def _instruction(frame: FrameType) -> tuple[int, int]:
