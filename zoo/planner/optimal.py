@@ -46,11 +46,13 @@ from numpy.typing import NDArray
 
 from zoo.errors import Interrupted
 from zoo.planner.costs import Simulation, StepCosts, simulate
+from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import DEEPEST, Item, Plan, falling
 from zoo.planner.search_space import Entries, Row, SearchSpace, search_spaces
 
 VALUES = 5 * 10**7  # the most in a table, unless that leaves fewer than `FEW` amounts
 FEW = 100
+LONGEST = 1000  # the most steps of a chain for which `least_memory` is as fast as a table
 AT_ONCE = 2**18  # values of segments that are compared at once
 PAYMENTS = 4096  # the size of the cache of `_around`
 NEVER = 1e30  # seconds of what does not fit; a sum of a few is finite
@@ -99,7 +101,7 @@ def frontier(
         Interrupted: by Ctrl-C while plans are traced back, with the best of those found so far.
     """
     keep_all = Plan.keep_all(len(costs))
-    found = {keep_all: simulate(keep_all, costs)}
+    found = {plan: simulate(plan, costs) for plan in (keep_all, *_of_any_ends(costs))}
     baseline = found[keep_all].peak
     for space in search_spaces(costs) if cuts is None else [SearchSpace(costs, cuts)]:
         if levels is None:
@@ -135,7 +137,12 @@ def least(costs: StepCosts) -> Plan:
     baseline = simulate(Plan.keep_all(len(costs)), costs).peak
     tables = (DPTable(space, _amounts(0, baseline, 2)) for space in search_spaces(costs))
     plans = [table.plan(min(table.least, baseline)) for table in tables]
-    return min(plans, key=lambda plan: simulate(plan, costs).peak)
+    return min([*plans, *_of_any_ends(costs)], key=lambda plan: simulate(plan, costs).peak)
+
+
+def _of_any_ends(costs: StepCosts) -> list[Plan]:
+    """Returns a plan whose long segments begin and end anywhere, not at cuts; none if too long."""
+    return [least_memory(costs)] if len(costs) <= LONGEST else []
 
 
 def _amounts(first: int, last: int, count: int) -> Bytes:

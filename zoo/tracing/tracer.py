@@ -553,7 +553,7 @@ def _unwrapped(tensor: Tensor) -> list[Tensor]:
 
 def _geometry(tensor: Tensor) -> tuple[torch.dtype, list[int], list[int], int]:
     """Returns a tensor's type, sizes, strides and offset."""
-    return tensor.dtype, list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+    return tensor.dtype, [*tensor.shape], [*tensor.stride()], int(tensor.storage_offset())
 
 
 def _instruction(frame: FrameType) -> tuple[int, int]:
