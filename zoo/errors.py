@@ -10,7 +10,7 @@ import importlib
 import reprlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 # characters of a value that an error repeats, at most
 LONGEST = 200
@@ -25,7 +25,19 @@ class PlanError(ZooError, ValueError):
 
 
 class BudgetError(ZooError, ValueError):
-    """Says that no plan keeps to a budget, and the least that one needs."""
+    """Says that no plan keeps to a budget, and the least that one needs.
+
+    `budget`, `least` and `baseline` (what plain training takes) are bytes, None where unknown.
+    """
+
+    budget: int | None = None
+    least: int | None = None
+    baseline: int | None = None
+
+    def of(self, budget: int | None, least: int | None = None, baseline: int | None = None) -> Self:
+        """Notes the bytes; returns the error itself."""
+        self.budget, self.least, self.baseline = budget, least, baseline
+        return self
 
 
 class Interrupted(KeyboardInterrupt):

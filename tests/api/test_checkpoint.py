@@ -140,8 +140,9 @@ def test_a_refusal_names_the_optimizer_that_is_assumed_and_how_to_plan_for_anoth
     report = zoo.plan(model, x, memory_budget=1.0, optimizer=torch.optim.SGD)
     zoo.checkpoint(model, memory_budget=report.predicted_peak)
     state = r"assumed to be AdamW, with a state of 3\.07 MiB; .* by zoo\.plan\(\.\.\., optimizer="
-    with pytest.raises(zoo.BudgetError, match=state):
+    with pytest.raises(zoo.BudgetError, match=state) as refusal:
         model(x)
+    assert refusal.value.budget == report.predicted_peak < refusal.value.least
     zoo.checkpoint(model, report)(x).sum().backward()
     zoo.checkpoint(model, memory_budget=1000)
     zoo.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), 0.1))

@@ -60,7 +60,9 @@ def test_a_budget_is_kept_to_and_the_least_one_works():
     with pytest.raises(zoo.BudgetError, match=r"4 by fsdp2 needs at least .* \(1000 bytes\)") as no:
         plan(model, x, memory_budget=1000)
     enough = re.search(r"Raise the budget to '(.*?)'", str(no.value))[1]
+    assert (no.value.budget, no.value.baseline) == (1000, some.baseline_peak)
     least = plan(model, x, memory_budget=enough)
+    assert least.predicted_peak == no.value.least
     assert least.predicted_peak <= least.budget
     with pytest.raises(zoo.BudgetError):
         plan(model, x, memory_budget=least.predicted_peak - 1)

@@ -383,6 +383,7 @@ def test_where_real_steps_take_more_the_refusal_names_the_user_s_budget_and_one_
     with pytest.raises(BudgetError, match=r"real training step showed; .*is 1\.00 MiB \(") as error:
         find(memory_budget="1MiB")
     assert find(memory_budget=suggested(error.value)).measured_peak is not None
+    assert find(memory_budget=error.value.least).measured_peak is not None
 
 
 def test_a_size_is_looked_at_once_and_the_optimizer_is_the_same_for_all(

@@ -5,6 +5,7 @@ counted here, with gradients of parameters from when the backward makes them:
 
     forward, backward    parameters + buffers + inputs + optimizer state + activations + gradients
     optimizer            parameters + buffers + inputs + optimizer state + gradients + temporaries
+                         + outputs
 
 The larger of the two must fit the budget. Nothing of the model's size is allocated: bytes come
 from fake tensors, seconds and kernel workspaces from real runs of each kind of kernel
@@ -117,6 +118,8 @@ class BudgetPlanner:
         # a training loop's variables hold the outputs and the loss beyond the backward
         handed = self.profile.found.handed
         self.costs = replace(costs, returned=handed[self.steps] | handed[-1])
+        self.outputs = self.costs.bytes_of(self.costs.returned)
+        self.optimizer_peak = self.fixed.optimizer_peak + self.outputs
         self.whole = self.costs.with_parameter_gradients()
         self.baseline = self._point(Plan.keep_all(len(self.costs)))
 
@@ -143,7 +146,7 @@ class BudgetPlanner:
             other = self.in_backward().least.peak
             if other <= budget:
                 text += only_in_backward(other)
-        return BudgetError(text)
+        return BudgetError(text).of(budget, least, baseline)
 
     def frontier(self, best: Sequence[Point] | None = None) -> Frontier:
         """Returns the best plans, of which `best` may be known already, and the classic schemes.
@@ -159,7 +162,7 @@ class BudgetPlanner:
         return Frontier(
             tuple(map(self.of_model, (*best, *others))),
             self.of_model(replace(self.baseline, name="baseline")),
-            max(during, self.fixed.optimizer_peak),
+            max(during, self.optimizer_peak),
             self.title,
             self.kernels_measured,
         )
@@ -236,7 +239,7 @@ class BudgetPlanner:
         during = self.fixed.beside_activations + result.peak + streams
         seconds = sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
         return Point(
-            max(during, self.fixed.optimizer_peak) + NUMBERS,
+            max(during, self.optimizer_peak) + NUMBERS,
             1 + result.recomputed_seconds / seconds,
             plan,
             name,
@@ -274,8 +277,9 @@ class BudgetPlanner:
         """Splits the bytes of a plan's peak into categories."""
         fixed, result = self.fixed, simulate(point.plan, self.whole)
         kept = recomputed = between = 0
-        if fixed.optimizer_peak > fixed.beside_activations + result.peak:
+        if self.optimizer_peak > fixed.beside_activations + result.peak:
             phase, gradients, work = "step of the optimizer", fixed.gradients, fixed.scratch
+            kept = self.outputs
         else:
             moment, left = result.moment, self.costs.parameter_gradients
             phase = f"{moment.phase} of {(*self.names, 'the loss')[moment.step]}"

@@ -185,7 +185,7 @@ class PlannedRunner:
                 f"{error} The optimizer is assumed to be AdamW, with a state of "
                 f"{format_bytes(planner.optimizer.state)}; for another one plan by "
                 "zoo.plan(..., optimizer=...), and pass what it returns as checkpoint=."
-            ) from None
+            ).of(error.budget, error.least, error.baseline) from None
         _log.info(
             "%s on %s: planned peak %s, x%.2f of the baseline, time x%.2f",
             type(chain).__name__,
