@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import MUTANTS, changed
 from zoo._torch import _private
 
 ROOT = Path(__file__).parent.parent
@@ -47,3 +48,9 @@ def test_private_names_of_torch_are_in_one_file() -> None:
 def test_a_private_name_that_a_torch_lacks_is_named() -> None:
     with pytest.raises(ImportError, match=r"zoo uses torch\._C\._no_such_name, which torch \d"):
         _private("_C._no_such_name")
+
+
+def test_each_mutant_still_takes_a_guard_out_of_the_engine() -> None:
+    for mutant in MUTANTS:
+        text = (ROOT / "zoo" / "engine" / mutant.file).read_text()
+        assert changed(text, mutant) != text, mutant.guard
