@@ -257,6 +257,22 @@ def test_a_chain_says_so_too() -> None:
         zoo.plan(Residuals(), {"pixel": images()}, memory_budget=0.9)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_a_buffer_that_has_no_strides_does_not_end_the_first_step(kind: str) -> None:
+    rows = [torch.ones(2), torch.ones(3)]
+    buffers = {"sparse": torch.eye(2).to_sparse(), "nested": torch.nested.nested_tensor(rows)}
+
+    def trained(checkpoint: bool) -> Tensor:
+        torch.manual_seed(1)
+        model = Net()
+        model.register_buffer("rows", buffers[kind])
+        outputs: Tensor = zoo.checkpoint(model, checkpoint)(images())
+        return outputs
+
+    assert torch.equal(trained(True), trained(False))
+
+
 class Drops(Net):
     """Computes with what real numbers only tell: how many are above 0."""
 

@@ -273,7 +273,8 @@ class Tracer(KernelMode):
     def _register(self, tensor: Tensor) -> int:
         """Gives a tensor the next number, and returns it."""
         self._numbers[tensor] = number = next(self._count)
-        self._geometries[number] = _geometry(tensor)
+        if is_plain(tensor):
+            self._geometries[number] = _geometry(tensor)
         if (storage := storage_of(tensor)) is not None:
             self._storages.setdefault(storage, number)
         return number
@@ -448,13 +449,14 @@ class Tracer(KernelMode):
         if number is not None:
             self._note_history(number, tensor, call)
             return Value(number)
-        first, geometry = self._origin(tensor), _geometry(tensor)
+        first = self._origin(tensor)
         known = self._geometries.get(first)
         if known is None or known[0] is not tensor.dtype:
             number = self._number(tensor)
             self.note_input(number, tensor)
             return Value(number)
         # a view that no operator returned
+        geometry = _geometry(tensor)
         operator, args = ("alias", ()) if known == geometry else ("as_strided", geometry[1:])
         view = Call(f"aten.{operator}.default", (Value(first), *args), {}, call.index - 1,
                     call.within, call.grad and tensor.requires_grad)  # fmt: skip
