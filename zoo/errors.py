@@ -10,7 +10,7 @@ import importlib
 import reprlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 # characters of a value that an error repeats, at most
 LONGEST = 200
@@ -30,14 +30,15 @@ class BudgetError(ZooError, ValueError):
     `budget`, `least` and `baseline` (what plain training takes) are bytes, None where unknown.
     """
 
-    budget: int | None = None
-    least: int | None = None
-    baseline: int | None = None
-
-    def of(self, budget: int | None, least: int | None = None, baseline: int | None = None) -> Self:
-        """Notes the bytes; returns the error itself."""
+    def __init__(
+        self,
+        text: str,
+        budget: int | None = None,
+        least: int | None = None,
+        baseline: int | None = None,
+    ) -> None:
+        super().__init__(text)
         self.budget, self.least, self.baseline = budget, least, baseline
-        return self
 
 
 class Interrupted(KeyboardInterrupt):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.planner.chains import nested_plans
+from tests.tracing.models import Ending
 from tests.training import Residuals, assert_same, everything, images
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.plan import planner_for
@@ -564,15 +565,6 @@ def test_a_model_that_trains_nothing_is_not_planned_for() -> None:
     with pytest.raises(ArgumentError, match="depends on nothing that requires a gradient"):
         planner_for(frozen, images())
     assert planner_for(frozen, images().requires_grad_()).points
-
-
-class Ending(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(4, 4), function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self.layer(x))
 
 
 @pytest.mark.parametrize("function", [torch.detach, torch.argmax, lambda output: None])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.tracing.models import UNet
+from tests.tracing.models import Ending, UNet
 from tests.training import Residuals, assert_same, everything, images
 from zoo.api.plan import planner_for
 from zoo.chain import Chain
@@ -447,17 +447,6 @@ def test_what_is_no_such_argument_is_refused(options: dict[str, Any], message: s
     given = {"model": Residuals(), "sample": images(2, 4, 16), "memory_budget": "1MiB"}
     with pytest.raises(ArgumentError, match=message):
         largest(**(given | options))
-
-
-class Ending(nn.Module):
-    """Ends with a function of a layer's output."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(4, 4), function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self.layer(x))
 
 
 @pytest.mark.parametrize(

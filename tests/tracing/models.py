@@ -1,5 +1,8 @@
 """Models as people write them, each with what a graph must get right."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -140,3 +143,14 @@ class Teacher(nn.Module):
 def _encoder() -> nn.Module:
     blocks = (nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3))
     return nn.Sequential(*blocks)
+
+
+class Ending(nn.Module):
+    """Ends with a function of a layer's output."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))

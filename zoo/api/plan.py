@@ -351,7 +351,7 @@ class _Rank:
             if self.other is not None:
                 other = self.other(in_backward=True).track(plan).peak
                 text += only_in_backward(other) if other <= budget else ""
-        return BudgetError(text).of(budget, least, self._peak(None))
+        return BudgetError(text, budget, least, self._peak(None))
 
 
 def _hooked_as(spread: nn.Module, model: nn.Module) -> nn.Module:

@@ -146,7 +146,7 @@ class BudgetPlanner:
             other = self.in_backward().least.peak
             if other <= budget:
                 text += only_in_backward(other)
-        return BudgetError(text).of(budget, least, baseline)
+        return BudgetError(text, budget, least, baseline)
 
     def frontier(self, best: Sequence[Point] | None = None) -> Frontier:
         """Returns the best plans, of which `best` may be known already, and the classic schemes.

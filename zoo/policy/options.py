@@ -36,7 +36,7 @@ from zoo.policy.plan_report import PlanReport
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.progress import shown
-from zoo.units import format_bytes, shape_text
+from zoo.units import format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
 # inputs whose plans are cached; the oldest are dropped first
@@ -184,12 +184,14 @@ class PlannedRunner:
             raise BudgetError(
                 f"{error} The optimizer is assumed to be AdamW, with a state of "
                 f"{format_bytes(planner.optimizer.state)}; for another one plan by "
-                "zoo.plan(..., optimizer=...), and pass what it returns as checkpoint=."
-            ).of(error.budget, error.least, error.baseline) from None
+                "zoo.plan(..., optimizer=...), and pass what it returns as checkpoint=.",
+                error.budget,
+                error.least,
+                error.baseline,
+            ) from None
         _log.info(
-            "%s on %s: planned peak %s, x%.2f of the baseline, time x%.2f",
-            type(chain).__name__,
-            ", ".join(shape_text(value.shape) for value in inputs if value is not None),
+            "%s: planned peak %s, x%.2f of the baseline, time x%.2f",
+            planner.title,
             format_bytes(report.predicted_peak),
             report.predicted_peak / report.baseline_peak,
             report.predicted_time_ratio,

@@ -133,8 +133,10 @@ def _words(parts: Sequence[Part]) -> str:
     words: list[str] = []
     for part in parts:
         # a call that makes another of the same name is one part to its reader
-        words += [part.name] * (part.name not in words[-1:])
-        words += [f"{part.counted} {part.done}/{part.total}"] * bool(part.counted)
+        if part.name not in words[-1:]:
+            words.append(part.name)
+        if part.counted:
+            words.append(f"{part.counted} {part.done}/{part.total}")
     if parts and parts[-1].counted:
         words[-1] = parts[-1].counted
     return ": ".join(words)

@@ -302,8 +302,9 @@ class _Search:
                 f"memory ran out in a real training step of size {ran_out.size}, the smallest, "
                 f"which is predicted to take {exact_bytes(ran_out.predicted_peak)}; the budget is "
                 f"{exact_bytes(self.budget)}. Free memory on {self.first.place}, or pass "
-                "verify=False to rely on the prediction."
-            ).of(self.budget)
+                "verify=False to rely on the prediction.",
+                self.budget,
+            )
         count, least = self.estimates.smallest()
         planner = self.estimates.known(count)
         bound = self.estimates.max_overhead
@@ -320,7 +321,7 @@ class _Search:
             other = self.estimates.in_backward().needed(count)
             if other is not None and other + excess <= self.budget:
                 text += only_in_backward(other + excess)
-        return BudgetError(text).of(self.budget, least)
+        return BudgetError(text, self.budget, least)
 
     def _measured(self, candidate: Largest) -> int | None:
         """Trains a copy of the model; returns its peak in bytes, None if memory runs out."""
