@@ -124,3 +124,88 @@ def test_what_was_returned_is_recomputed_too() -> None:
     held = simulate(Plan(((0, 1), 2, 3)), replace(costs, returned=costs.live[-1])).turns[0]
     # 0 and 3 for the caller, recomputed 0 and 1: 1 is still being made, and a gradient
     assert held == simulate(Plan(((0, 1), 2, 3)), costs).turns[0] + 20
+
+
+def reading(costs: StepCosts) -> StepCosts:
+    """Returns costs of the same steps, each of which reads the storage of the step before it."""
+    before = (frozenset[int](), *(frozenset([step]) for step in range(len(costs) - 1)))
+    return replace(costs, reads=before, reads_until_saved=(frozenset(),) * len(costs))
+
+
+def test_a_segment_holds_what_it_reads_of_a_state() -> None:
+    # storage 0 is there until step 4 reads it
+    long = tuple(
+        live | {0} if 0 < state < 5 else live for state, live in enumerate(uniform(6).live)
+    )
+    whole = replace(uniform(6), live=long)
+    plain = reading(whole)
+    known = replace(plain, reads=(*plain.reads[:4], frozenset({0, 3}), plain.reads[5]))
+    plan = Plan((0, 1, (2, 3), 4, 5))
+    # saved in turn 2: storage 0 by step 1, storage 1 by the segment, and again by step 2
+    found, other = simulate(plan, known), simulate(plan, whole)
+    assert (found.turns[2], other.turns[2]) == (10 + 10 + 10 + 20, 10 + 10 + 10 + 20)
+    plan = Plan(((0, 1), (2, 3), 4, 5))
+    found, other = simulate(plan, known), simulate(plan, whole)
+    # here nothing but the second segment would hold storage 0
+    assert other.turns[1] - found.turns[1] == 10
+    # the forward has it all the same, and the first segment makes it for step 1
+    assert other.turns[0] == found.turns[0]
+
+
+def test_a_recomputation_runs_what_somebody_needs() -> None:
+    # step 1 saves a mask of its own, not its input, and steps 2 and 3 nothing
+    costs = replace(
+        reading(uniform(4, flops=7)),
+        sizes=(10, 10, 10, 10, 5),
+        saved=(frozenset(), frozenset([4]), frozenset(), frozenset()),
+        reads_until_saved=(frozenset(), frozenset([0]), frozenset(), frozenset()),
+        flops_until_saved=(0, 5, 0, 0),
+        forward_until_saved=(0, 15, 0, 0),
+    )
+    found = simulate(Plan(((0, 1, 2, 3),)), costs)
+    assert found.recomputed_flops == 7 + 5, "step 0 as a whole, step 1 until its mask is there"
+    nobody = replace(reading(uniform(4, flops=7)), saved=(frozenset(),) * 4)
+    assert simulate(Plan(((0, 1, 2, 3),)), nobody).recomputed_flops == 0
+    # a segment of such steps holds nothing, since it needs none of its inputs
+    assert simulate(Plan((0, (1, 2), 3)), nobody).turns[1] == 20
+
+
+def test_a_step_that_writes_what_a_later_one_needs_is_run() -> None:
+    # step 1 writes storage 0, which step 2 saves
+    costs = replace(
+        reading(uniform(3, flops=7)),
+        live=(frozenset(), frozenset([0]), frozenset([0]), frozenset([2])),
+        saved=(frozenset(), frozenset(), frozenset([0])),
+        reads=(frozenset(), frozenset([0]), frozenset([0])),
+    )
+    plan = Plan(((0, 1, 2),))
+    assert simulate(plan, costs).recomputed_flops == 7
+    writing = replace(costs, writes=(frozenset(), frozenset([0]), frozenset()))
+    assert simulate(plan, writing).recomputed_flops == 14
+
+
+def test_an_inner_segment_lets_go_of_what_it_starts_from_when_it_is_recomputed() -> None:
+    # nothing saves its input, but each step a storage of its own
+    steps = 6
+    whole = replace(
+        uniform(steps),
+        sizes=(10,) * 2 * steps,
+        saved=tuple(frozenset([steps + step]) for step in range(steps)),
+        forward=(20,) * steps,
+        forward_until_saved=(20,) * steps,
+        backward=(40,) * steps,
+    )
+    known = replace(reading(whole), reads_until_saved=reading(whole).reads)
+    plan = Plan(((0, 1, (2, 3, 4, 5)),))
+    # saved by steps 0 to 5, a gradient, and what the backward of step 5 makes
+    assert simulate(plan, known).peak == 60 + 10 + 40
+    assert simulate(plan, whole).peak == 60 + 10 + 40 + 10
+
+
+def test_a_backward_lets_go_of_inputs_that_nobody_else_holds() -> None:
+    costs = replace(uniform(4), backward=(30,) * 4, backward_alone=(20,) * 4)
+    found, other = simulate(Plan.keep_all(4), costs), simulate(Plan.keep_all(4), uniform(4))
+    assert [a - b for a, b in zip(found.turns, other.turns, strict=True)] == [20, 10, 10, 10]
+    # step 0 saves nothing; the segment around step 2 holds what it saves
+    found = simulate(Plan((0, 1, (2,), 3)), costs)
+    assert [a - b for a, b in zip(found.turns, other.turns, strict=True)] == [20, 10, 20, 10]

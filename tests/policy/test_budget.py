@@ -3,7 +3,8 @@
 import functools
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -411,6 +412,86 @@ def test_a_gradient_that_the_forward_takes_is_counted() -> None:
     # a segment that is open then would be replayed within the forward
     plans = "0-45", "0-13 (14-19) (20-25) (26-31) (32-37) 38-45"
     assert_close(Potential(), torch.rand(512, 3), plans=plans)
+
+
+class Cells(nn.Module):
+    """Stacks the outputs of all times, which nothing reads before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(16, 32), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, outputs = x.new_zeros(x.shape[0], 32), []
+        for part in x.unbind(1):
+            state = self.cell(part, state)
+            outputs.append(self.head(state))
+        return torch.stack(outputs, 1)
+
+
+class Skips(nn.Module):
+    """Adds to its state what comes out of frozen layers and of trained ones beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(96, 96).requires_grad_(False) for _ in range(6))
+        self.trained = nn.ModuleList(nn.Linear(96, 96, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = x * 2
+        for frozen, trained in zip(self.frozen, self.trained, strict=True):
+            x = x + F.gelu(frozen(x) + trained(x).tanh())
+        return x * first
+
+
+class Hourglass(nn.Module):
+    """Hands the result of each of its layers to one behind the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+        self.up = nn.ModuleList(nn.Conv2d(16, 8, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for layer in self.down:
+            x = F.relu(layer(x))
+            skips.append(x)
+        for layer in self.up:
+            x = layer(torch.cat([x, skips.pop()], 1)).tanh()
+        return x
+
+
+UNEVEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
+    "cells": (Cells, (8, 12, 16), 0.96),
+    "skips": (Skips, (256, 96), 0.99),
+    "u-net": (Hourglass, (8, 8, 16, 16), 0.99),
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_any_nested_plan_takes_what_is_predicted(kind: str) -> None:
+    build, shape, least = UNEVEN[kind]
+    torch.manual_seed(1)
+    model, x = build(), torch.rand(shape)
+    steps = planner_for(model, x, optimizer=sgd, loss=scores).steps
+    plans = [any_plan(random.Random(seed), range(steps)).text() for seed in range(8)]
+    assert_close(model, x, least, plans)
+
+
+def any_plan(numbers: random.Random, steps: Sequence[int], depth: int = 3) -> Plan:
+    """Draws a plan whose segments nest up to `depth` deep."""
+
+    def items(steps: Sequence[int], depth: int) -> Iterator[Any]:
+        while steps:
+            length = numbers.randint(1, max(len(steps) // 2, 1))
+            if depth and numbers.random() < 0.4:
+                yield tuple(items(steps[:length], depth - 1))
+            else:
+                yield from steps[:length]
+            steps = steps[length:]
+
+    return Plan(tuple(items(steps, depth)))
 
 
 def assert_close(

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -58,6 +58,13 @@ class StepCosts:
     draws: tuple[int, ...] = ()  # how many of the step's kernels draw random numbers
     # casts of weights that autocast caches: held until the forward of the chain ends
     casts: tuple[frozenset[int], ...] = ()
+    # the same as `backward` where nothing but the step holds the inputs that it saved
+    backward_alone: tuple[int, ...] = ()
+    # storages of the step's inputs that its kernels read, and that they write; without the first, a
+    # recomputation needs the whole state, and all of its steps
+    reads: tuple[frozenset[int], ...] = ()
+    reads_until_saved: tuple[frozenset[int], ...] = ()
+    writes: tuple[frozenset[int], ...] = ()
     # storages of the step's inputs that a segment around it copies and keeps until its backward is
     # over, unless the segment makes them
     copied: tuple[frozenset[int], ...] = ()
@@ -90,6 +97,12 @@ class StepCosts:
         """For each step the storages that exist in the forward under every plan."""
         live = self.live[:-1]
         return tuple(map(frozenset.union, live, self.held)) if self.held else live
+
+    @functools.cached_property
+    def made(self) -> tuple[frozenset[int], ...]:
+        """For each step the storages that it makes and a later step reads, or that it saves."""
+        ends = zip(self.live, self.live[1:], self.saved, strict=False)
+        return tuple((after | saved) - before for before, after, saved in ends)
 
     @functools.cached_property
     def newly_held(self) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
@@ -178,10 +191,11 @@ def least_possible(costs: StepCosts) -> int:
     chain's outputs, the incoming gradient, and its allocations. Whatever else a plan holds adds to
     that, also in any other order of the steps without offloading.
     """
+    backward = costs.backward_alone or costs.backward
     peaks = [0]
     for step, (present, saved) in enumerate(zip(costs.present, costs.saved, strict=True)):
         behind = costs.bytes_of(saved | costs.returned) + costs.gradients[step + 1]
-        peaks += costs.bytes_of(present) + costs.forward[step], behind + costs.backward[step]
+        peaks += costs.bytes_of(present) + costs.forward[step], behind + backward[step]
     return max(peaks)
 
 
@@ -200,6 +214,13 @@ def _steps(item: Item) -> tuple[int, ...]:
     return (item,) if isinstance(item, int) else tuple(indices(item))
 
 
+class _Recomputation(NamedTuple):
+    """What a segment's recomputation runs, and which storages of each state it needs."""
+
+    needed: dict[int, frozenset[int]]  # by step
+    whole: frozenset[int]  # steps whose results it needs; it runs others until they have saved
+
+
 class _Clock:
     """The storages held, by how many holders, and the peak since `peak` was last set to 0."""
 
@@ -210,53 +231,114 @@ class _Clock:
         self.moment = Moment(FORWARD, 0, 0, 0, 0, 0, 0, None)
         self.given_away: frozenset[int] = frozenset()  # outputs that are made again
         self.seconds: list[float] = []
+        self.recomputations: dict[int, _Recomputation] = {}  # by the ids of segments
 
-    def run(self, items: Sequence[Item], end: int | None = None) -> None:
-        """Runs the forward of items; in a recomputation the gradient of state `end` exists."""
-        costs, live, forward = self.costs, self.costs.live, self.costs.forward
-        phase = FORWARD if end is None else RECOMPUTE
-        for item in items:
+    def run(self, plan: Plan) -> None:
+        """Runs the forward."""
+        costs = self.costs
+        for item in plan:
             steps = _steps(item)
             if isinstance(item, tuple):
-                self.hold(live[steps[0]])
+                self.hold(self.inputs(item))
             for step in steps:
-                if end is None:
-                    self.hold_names(step)
-                work = forward[step] - self.held_casts(step)
-                self.tick(phase, step, self.extra(live[step]), work, end)
-                if end is None and costs.casts:
+                self.hold_names(step)
+                work = costs.forward[step] - self.held_casts(step)
+                self.tick(FORWARD, step, self.extra(costs.live[step]), work, None)
+                if costs.casts:
                     self.hold(costs.casts[step])
-            if end is not None:
-                self.flops += sum(map(costs.flops.__getitem__, steps))
-                self.seconds += map(costs.seconds.__getitem__, steps)
             if isinstance(item, int):
                 self.hold(costs.saved[item])
-            elif end is None:
+            else:
                 self.held += self.copies(item)
                 self.hold(self.kept_by(item))
 
-    def backward(self, item: Item) -> None:
+    def backward(self, item: Item, *, is_inner: bool = False) -> None:
+        """Runs the backward of an item; that of a segment recomputes it first.
+
+        A segment holds its inputs until its backward is over. An inner one of known `reads` holds
+        them until it is recomputed.
+        """
         costs = self.costs
         if isinstance(item, int):
-            self.tick(BACKWARD, item, 0, costs.backward[item], item + 1)
+            self.tick(BACKWARD, item, 0, self.backward_work(item), item + 1)
             self.release(costs.saved[item])
             return
-        steps = tuple(indices(item))
-        last, end = item[-1], steps[-1] + 1
-        self.run(item[:-1], end)
-        if isinstance(last, tuple):
-            # it is not run here: its own backward recomputes it
-            self.hold(costs.live[next(indices(last))])
-        else:
-            work = costs.forward_until_saved[last] - self.held_casts(last)
-            self.tick(RECOMPUTE, last, self.extra(costs.live[last]), work, end)
-            self.flops += costs.flops_until_saved[last]
-            self.seconds.append(costs.seconds_until_saved[last])
-            self.hold(costs.saved[last])
+        self.recompute(item)
         self.take_back(item)
+        inner_ends = is_inner and bool(costs.reads)
+        if inner_ends:
+            self.release(self.inputs(item))
         for inner in reversed(item):
-            self.backward(inner)
-        self.release(costs.live[steps[0]])
+            self.backward(inner, is_inner=True)
+        if not inner_ends:
+            self.release(self.inputs(item))
+
+    def backward_work(self, step: int) -> int:
+        """Returns the bytes that the backward of a step allocates beside what is held."""
+        costs = self.costs
+        inputs = costs.saved[step] & costs.live[step] if costs.backward_alone else ()
+        if inputs and all(self.holders[storage] == 1 for storage in inputs):
+            return costs.backward_alone[step]
+        return costs.backward[step]
+
+    def recompute(self, item: tuple[Item, ...]) -> None:
+        """Runs the forward of a segment again, where the gradient of its last state exists."""
+        costs, found = self.costs, self.recomputation(item)
+        end = _steps(item)[-1] + 1
+        for inner in item:
+            if isinstance(inner, tuple):
+                self.hold(self.inputs(inner))
+            for step in _steps(inner):
+                if step in found.whole:
+                    work, flops = costs.forward[step], costs.flops[step]
+                    seconds = costs.seconds[step]
+                elif step == inner:
+                    work, flops = costs.forward_until_saved[step], costs.flops_until_saved[step]
+                    seconds = costs.seconds_until_saved[step]
+                else:
+                    continue
+                work -= self.held_casts(step)
+                self.tick(RECOMPUTE, step, self.extra(found.needed[step]), work, end)
+                self.flops += flops
+                self.seconds.append(seconds)
+            if isinstance(inner, int):
+                self.hold(costs.saved[inner])
+
+    def inputs(self, item: tuple[Item, ...]) -> frozenset[int]:
+        """Returns the storages that a segment starts from, as far as it needs them."""
+        return self.recomputation(item).needed[next(indices(item))]
+
+    def recomputation(self, item: tuple[Item, ...]) -> _Recomputation:
+        """Returns what the recomputation of a segment needs; inner segments are not kept in it."""
+        # no two segments of a plan are one object, since they have other steps
+        if id(item) not in self.recomputations:
+            self.recomputations[id(item)] = self._recomputation(item)
+        return self.recomputations[id(item)]
+
+    def _recomputation(self, item: tuple[Item, ...]) -> _Recomputation:
+        costs, last = self.costs, item[-1]
+        # an inner segment at the end is not run here: its own backward recomputes it
+        run = [inner for inner in item if isinstance(inner, int) or inner is not last]
+        if not costs.reads:
+            steps = _steps(item)
+            return _Recomputation(
+                {step: costs.live[step] for step in steps},
+                frozenset(step for inner in run for step in _steps(inner)) - {last},
+            )
+        wanted, needed, whole = frozenset[int](), dict[int, frozenset[int]](), set[int]()
+        for inner in reversed(item):
+            for step in reversed(_steps(inner)) if inner in run else ():
+                written = costs.writes[step] if costs.writes else frozenset()
+                if not wanted.isdisjoint(costs.made[step] | written):
+                    whole.add(step)
+                    wanted |= costs.reads[step]
+                if step == inner:
+                    wanted |= costs.reads_until_saved[step] | costs.saved[step]
+                wanted = needed[step] = wanted & costs.live[step]
+            if isinstance(inner, tuple):
+                first = next(indices(inner))
+                wanted = needed[first] = wanted | self.inputs(inner)
+        return _Recomputation(needed, frozenset(whole))
 
     def held_casts(self, step: int) -> int:
         """Returns the bytes of a step's casts that are already held, so not made again."""
@@ -306,7 +388,7 @@ class _Clock:
             if isinstance(inner, int):
                 saved |= self.costs.saved[inner]
             else:
-                given |= self.costs.live[next(indices(inner))]
+                given |= self.inputs(inner)
         for storage in (saved - given) & self.given_away:
             self.held -= self.costs.sizes[storage]
             self.holders[storage] += 1

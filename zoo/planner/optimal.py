@@ -14,8 +14,9 @@ and the seconds above are 0. The last step of a recomputation stops early. A rec
 with a segment is not considered: its items in place of the segment do the same work in no more
 memory.
 
-Outputs that the caller holds, and storages that only the forward holds, are not counted here;
-`simulate`, which judges the plans, counts them.
+Outputs that the caller holds, and storages that only the forward holds, are not counted here. Here
+each segment holds the whole state that it starts from until its backward is over, and recomputes
+all of its steps. `simulate`, which judges the plans, counts what a segment needs of both.
 
 Bytes are exact where they decide whether something fits: `needs` holds the least m of each entry,
 `at_need` the seconds there. Other seconds are known at given amounts, which are denser where they

@@ -33,20 +33,22 @@ class _Pending:
         self.missing = 0
         self.is_behind = False
 
-    def add(self, gradient: Tensor | None, number: int) -> None:
-        """Adds a gradient of an output, in the output's shape and dtype, as the engine does."""
-        self.missing -= 1
+    def fitted(self, gradient: Tensor | None, number: int) -> Tensor | None:
+        """Returns a gradient of an output in the output's shape and dtype, as the engine does."""
         expected = self.metadata[number]
-        if gradient is None:
-            return
-        if not expected.is_nested_tensor:
-            if gradient.shape != tuple(expected.shape):
-                gradient = gradient.sum_to_size(tuple(expected.shape))
-            # `to` is a kernel on fake tensors also where it changes nothing
-            if gradient.dtype != expected.dtype:
-                gradient = gradient.to(expected.dtype)
+        if gradient is None or expected.is_nested_tensor:
+            return gradient
+        if gradient.shape != tuple(expected.shape):
+            gradient = gradient.sum_to_size(tuple(expected.shape))
+        # `to` is a kernel on fake tensors also where it changes nothing
+        return gradient if gradient.dtype == expected.dtype else gradient.to(expected.dtype)
+
+    def add(self, gradient: Tensor | None, number: int) -> None:
+        """Adds a gradient of an output."""
+        self.missing -= 1
         before = self.gradients[number]
-        self.gradients[number] = gradient if before is None else before + gradient
+        if gradient is not None:
+            self.gradients[number] = gradient if before is None else before + gradient
 
 
 @torch.no_grad()
@@ -76,15 +78,20 @@ def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient
             continue
         made = _run(node, given.gradients)
         is_behind = given.is_behind or node._sequence_nr() < earlier
-        del given
-        for (behind, number), gradient in zip(node.next_functions, made, strict=True):
+        following = node.next_functions
+        fitted = [
+            behind and pending[behind].fitted(gradient, number)
+            for (behind, number), gradient in zip(following, made, strict=True)
+        ]
+        # a name would keep the node alive; its saved tensors go before gradients are added up
+        del given, made, node
+        for (behind, number), gradient in zip(following, fitted, strict=True):
             if behind is not None:
                 pending[behind].add(gradient, number)
                 pending[behind].is_behind |= is_behind
                 if not pending[behind].missing:
                     heapq.heappush(ready, (-behind._sequence_nr(), next(order), behind))
-        # a name would keep a node alive, and with it its saved tensors
-        del made, node, gradient, behind
+        del fitted, following, gradient, behind
 
 
 def _pending(root: Any) -> dict[Any, _Pending]:

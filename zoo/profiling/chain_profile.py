@@ -93,9 +93,14 @@ class ChainRun(NamedTuple):
     gradients: tuple[int, ...]
     kernels: tuple[KernelSpec | None, ...]  # the different ones
     casts: tuple[tuple[int, ...], ...]  # storages of each run's casts; all of a weight share one
+    reads: tuple[frozenset[int], ...]
+    reads_until_saved: tuple[frozenset[int], ...]
+    writes: tuple[frozenset[int], ...]
     copied: tuple[frozenset[int], ...]
     kept: tuple[frozenset[int], ...]
     held: tuple[frozenset[int], ...]
+    # of each step the events of its backward before which inputs are released, and their bytes
+    released: tuple[tuple[tuple[int, int], ...], ...]
     sums: tuple[int, ...]  # bytes of the largest sum with a gradient that a step's backward makes
     outside: int  # bytes of tensors that the steps' functions hold, such as the targets of a loss
 
@@ -169,6 +174,7 @@ class Profile:
             forward=peaks(run.forward for run in runs),
             forward_until_saved=peaks(run.until_saved for run in runs),
             backward=peaks(self._backwards(updates)),
+            backward_alone=peaks(self._backwards(updates, releases=True)),
             gradients=tuple(map(operator.add, found.gradients, of_casts)),
             flops=tuple(run.forward.flops for run in runs),
             flops_until_saved=tuple(run.until_saved.flops for run in runs),
@@ -181,14 +187,20 @@ class Profile:
             ),
             gradients_made=tuple(run.made for run in runs),
             draws=tuple(run.draws for run in runs),
+            reads=found.reads,
+            reads_until_saved=found.reads_until_saved,
+            writes=found.writes if any(found.writes) else (),
             copied=found.copied if any(found.copied) else (),
             kept=found.kept if any(found.kept) else (),
             held=found.held if any(found.held) else (),
             casts=tuple(map(frozenset, found.casts)) if any(found.casts) else (),
         )
 
-    def _backwards(self, updates: UpdateBytes | None) -> list[Curve]:
-        """Returns the curve of each step's backward, in which an optimizer may step."""
+    def _backwards(self, updates: UpdateBytes | None, *, releases: bool = False) -> list[Curve]:
+        """Returns the curve of each step's backward, in which an optimizer may step.
+
+        With `releases` only autograd holds the inputs that the step saved.
+        """
         all_uses, all_uses_of_casts = self._uses
         first_saved: dict[int, int] = {}
         for number in reversed(range(len(self.runs))):
@@ -199,7 +211,8 @@ class Profile:
             casts = zip(run.casts, self.found.casts[number], strict=True)
             left_out = {c.freed for c, storage in casts if first_saved.get(storage) != number}
             end = len(run.backward.events)
-            others = [(end, size), (end, -size)]
+            others = [*self.found.released[number]] if releases else []
+            others += [(end, size), (end, -size)]
             for update in run.updates:
                 owner = self._owner(number, update)
                 use, of_cast = all_uses[owner], all_uses_of_casts.get(owner)
@@ -396,9 +409,13 @@ class _SpecPropagation:
             casts=tuple(
                 tuple(place.storages[cast.storage] for cast in place.run.casts) for place in places
             ),
+            reads=tuple(place.numbers(place.run.read) for place in places),
+            reads_until_saved=tuple(place.numbers(place.run.read_until_saved) for place in places),
+            writes=tuple(place.numbers(place.run.written) for place in places),
             copied=tuple(place.numbers(place.run.copied) for place in places),
             kept=tuple(place.numbers(place.run.kept) for place in places),
             held=tuple(map(operator.or_, of_forward, unread)),
+            released=tuple(map(self._released, places)),
             sums=tuple(place.sum for place in places),
             sizes=tuple(self.sizes),
             outside=sum(size for _, size in self.context.outside.values()),
@@ -512,6 +529,11 @@ class _SpecPropagation:
             storages.add(len(self.sizes))
             self.sizes.append(sum(rounded_up(size, self.context.block) for size in held.others))
         return frozenset(storages - self.inputs)
+
+    def _released(self, place: _Place) -> tuple[tuple[int, int], ...]:
+        """Returns when the backward of a step releases inputs that it saved, and their bytes."""
+        released = ((place.storages[number], event) for number, event in place.run.released)
+        return tuple((event, -self.sizes[n]) for n, event in released if n not in self.inputs)
 
     def _own(self, spec: TensorSpec) -> GradientSpec:
         """Returns the spec of a gradient in a storage of its own."""

@@ -5,9 +5,11 @@ torch's profilers see only real memory; the formulas for operations are those of
 `torch.utils.flop_counter`.
 """
 
+import math
 import weakref
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -130,8 +132,13 @@ class StepRun:
     backward: Curve
     gives: Mapping[int, GradientSpec]  # gradients of its inputs, by the number of the tensor
     updates: tuple[Update, ...]  # in the order in which they are complete
+    # saved storages of inputs, and the event of the backward before which autograd releases each
+    released: tuple[tuple[int, int], ...]
     made: int  # bytes of parameters' gradients that the forward made; the curves leave them out
     draws: int  # kernels of the forward that draw random numbers
+    read: frozenset[int]  # storages of inputs that kernels of the forward read
+    read_until_saved: frozenset[int]  # the same until the last tensor is saved
+    written: frozenset[int]  # storages of inputs that kernels of the forward write
     # storages of inputs that a segment copies: small, without a grad_fn, read by kernels
     copied: frozenset[int]
     kept: frozenset[int]  # new storages that a segment keeps: no recomputation makes them
@@ -156,7 +163,7 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
     mode = AllocationMode(context)
     saved = _SavedTensors(storages, leaves, mode)
     start = sequence_number()
-    with mode, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+    with mode, saved_tensors_hooks(saved.pack, attrgetter("tensor")):
         value = step(*leaves)
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
@@ -172,31 +179,38 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
     # only their graph holds the outputs and casts from here on
     del value, outputs, ends
     mode.casts.clear()
-    draws, read, mode.backward = mode.draws, frozenset(mode.read), mode.now
+    draws, mode.backward = mode.draws, mode.now
+    end = mode.now if saved.may_change else saved.last
+    # not after the backward, when addresses may be those of other storages
+    pairs = [(spec, leaf) for spec, leaf in zip(state, leaves, strict=True) if spec is not None]
+    reads = [(spec, leaf, mode.first_read(leaf)) for spec, leaf in pairs if leaf is not None]
+    written = frozenset(spec.storage for spec, leaf, _ in reads if key_of(leaf) in mode.written)
     mode.events.append((-1, -incoming_bytes))
     with mode:
         complete = [(*found, mode.now) for found in gradients_of(roots, start)]
     inputs = {id(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad}
     trained = [found for found in complete if id(found[0]) not in inputs]
     births = mode.births_of(gradient for _, gradient, *_ in trained)
-    pairs = [(spec, leaf) for spec, leaf in zip(state, leaves, strict=True) if spec is not None]
     gradients = {id(leaf): _gradient_spec(gradient, context) for leaf, gradient, *_ in complete}
     return StepRun(
         outputs=returned,
         new_sizes=tuple(storages.sizes[given:]),
         saved=frozenset(saved.numbers),
         forward=mode.curve(0, mode.backward, births),
-        until_saved=mode.curve(0, mode.backward if saved.may_change else saved.last, births),
+        until_saved=mode.curve(0, end, births),
         backward=mode.curve(mode.backward),
         gives={spec.tensor: gradients[id(leaf)] for spec, leaf in pairs if id(leaf) in gradients},
         updates=_updates(trained, {weight for weight, *_ in casts}, mode),
+        released=tuple((number, max(at - mode.backward, 0)) for number, at in saved.freed.items()),
         made=sum(mode.bytes_at(birth) for birth in births if birth < mode.backward),
         draws=draws,
+        read=frozenset(spec.storage for spec, _, at in reads if at < mode.backward),
+        read_until_saved=frozenset(spec.storage for spec, _, at in reads if at < end),
+        written=written,
         copied=frozenset(
             spec.storage
-            for spec, leaf in pairs
-            if leaf is not None and not leaf.requires_grad and spec.bytes <= SMALL
-            if leaf.untyped_storage()._cdata in read
+            for spec, leaf, at in reads
+            if not leaf.requires_grad and spec.bytes <= SMALL and at < mode.backward
         ),
         kept=frozenset(kept),
         casts=tuple(Cast(weight, storage, mode.freed(born)) for weight, storage, born in casts),
@@ -284,6 +298,13 @@ def _ones(shape: torch.Size, options: dict[str, Any], gradient: GradientSpec | N
     return numbers.as_strided(shape, gradient.stride)
 
 
+class _Saved:
+    """Holds a tensor for autograd."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class _SavedTensors:
     """Records the storages, except parameters', that autograd saves in a step's forward.
 
@@ -297,19 +318,22 @@ class _SavedTensors:
         self.storages, self.mode = storages, mode
         self.numbers: set[int] = set()
         self.kept: set[int] = set()
+        self.freed: dict[int, int] = {}  # when autograd released a storage of an input
         self.last = 0
         self.may_change = False
         self._inputs = frozenset(map(id, leaves))
+        self._given = len(storages.sizes)
         self._writer = 0
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Records a saved tensor; returns one without a reference cycle through its own grad_fn."""
-        if tensor.grad_fn is not None:
-            self.may_change &= tensor.grad_fn._sequence_nr() < self._writer
-        elif not tensor.requires_grad and id(tensor) not in self._inputs:
-            self.may_change, self._writer = True, sequence_number() - 1
+    def pack(self, tensor: Tensor) -> "_Saved":
+        """Records a saved tensor; holds one without a reference cycle through its own grad_fn."""
+        saved = _Saved(tensor if tensor.is_leaf else detached(tensor))
         key = tensor.untyped_storage()._cdata
         is_outside = key in self.mode.context.outside
+        if tensor.grad_fn is not None:
+            self.may_change &= tensor.grad_fn._sequence_nr() < self._writer
+        elif not (is_outside or tensor.requires_grad or id(tensor) in self._inputs):
+            self.may_change, self._writer = True, sequence_number() - 1
         if not (is_outside or isinstance(tensor, nn.Parameter)):
             number = self.storages.number(tensor)
             self.numbers.add(number)
@@ -317,7 +341,12 @@ class _SavedTensors:
                 # and a copy, since its kernel, which is about to write it, may read it first
                 self.kept |= {number, self.storages.add(self.storages.sizes[number])}
             self.last = self.mode.now
-        return tensor if tensor.is_leaf else detached(tensor)
+            if number < self._given:
+                weakref.finalize(saved, self._release, number).atexit = False
+        return saved
+
+    def _release(self, number: int) -> None:
+        self.freed[number] = self.mode.now
 
 
 class AllocationMode(KernelMode):
@@ -335,7 +364,9 @@ class AllocationMode(KernelMode):
         self.events: list[tuple[int, int] | Kernel] = []
         self.backward = 0  # the index of its first event
         self.draws = 0
-        self.read: set[int] = set()  # addresses of the storages that kernels were given
+        # the first event of a kernel that was given a storage, by its address
+        self._reads: dict[int, int] = {}
+        self.written: set[int] = set()  # addresses of storages
         self.blank: set[int] = set()  # of storages that were made and not written yet
         # storages of what operators made that run once under every plan
         self.made_once: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -371,13 +402,14 @@ class AllocationMode(KernelMode):
                 outside.setdefault(storage._cdata, (storage, 0))
             elif storage._cdata not in given:
                 self._note(storage, effects)
-        if self.blank:
-            written = written_by(effects, args, kwargs)
-            self.blank -= {storage._cdata for tensor in written for storage in storages_of(tensor)}
+        written = written_by(effects, args, kwargs)
+        addresses = {storage._cdata for tensor in written for storage in storages_of(tensor)}
+        self.blank -= addresses
+        self.written |= addresses
         if self.context.caches_casts and _is_cached(func, args, result):
             self.casts.append((id(args[0]), result))
         if starts_kernel:
-            self.read |= given
+            self._reads |= dict.fromkeys(given - self._reads.keys(), self.now)
             count = flop_formulas().get(func._overloadpacket)
             flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
             moved = sum(bytes_moved(tensor) for tensor in (*inputs, *outputs))
@@ -418,6 +450,11 @@ class AllocationMode(KernelMode):
                 for event in events
             )
         )
+
+    def first_read(self, tensor: Tensor) -> float:
+        """Returns the event of the first kernel that was given a tensor's storage, or infinity."""
+        addresses = (storage._cdata for storage in storages_of(tensor))
+        return min((self._reads.get(one, math.inf) for one in addresses), default=math.inf)
 
     def bytes_at(self, place: int) -> int:
         """Returns the bytes that an event allocated (below 0: freed); 0 for a kernel."""
