@@ -30,6 +30,7 @@ try:
         in_kernel_invocation_manager as in_kernel_invocation,
         unset_fake_temporarily,
     )
+    from torch.library import _scoped_library as scoped_library
     from torch.utils import _pytree as pytree
     from torch.utils._foreach_utils import (
         _get_foreach_kernels_supported_devices as devices_with_kernels_of_lists,

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 import zoo
 from zoo._torch import FakeTensorMode
+from zoo.errors import ArgumentError
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.tensor_spec import TensorSpec, tensors_in
@@ -195,3 +197,44 @@ def test_a_step_with_a_loss_over_pixels_takes_what_is_predicted() -> None:
     step()
     measured = measure_step(step, model, None, [x]).peak
     assert 0.99 * predicted <= measured <= predicted
+
+
+class Embedded(nn.Module):
+    """Embeds tokens as products of one-hot rows."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.classes, self.table = classes, nn.Linear(16, 32)
+        self.mix = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = one_hot(tokens, self.classes).float()
+        return self.mix(self.table(rows))  # type: ignore[no-any-return]
+
+
+TOKENS = torch.arange(32).reshape(2, 16) % 16
+
+
+@pytest.mark.parametrize(
+    ("classes", "planned"),
+    [(16, TOKENS.to("meta")), (16, TOKENS), (-1, TOKENS)],
+    ids=["unknown", "known", "counted"],
+)
+def test_a_plan_of_one_hot_rows_is_for_the_forward_that_comes(
+    classes: int, planned: Tensor
+) -> None:
+    """For them torch itself calls other kernels on fake tensors than on real ones."""
+    pytest.importorskip("numpy", reason="planning for a budget needs NumPy")
+    model, before = Embedded(classes), torch._C._dispatch_dump_table("aten::one_hot")
+    report = zoo.plan(model, planned, max_overhead=9.0, device="a100")
+    assert torch._C._dispatch_dump_table("aten::one_hot") == before
+    zoo.checkpoint(model, report)
+    for _ in range(3):
+        model(TOKENS).sum().backward()
+        assert zoo.plan_of(model) == report.plan
+
+
+def test_one_hot_rows_of_unknown_classes_need_numbers() -> None:
+    model = Embedded(-1).to("meta")
+    with pytest.raises(ArgumentError, match="reads numbers out of tensors"):
+        zoo.plan(model, TOKENS.to("meta"), max_overhead=9.0, device="a100")

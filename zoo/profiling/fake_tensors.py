@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zoo._torch import (
+    DispatchKey,
     FakeTensor,
     FakeTensorMode,
     dispatch_modes,
     fake_of,
     pytree,
+    scoped_library,
     unset_fake_temporarily,
 )
 from zoo.engine.operator_effects import effects_of, is_view
@@ -39,6 +41,9 @@ META = torch.device("meta")
 # torch asks a tensor these before it runs a kernel; they are no kernels
 DEVICE = torch.ops.prim.device.default
 QUESTIONS = frozenset({DEVICE, torch.ops.prim.layout.default})
+ONE_HOT = torch.ops.aten.one_hot.default
+# stands for a number that is read and makes no difference
+UNUSED = torch.zeros((), dtype=torch.int64, device=CPU)
 # the most elements of a constant; a larger tensor is data
 MOST = 1 << 12
 # the same in a forked process, which need not save memory
@@ -84,18 +89,21 @@ class FakeTensorFixes(KernelMode):
         self._constants: Any = WeakTensorKeyDictionary()  # fake tensors -> real ones
         # storages of real ones whose fakes were overwritten with unknown values
         self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._was_silent: list[bool] = []
+        self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> "FakeTensorFixes":
+        entered = contextlib.ExitStack()
         # torch logs a traceback for a fake kernel that fails; the error says as much
-        self._was_silent.append(_log_of_torch.disabled)
+        entered.callback(setattr, _log_of_torch, "disabled", _log_of_torch.disabled)
         _log_of_torch.disabled = True
+        entered.enter_context(_one_hot_replaced())
+        self._entered.append(entered)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        _log_of_torch.disabled = self._was_silent.pop()
+        self._entered.pop().close()
 
     def know(self, fake: Tensor, real: Tensor) -> None:
         """Records the values of a fake tensor."""
@@ -225,10 +233,46 @@ class FakeTensorFixes(KernelMode):
 
 def as_data(tensor: Tensor) -> Tensor:
     """Returns a tensor whose values are placeholders and must not count as constants."""
-    for mode in dispatch_modes():
-        if isinstance(mode, FakeTensorFixes):
-            mode.forget(tensor)
+    for mode in _active():
+        mode.forget(tensor)
     return tensor
+
+
+def _active() -> list[FakeTensorFixes]:
+    return [mode for mode in dispatch_modes() if isinstance(mode, FakeTensorFixes)]
+
+
+@contextlib.contextmanager
+def _one_hot_replaced() -> Iterator[None]:
+    """Has `one_hot` call the kernels on fake tensors that it calls on real ones.
+
+    It is no kernel itself, so that no dispatch mode sees it, and torch has other ones for fakes.
+    """
+    with scoped_library("aten", "IMPL") as library:
+        # raised where another planner has replaced it
+        with contextlib.suppress(RuntimeError):
+            # a key of fakes, and of real tensors inside a mode only
+            library.impl("one_hot", _one_hot, "PythonTLSSnapshot")
+        yield
+
+
+def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+    is_given = num_classes > 0
+    is_valid = x.dtype is torch.int64 and x.numel() > 0 and (is_given or num_classes == -1)
+    if not (isinstance(x, FakeTensor) and is_valid):
+        return ONE_HOT._op_dk(DispatchKey.CompositeImplicitAutograd, x, num_classes)  # type: ignore[no-any-return]
+    if x.device == CPU:
+        numbers = torch.aminmax(x)
+        # only checked, where the number of classes is given
+        for mode in _active() if is_given else ():
+            mode.know(numbers.min, UNUSED)
+            mode.know(numbers.max, UNUSED)
+        _, highest = (number.item() for number in numbers)
+    elif not is_given:
+        highest = x.max().item()
+    classes = num_classes if is_given else int(highest) + 1
+    zeros = torch.zeros((*x.shape, classes), dtype=x.dtype, device=x.device)
+    return zeros.scatter_(-1, x.unsqueeze(-1), 1)
 
 
 def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
