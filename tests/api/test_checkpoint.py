@@ -39,6 +39,16 @@ def test_a_plan_of_another_number_of_steps_is_refused_at_the_forward() -> None:
         model(images())
 
 
+def test_more_segments_than_blocks_are_refused_as_by_a_chain() -> None:
+    refused = "checkpoint=99 asks for 99 segments; this chain has {} blocks, so choose 1 to {}"
+    model = zoo.checkpoint(Net(), 99)
+    for _ in range(2):
+        with pytest.raises(zoo.ArgumentError, match=refused.format(6, 6)):
+            model(images())
+    with pytest.raises(zoo.ArgumentError, match=refused.format(10, 10)):
+        zoo.resnet18(checkpoint=99)(torch.rand(2, 3, 32, 32))
+
+
 class Settled(Net):
     """Settles on its first call what it is for, as classifiers of transformers do."""
 

@@ -219,6 +219,23 @@ def test_a_plan_of_ones_own_is_for_one_path_of_a_forward_and_others_are_exact() 
     assert_same(one, train(plain, lambda: [images()], steps=6))
 
 
+class Shortened(Net):
+    """Leaves out blocks from its third call on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc((self.blocks if self.calls < 3 else self.blocks[:1])(x).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_a_later_path_of_fewer_blocks_than_segments_is_exact() -> None:
+    plain = Shortened()
+    model = zoo.checkpoint(copy.deepcopy(plain), 5)
+    one = train(model, lambda: [images()], steps=6)
+    assert_same(one, train(plain, lambda: [images()], steps=6))
+
+
 def test_a_derivative_of_ones_own_is_kept() -> None:
     plain = Custom()
     model = zoo.checkpoint(copy.deepcopy(plain))

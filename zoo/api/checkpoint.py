@@ -71,8 +71,8 @@ def checkpoint(
 
     Raises:
         ArgumentError: none of these options, no module, a model that checkpoints itself, `steps` of
-            a `zoo.Chain`; for a budget or a plan, at that forward, one that needs data of a real
-            step.
+            a `zoo.Chain`; at that forward, more segments than blocks; for a budget or a plan, one
+            that needs data of a real step.
         BudgetError: at that forward, when no plan keeps to the budget.
         PlanError: a malformed plan; one that does not fit raises at that forward.
     """

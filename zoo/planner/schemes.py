@@ -12,6 +12,10 @@ from zoo.planner.costs import StepCosts
 from zoo.planner.plan import Item, Plan
 
 
+class SegmentsError(ArgumentError):
+    """Says that a chain has fewer blocks than segments were asked for."""
+
+
 def segments(blocks: Sequence[int], count: int) -> Plan:
     """Cuts a chain into `count` segments, with numbers of blocks as equal as possible.
 
@@ -19,11 +23,11 @@ def segments(blocks: Sequence[int], count: int) -> Plan:
     `checkpoint_sequential`: its backward comes first.
 
     Raises:
-        ArgumentError: fewer than 1 segment, or more segments than blocks.
+        SegmentsError: fewer than 1 segment, or more segments than blocks.
     """
     total = len(set(blocks))
     if not 1 <= count <= total:
-        raise ArgumentError(
+        raise SegmentsError(
             f"checkpoint={count} asks for {count} segments; this chain has {total} blocks, "
             f"so choose 1 to {total}"
         )

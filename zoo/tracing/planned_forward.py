@@ -35,6 +35,7 @@ from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, PlanError
 from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
+from zoo.planner.schemes import SegmentsError
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, PlannedRunner, has_lazy, runner_for
 from zoo.profiling.progress import shown
@@ -315,8 +316,10 @@ class PatchedForward(Patch):
             traces.spec = spec
             traces.branches.append(self.latest)
         except (ArgumentError, PlanError) as error:
-            # a user's plan may be for another path of this forward, where it stays in force
-            if self.binds_first_step and not (self.is_given and traces.branches):
+            # a user's plan or number of segments may be for another path of this forward, where it
+            # stays in force
+            is_for_a_path = self.is_given or isinstance(error, SegmentsError)
+            if not traces.branches if is_for_a_path else self.binds_first_step:
                 raise
             self.latest, traces.can_be_planned = None, False
             what = "%s runs block by block: its forward cannot be planned for (%s)"
