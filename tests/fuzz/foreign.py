@@ -40,7 +40,7 @@ from zoo.engine.recording import thread
 from zoo.planner.plan import Item, Plan
 
 STEPS = 3
-OPTIONS = (True, 2, "sqrt", "blocks", "cheap", 0.2, 1.0)  # a fraction is an overhead
+OPTIONS = (True, "sqrt", "blocks", "cheap", 0.2, 1.0)  # a fraction is an overhead
 WAYS = ("blocks", "cuts", "checkpoint")
 BACKWARDS = ("once", "once", "retained", "partial", "two", "double", "summed")
 # in the refusal of a tensor whose memory `Tensor.data` exchanged after a segment read it
