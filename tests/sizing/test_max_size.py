@@ -136,6 +136,24 @@ def test_the_inputs_grow_in_the_dimensions_that_are_named() -> None:
     assert side == 80
 
 
+class Centered(nn.Module):
+    """Takes in a kernel much more than it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.expand(40, *x.shape).median()
+
+
+def test_the_size_is_for_the_plan_that_training_chooses() -> None:
+    """With the workspace of its first kernel, no segment makes the peak lower."""
+    layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+    model = nn.Sequential(Centered(), *layers)
+    options: Any = {"checkpoint": True, "optimizer": None, "loss": scores, "verify": False}
+    found = zoo.largest(model, torch.rand(8, 16), memory_budget="1MiB", **options)
+    zoo.checkpoint(model)
+    scores(model(torch.rand(found.size, 16))).backward()
+    assert found.plan == zoo.plan_of(model) == zoo.Plan.keep_all(18)
+
+
 def test_plans_make_room_for_more_and_any_plan_for_the_most() -> None:
     model, x = Residuals(6), images(2, 4, 32)
     find = functools.partial(on_paper, model, x, memory_budget="2MiB", loss=scores)

@@ -112,6 +112,11 @@ class BudgetPlanner:
         planner._count()
         return planner
 
+    def kernels_for(self, profile: Profile) -> list[KernelCosts | None]:
+        """Returns the costs of those kernels of another profile that this one has, too."""
+        known = dict(zip(map(repr, self.profile.specs), self.kernels, strict=False))
+        return [known.get(repr(spec)) for spec in profile.specs]
+
     def _count(self) -> None:
         self.kernels_measured = bool(self.kernels)
         costs = self.profile.costs(self.device, self.kernels, self.optimizer.updates)

@@ -11,7 +11,7 @@ size is larger, such as an epoch's last batch:
 import functools
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
 from zoo.policy.plan_report import PlanReport
 from zoo.profiling.chain_profile import Profile
+from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.progress import shown
 from zoo.units import format_bytes
@@ -146,12 +147,12 @@ class PlannedRunner:
         outline: Outline,
         inputs: State,
         *,
-        foreseen: OptimizerBytes | None = None,
+        foreseen: BudgetPlanner | None = None,
     ) -> Plan:
         """Returns the plan that the option chooses for a chain and its inputs.
 
-        `foreseen` are the bytes of the optimizer of a later training, whose inputs may not fit now:
-        then `True` runs no kernels and leaves workspaces out.
+        `foreseen` is a later training step, whose inputs may not fit now: then `True` runs no
+        kernels and takes workspaces from there.
         """
         option = self.checkpoint
         if isinstance(option, Plan):
@@ -204,7 +205,7 @@ def has_lazy(model: nn.Module) -> bool:
     return any(map(is_lazy, (*model.parameters(), *model.buffers())))
 
 
-def _least(chain: Chain, outline: Outline, inputs: State, foreseen: OptimizerBytes | None) -> Plan:
+def _least(chain: Chain, outline: Outline, inputs: State, foreseen: BudgetPlanner | None) -> Plan:
     """Returns the plan with the least peak of the whole training step.
 
     The peak counts activations; gradients of parameters, from when the backward makes them to when
@@ -217,12 +218,14 @@ def _least(chain: Chain, outline: Outline, inputs: State, foreseen: OptimizerByt
     if any(map(is_spread, chain.parameters())):
         return least_memory(replace(profile.costs(), returned=returned))
     is_here = profile.device.type != "meta" and active_fake_mode() is None
-    measures = foreseen is None and is_here and not is_profiling()
-    optimizer = foreseen or _optimizer_in_backward(chain)
-    costs = profile.costs(
-        kernels=profile.kernels(timed=False) if measures else (),
-        updates=None if optimizer is None else optimizer.updates,
-    )
+    kernels: Sequence[KernelCosts | None] = ()
+    if foreseen is not None:
+        kernels = foreseen.kernels_for(profile)
+    elif is_here and not is_profiling():
+        kernels = profile.kernels(timed=False)
+    optimizer = _optimizer_in_backward(chain) if foreseen is None else foreseen.optimizer
+    updates = None if optimizer is None else optimizer.updates
+    costs = profile.costs(kernels=kernels, updates=updates)
     return least_memory(replace(costs, returned=returned).with_parameter_gradients())
 
 

@@ -67,7 +67,7 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
             if runner is not None:
                 chain: Any = model
                 given = chain, planner.outline, planner.state
-                plan = runner.decide(*given, foreseen=planner.optimizer)
+                plan = runner.decide(*given, foreseen=planner)
             return planner.of_model(planner.point(plan))
         except BudgetError as error:
             raise ArgumentError(
