@@ -257,6 +257,24 @@ def test_steps_that_cannot_be_measured_are_refused_with_a_way_out() -> None:
     put_in_force(Branches(), 2)(torch.rand(2, 3)).sum().backward()
 
 
+@pytest.mark.parametrize("option", [{"checkpoint": True}, {"memory_budget": "1GiB"}])
+def test_a_step_raises_its_own_error(option: Any) -> None:
+    class Picky(Residuals):
+        calls = 0
+
+        def steps(self) -> Steps:
+            return [*super().steps(), self.refuse]
+
+        def refuse(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            raise LookupError("only two of these")
+
+    model = put_in_force(Picky(), **option)
+    with pytest.raises(LookupError, match="only two of these"):
+        model(images())
+    assert model.calls == 1
+
+
 def test_a_chain_inside_keeps_its_own_plan() -> None:
     class Outer(Chain):
         def __init__(self, checkpoint: Any) -> None:

@@ -33,7 +33,7 @@ from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
 from zoo.policy.plan_report import PlanReport
-from zoo.profiling.chain_profile import Profile
+from zoo.profiling.chain_profile import Profile, StepError
 from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.progress import shown
@@ -110,9 +110,17 @@ class PlannedRunner:
                 _settle_uncompiled(self, chain, outline, inputs)
             assert self.plan is not None
             return run_compiled(self.plan, self.compiled, outline.steps, inputs)
+        refused = None
         with without_modes():
-            plan = self.settle(chain, outline, inputs)
-        return run_plan(plan, outline.steps, inputs)
+            try:
+                plan = self.settle(chain, outline, inputs)
+            except StepError as error:
+                # the step's own error tells more
+                plan, refused = schemes.each_block(outline.blocks, outline.whole), error
+        outputs = run_plan(plan, outline.steps, inputs)
+        if refused is not None:
+            raise refused
+        return outputs
 
     def settle(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Puts the plan for inputs like these in force and returns it."""

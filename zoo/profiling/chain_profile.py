@@ -37,7 +37,7 @@ from zoo._torch import (
 from zoo.chain import HOOKS, Held, NamedStep, Outline, PassThrough, State, Step
 from zoo.engine.operator_effects import CONSTANTS
 from zoo.engine.sharded import copy_sharded, is_spread, whole_parameters
-from zoo.errors import PlanError
+from zoo.errors import PlanError, ZooError
 from zoo.planner.costs import StepCosts
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.chain_step_profile import (
@@ -50,7 +50,14 @@ from zoo.profiling.chain_step_profile import (
     UpdateBytes,
     run_step,
 )
-from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, copied, import_for_fakes, put_tensors
+from zoo.profiling.fake_tensors import (
+    SMALL,
+    FakeTensorFixes,
+    copied,
+    import_for_fakes,
+    is_of_fakes,
+    put_tensors,
+)
 from zoo.profiling.isolation import isolated
 from zoo.profiling.kernel_costs import (
     DEVICES,
@@ -63,6 +70,10 @@ from zoo.profiling.kernel_costs import (
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, TensorSpec
 from zoo.verification.state_comparison import BOOKKEEPING
+
+
+class StepError(PlanError):
+    """Says that a step of a chain raised an error of its own, which it may do in training, too."""
 
 
 class _Use(NamedTuple):
@@ -127,11 +138,7 @@ class Profile:
         with shown("measuring steps on fake tensors"):
             found: ChainRun = isolated(
                 functools.partial(_run_steps, chain, outline, inputs, block),
-                lambda text: PlanError(
-                    f"the chain of {type(chain).__name__} could not be measured on fake tensors "
-                    f"({text}). Where the model takes these inputs, pass checkpoint= a number of "
-                    "segments or a Plan, which need no measuring"
-                ),
+                lambda text: PlanError(_unmeasured(chain, text)),
             )
         self.found, self.runs, self.specs = found, found.runs, found.kernels
 
@@ -276,6 +283,14 @@ class Profile:
         return self.found.owners[number].get(update.parameter, update.parameter)
 
 
+def _unmeasured(chain: nn.Module, text: str) -> str:
+    return (
+        f"the chain of {type(chain).__name__} could not be measured on fake tensors ({text}). "
+        "Where the model takes these inputs, pass checkpoint= a number of segments or a Plan, "
+        "which need no measuring"
+    )
+
+
 def _run_steps(
     chain: nn.Module, outline: Outline, inputs: State, block: int, is_apart: bool
 ) -> ChainRun:
@@ -307,7 +322,13 @@ def _run_steps(
             propagation.context.outside[storage._cdata] = storage, 0
         # the steps are user code and may need the user's function modes
         with EnableTorchFunction():
-            return propagation.run(steps, outline.held)
+            try:
+                return propagation.run(steps, outline.held)
+            except Exception as error:
+                if isinstance(error, ZooError) or is_of_fakes(error):
+                    raise
+                text = _unmeasured(chain, f"{type(error).__name__}: {error}")
+                raise StepError(text) from error
 
 
 def _copies(

@@ -26,6 +26,8 @@ from zoo._torch import (
     DispatchKey,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
     dispatch_modes,
     fake_of,
     pytree,
@@ -37,6 +39,16 @@ from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_
 from zoo.profiling.fake_results import CPU, DATA_NEEDED, result_of
 from zoo.profiling.tensor_spec import VALUES, tensors_in
 
+# what operators raise on fake tensors only; for a common type, the texts that tell
+OF_FAKES = (
+    *DATA_NEEDED,
+    NotImplementedError,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+SAID_OF_FAKES = (
+    "data pointer", ".numpy()", "data is not allocated yet", "shape_env must not be None"
+)  # fmt: skip
 META = torch.device("meta")
 # torch asks a tensor these before it runs a kernel; they are no kernels
 DEVICE = torch.ops.prim.device.default
@@ -69,6 +81,11 @@ def import_for_fakes() -> None:
 
 class NumbersNeeded(BaseException):
     """A forward reads unknown values; no `except Exception` of its own catches this."""
+
+
+def is_of_fakes(error: BaseException) -> bool:
+    """Says whether real tensors would not have raised this error."""
+    return isinstance(error, OF_FAKES) or any(words in str(error) for words in SAID_OF_FAKES)
 
 
 class FakeTensorFixes(KernelMode):

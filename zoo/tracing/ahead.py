@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from zoo._torch import (
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from zoo._torch import FakeTensor, FakeTensorMode
 from zoo.chain import Chain
 from zoo.engine.operands import detached
 from zoo.engine.operator_effects import is_view
@@ -38,7 +33,14 @@ from zoo.invocation import (
     place_of,
     with_loss_errors,
 )
-from zoo.profiling.fake_tensors import SMALL, FakeTensorFixes, NumbersNeeded, copied, put_tensors
+from zoo.profiling.fake_tensors import (
+    SMALL,
+    FakeTensorFixes,
+    NumbersNeeded,
+    copied,
+    is_of_fakes,
+    put_tensors,
+)
 from zoo.profiling.isolation import isolated
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
@@ -51,11 +53,6 @@ LARGEST = 1 << 28
 MOST_MADE = 1 << 30
 # namespaces of operators that wait for other processes
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
-# what operators raise on fake tensors only; for a common type, the texts that tell
-OF_FAKES = (NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
-SAID_OF_FAKES = (
-    "data pointer", ".numpy()", "data is not allocated yet", "shape_env must not be None"
-)  # fmt: skip
 
 
 class TraceError(ArgumentError):
@@ -141,7 +138,7 @@ class _Forward:
             with mode, fixes, fixes.constants_readable():
                 graph = self._traced(model, self.given.map(fake), None)
         except BaseException as error:
-            if isinstance(error, UnknownTargets) or not (fixes.asked or _is_of_fakes(error)):
+            if isinstance(error, UnknownTargets) or not (fixes.asked or is_of_fakes(error)):
                 raise
             return None
         return None if fixes.asked else graph
@@ -237,11 +234,6 @@ def _saved(tensor: Tensor) -> Tensor:
 
 def _has_data(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def _is_of_fakes(error: BaseException) -> bool:
-    """Says whether real tensors would not have raised this error."""
-    return isinstance(error, OF_FAKES) or any(words in str(error) for words in SAID_OF_FAKES)
 
 
 class _Limits(KernelMode):
