@@ -75,6 +75,7 @@ def test_segments_between_kernels_take_what_is_predicted(text: str) -> None:
     found = steps_of(Said(), Invocation.of(named("meta")))
     with torch.enable_grad():
         known = BudgetPlanner(Said(), found.outline, found.state, optimizer=torch.optim.SGD)
+        known = known.measured()
     predicted = known.point(Plan.parse(text)).peak
     model = zoo.checkpoint(Said(), Plan.parse(text))
     measured = train_twice(model, Invocation.of(named()), torch.optim.SGD, None)

@@ -143,7 +143,7 @@ def planner_for(
         planner = BudgetPlanner(model, found.outline, found.state, loss=found.loss, **options)
         if not planner.profile.found.gradients[-1]:
             raise ArgumentError(nothing_trained(model))
-        return planner
+        return planner.measured()
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,13 @@ class BudgetPlanner:
         block = block_of(self.device.kind if self.device is not None else self.place.type)
         self.profile = Profile(model, with_loss(outline, loss), state, block)
         self.fixed = _fixed_bytes(model, state, optimizer, self.profile.found.outside, block)
-        is_here = self.device is None and self.place.type != "meta"
-        self.kernels: Sequence[KernelCosts | None] = self.profile.kernels() if is_here else ()
+        self.kernels: Sequence[KernelCosts | None] = ()
         self._count()
+
+    def measured(self) -> "BudgetPlanner":
+        """Returns a planner with measured kernels, unless its device is not here."""
+        is_here = self.device is None and self.place.type != "meta"
+        return self.changed(kernels=self.profile.kernels()) if is_here else self
 
     def in_backward(self) -> "BudgetPlanner":
         """Returns a planner for the same step with the optimizer in the backward."""

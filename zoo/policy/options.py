@@ -184,7 +184,8 @@ class PlannedRunner:
         The optimizer is the one that steps in the backward; if there is none, AdamW is assumed.
         """
         known = _optimizer_in_backward(chain)
-        planner = BudgetPlanner(chain, outline, inputs, optimizer=known or torch.optim.AdamW)
+        given = chain, outline, inputs
+        planner = BudgetPlanner(*given, optimizer=known or torch.optim.AdamW).measured()
         try:
             report = planner.report(self.memory_budget, self.max_overhead)
         except BudgetError as error:
