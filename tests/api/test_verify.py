@@ -165,10 +165,16 @@ def test_a_report_is_plain_data() -> None:
     assert not any(isinstance(leaf, Tensor) for leaf in leaves)
 
 
-def test_no_plan_means_that_no_step_is_recomputed() -> None:
-    report = verify(Residuals(), images(), False, steps=1)
-    assert report.plan is None
-    assert "no step recomputed" in str(report)
+@pytest.mark.parametrize("checkpoint", [False, 1, "auto"])
+def test_where_nothing_is_recomputed_nothing_is_said_about_it(checkpoint: Any) -> None:
+    report = verify(Residuals(), images(), checkpoint, steps=1)
+    report.check()
+    assert (report.plan is None) is (checkpoint is False)
+    text = str(report)
+    assert text.startswith(f"exact, with nothing recomputed: Residuals with {checkpoint=} keeps ")
+    assert text.endswith(
+        "says nothing about recomputation; verify another plan, such as checkpoint='blocks'."
+    )
 
 
 def test_a_replay_that_differs_is_found_and_named() -> None:

@@ -317,4 +317,6 @@ def test_verify_fails_when_training_is_not_exact(command):
     told = command("verify", *given, "--checkpoint", "(0-8) 9")
     assert told.code == 1
     assert told.out.startswith("not exact: Scaled with checkpoint='(0-8) 9' differs")
-    assert command("verify", *given, "--checkpoint", "false").code == 0
+    told = command("verify", *given, "--checkpoint", "false")
+    assert told.code == 0
+    assert told.out.startswith("exact, with nothing recomputed: Scaled with checkpoint=False keeps")

@@ -94,15 +94,21 @@ class Report:
         if self.first is not None:
             return f"not exact: {subject} differs from its baseline, first in {self.first}"
         compared = ", ".join(counted(count, kind) for kind, count in self.compared.items())
+        same = (
+            f"is bit for bit its baseline after each of {counted(self.steps, 'training step')}: "
+            f"{compared}."
+        )
+        if recomputed := self._recomputed():
+            return f"exact: {subject}, {recomputed}, {same}"
         return (
-            f"exact: {subject}, {self._recomputed()}, is bit for bit its baseline after each of "
-            f"{counted(self.steps, 'training step')}: {compared}."
+            f"exact, with nothing recomputed: {subject} keeps every step and {same} This says "
+            "nothing about recomputation; verify another plan, such as checkpoint='blocks'."
         )
 
     def _recomputed(self) -> str:
-        if self.plan is None and self.checkpoint != "False":
-            return "each block recomputed as a whole"
-        counts = self.plan.runs() if self.plan is not None else ()
-        recomputed = sum(count > 1 for count in counts)
-        count = f"{recomputed} of {len(counts)} steps" if recomputed else "no step"
-        return f"{count} recomputed"
+        """Says how much the plan in force at last recomputes; '' for nothing."""
+        if self.plan is None:
+            return "" if self.checkpoint == "False" else "each block recomputed as a whole"
+        runs = self.plan.runs()
+        recomputed = sum(count > 1 for count in runs)
+        return f"{recomputed} of {len(runs)} steps recomputed" if recomputed else ""
