@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.training import Residuals, images
 from zoo.chain import Chain, Steps, outline
+from zoo.cli.values import rated_device
 from zoo.errors import ArgumentError
 from zoo.planner.costs import StepCosts
 from zoo.profiling import kernel_costs as kernels
@@ -187,8 +188,25 @@ def test_the_backward_of_a_convolution_takes_two_forwards_whatever_its_groups(
 
 
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ArgumentError, match=r"device='h200'.*Did you mean nvidia-h200"):
-        device_named("h200")
+    with pytest.raises(ArgumentError, match=r"device='h2000' .* h200, h100, a100, .*mean h200"):
+        device_named("h2000")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("h100", "h100"),
+        ("nvidia-h100", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("A100", "a100"),
+        ("rtx4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_a_device_has_one_name_however_it_is_spelled(name: str, known: str) -> None:
+    assert device_named(name) is DEVICES[known]
+    assert rated_device(name) == known
 
 
 def test_what_torch_asks_of_a_tensor_is_no_kernel() -> None:

@@ -64,7 +64,7 @@ def run_plan(options: argparse.Namespace) -> Answer:
     examples:
       zoo plan resnet50 --input 32,3,224,224 --memory-budget 2GiB --save plan.json
       zoo plan gpt2_small --batch-size 8 --size 512 --memory-budget 50% --device a100
-      zoo plan gpt2_xl --batch-size 1 --memory-budget 24GiB --world-size 64 --device nvidia-h200
+      zoo plan gpt2_xl --batch-size 1 --memory-budget 24GiB --world-size 64 --device h200
       zoo plan mypackage.models:Net --args width=64 --input 8,3,64,64 --max-overhead 0.2
     """
     spec, ranks = model_spec(options), options.world_size

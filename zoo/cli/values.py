@@ -23,7 +23,7 @@ from zoo.planner.schemes import check_name
 from zoo.policy.budget import Budget, check_bounds
 from zoo.policy.options import Checkpoint
 from zoo.policy.plan_report import PlanReport
-from zoo.profiling.kernel_costs import DEVICES
+from zoo.profiling.kernel_costs import DEVICES, rated_name
 from zoo.report.pictures import check_picture
 from zoo.units import shape_text
 
@@ -115,8 +115,9 @@ def device(text: str, others: Sequence[str] = ()) -> str:
     raise ArgumentError(f"takes {listed}; got {shortened(text)}.{nearest(text, known)}")
 
 
-# or a device that need not be present
-rated_device = functools.partial(device, others=RATED)
+def rated_device(text: str) -> str:
+    """Parses the name of one of torch's devices, or of one that need not be present."""
+    return rated_name(text) or device(text, RATED)
 
 
 def shape(text: str) -> InputSpec | None:

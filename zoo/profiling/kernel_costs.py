@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import re
 import statistics
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -59,8 +60,8 @@ class Device:
 
 
 DEVICES: dict[str, Device] = {
-    "nvidia-h200": Device({8: 67e12, 4: 494e12, 2: 989e12}, 4.8e12),
-    "nvidia-h100": Device({8: 67e12, 4: 494e12, 2: 989e12}, 3.35e12),
+    "h200": Device({8: 67e12, 4: 494e12, 2: 989e12}, 4.8e12),
+    "h100": Device({8: 67e12, 4: 494e12, 2: 989e12}, 3.35e12),
     "a100": Device({8: 19.5e12, 4: 156e12, 2: 312e12}, 2.039e12),
     "rtx-4090": Device({8: 1.29e12, 4: 82.6e12, 2: 165.2e12}, 1.008e12),
     "l4": Device({8: 0.47e12, 4: 60e12, 2: 121e12}, 0.3e12),
@@ -71,16 +72,22 @@ DEVICES: dict[str, Device] = {
 }
 
 
+def rated_name(name: str) -> str | None:
+    """Returns the name in the table of 'H100', 'nvidia-h100' or 'RTX 4090'; None without one."""
+    short = functools.partial(re.sub, r"nvidia|geforce|tesla|[\W_]", "")
+    return {short(known): known for known in DEVICES}.get(short(str(name).lower()))
+
+
 def device_named(name: str) -> Device:
     """Returns a device of the table; raises ArgumentError for one that is not in it."""
-    if name not in DEVICES:
-        hint = nearest(str(name), DEVICES)
-        if str(name).partition(":")[0] == devices.accelerator():
-            hint = " For the device that is here, move model and inputs to it, without device="
-        raise ArgumentError(
-            f"device={shortened(name)} is not in the table: {', '.join(DEVICES)}.{hint}"
-        )
-    return DEVICES[name]
+    if (known := rated_name(name)) is not None:
+        return DEVICES[known]
+    hint = nearest(str(name), DEVICES)
+    if str(name).partition(":")[0] == devices.accelerator():
+        hint = " For the device that is here, move model and inputs to it, without device="
+    raise ArgumentError(
+        f"device={shortened(name)} is not in the table: {', '.join(DEVICES)}.{hint}"
+    )
 
 
 class KernelCosts(NamedTuple):
