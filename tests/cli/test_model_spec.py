@@ -67,6 +67,31 @@ def test_inputs_may_have_names_all_of_them_or_none():
             found("tests.tracing.test_traced_steps:Said", *named, "--input", more).inputs_on("meta")
 
 
+class OfBatches(nn.Module):
+    """Takes a dict as its one argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2, 4)
+
+    def forward(self, batch):
+        return self.table(batch["ids"]) * batch["mask"][..., None]
+
+
+def test_an_argument_may_be_a_dict(command):
+    named = ("--input", "batch.ids=2,8:int64", "--input", "batch.mask=2,8")
+    path = "tests.cli.test_model_spec:OfBatches"
+    given = found(path, *named).inputs_on("meta")
+    assert {key: value.dtype for key, value in given["batch"].items()} == {
+        "ids": torch.int64, "mask": torch.float32,
+    }  # fmt: skip
+    assert list(given) == ["batch"]
+    told = command("verify", path, *named, "--steps", "1")
+    assert (told.code, told.out[:5]) == (0, "exact")
+    with pytest.raises(ArgumentError, match="a different name for each input"):
+        found(path, *named, "--input", "batch=3").inputs_on("meta")
+
+
 def test_a_module_in_the_folder_of_the_command_is_found(monkeypatch, tmp_path):
     (tmp_path / "my_models_of_a_test.py").write_text(
         "import torch\nbuilt = torch.nn.Linear(2, 2).eval()\nclass Fails:\n  x = 1 / 0"

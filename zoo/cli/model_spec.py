@@ -108,9 +108,14 @@ class ModelSpec:
         values = tuple(None if spec is None else spec.random(device) for spec in self.inputs)
         if not names:
             return values
-        if len(set(names)) < len(values):
+        dicts = {name.partition(".")[0] for name in names if "." in name}
+        if len(set(names)) < len(values) or dicts & set(names):
             raise ArgumentError("--input takes a different name for each input, or no names at all")
-        return dict(zip(names, values, strict=True))
+        inputs: dict[str, Any] = {}
+        for name, value in zip(names, values, strict=True):
+            argument, _, key = name.partition(".")
+            (inputs.setdefault(argument, {}) if key else inputs)[key or argument] = value
+        return inputs
 
 
 def model_spec(options: argparse.Namespace, batch_size: int | None = None) -> ModelSpec:

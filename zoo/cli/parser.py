@@ -50,7 +50,8 @@ MODEL = {
     "--args VALUE...": "arguments to build the model with: classes=10; for an import path also "
     "positional ones: resnet50",
     "--input SHAPE": "shape of an input: 32,3,224,224; with a type: 8,128:int64; with the name of "
-    "its argument: input_ids=8,128:int64. Repeat the option for each input; none stands for None. "
+    "its argument: input_ids=8,128:int64, or of a key of a dict that is an argument: "
+    "batch.input_ids=8,128:int64. Repeat the option for each input; none stands for None. "
     "A language model of the catalog needs the shape of the tokens only",
     "--batch-size COUNT": "samples in the batch, for a model of the catalog without --input",
     "--size COUNT...": "side of the images, sides of a volume, or length of the text, for a model "

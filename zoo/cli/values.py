@@ -42,7 +42,8 @@ RATED = [name for name in DEVICES if name not in TORCH_DEVICES]
 class InputSpec:
     """Shape and dtype of an input; integers are drawn from 0 to `below` - 1.
 
-    `name` is that of the forward's argument; "" for a positional one.
+    `name` is that of the forward's argument, or with the key of a dict that is the argument:
+    "batch.ids"; "" for a positional one.
     """
 
     shape: tuple[int, ...]
@@ -121,10 +122,10 @@ def rated_device(text: str) -> str:
 
 
 def shape(text: str) -> InputSpec | None:
-    """Parses '8,128', or with a name and a dtype 'input_ids=8,128:int64', or 'none'."""
+    """Parses '8,128', or with a name and a dtype 'ids=8,128:int64' ('batch.ids=...'), or 'none'."""
     if text.lower() == "none":
         return None
-    match = re.fullmatch(r"(?:([^\W\d]\w*)=)?(\d{1,30}(?:,\d{1,30})*)(?::(.*))?", text)
+    match = re.fullmatch(r"(?:([^\W\d]\w*(?:\.\w+)?)=)?(\d{1,30}(?:,\d{1,30})*)(?::(.*))?", text)
     lengths = tuple(map(int, match[2].split(","))) if match else ()
     if match is None or not all(0 < length <= LARGEST for length in lengths):
         raise ArgumentError(
