@@ -74,9 +74,9 @@ def kernel_of(operator: Any, effects: Effects, args: Any, kwargs: Any) -> Callab
         RecomputeError: autocast casts for one of the functions that call it and not for another,
             and torch does not tell which one it was.
     """
-    _, is_in_autocast = map(call, _NESTING)
+    _, is_cast = (0, 0) if effects.leaf else map(call, _NESTING)
     is_lazy = effects.opaque or (args and isinstance(args[0], Tensor) and args[0].is_complex())
-    if is_lazy or (is_in_autocast and not effects.leaf):
+    if is_lazy or is_cast:
         return with_present_keys(operator, args, kwargs, is_lazy=is_lazy)
     kernel: Callable[..., Any] = operator._op
     return kernel

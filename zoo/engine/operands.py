@@ -92,17 +92,11 @@ class Apart:
 class Value:
     """One version of a storage that a recorded kernel made."""
 
-    # bytes of memory that is made to be written, and may be by code that nobody sees
-    blank: bytes | None = None
-    is_empty = False  # no kernel wrote it yet
-    after: "Value | None" = None  # the next version of the storage, and the one before
-    before: Callable[[], "Value | None"] | None = None
-    saved: list[weakref.ref[Any]] | None = None  # handles, to be told when it is written
-    readers: "Sequence[Outside]" = ()  # parts of sparse tensors, to have a copy before that
-    # by the ids of tensors that share the storage and no version
-    apart: dict[int, Apart] | None = None
-    trains: bool | None = None  # whether it requires a gradient, for which some kernels do more
-    made: Tensor | None = None  # the tensor again, in a replay
+    # in slots and all set, since a default of a class takes long to read
+    __slots__ = (
+        "__weakref__", "after", "apart", "base", "before", "blank", "counter", "home", "is_empty",
+        "made", "node", "readers", "saved", "trains",
+    )  # fmt: skip
 
     def __init__(self, node: int, storage: Any, tensor: Tensor, counter: int | None) -> None:
         self.node = node
@@ -110,6 +104,17 @@ class Value:
         # the tensor that the kernel left, and its version
         self.base: Callable[[], Tensor | None] = weakref.ref(tensor)
         self.counter = counter
+        # bytes of memory that is made to be written, and may be by code that nobody sees
+        self.blank: bytes | None = None
+        self.is_empty = False  # no kernel wrote it yet
+        self.after: Value | None = None  # the next version of the storage, and the one before
+        self.before: Callable[[], Value | None] | None = None
+        self.saved: list[weakref.ref[Any]] | None = None  # handles, to be told when it is written
+        self.readers: Sequence[Outside] = ()  # parts of sparse tensors, to have a copy before that
+        # by the ids of tensors that share the storage and no version
+        self.apart: dict[int, Apart] | None = None
+        self.trains: bool | None = None  # whether it requires a gradient; some kernels do more then
+        self.made: Tensor | None = None  # the tensor again, in a replay
 
     @property
     def value(self) -> "Value":
@@ -168,19 +173,22 @@ class View(Geometry):
 class Outside:
     """A tensor from outside as it is, with the check that autograd makes in the baseline, too."""
 
-    is_read = False  # whether a kernel has read it
-    copy: Any = None  # its storage before a kernel wrote it, and where it lay there
-    geometry: Geometry | None = None
-    parts: "Sequence[Outside]" = ()  # what a sparse one consists of
-    wrapper: tuple[Tensor, int] | None = None  # what it is a part of, as `counted` has it
+    __slots__ = (
+        "__weakref__", "copy", "earlier", "geometry", "home", "is_read", "parts", "tensor",
+        "version", "wrapper",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
         self.tensor = tensor
         self.home = home  # its storage
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
-        if earlier is not None:
-            self.wrapper = earlier.wrapper
+        self.is_read = False  # whether a kernel has read it
+        self.copy: Any = None  # its storage before a kernel wrote it, and where it lay there
+        self.geometry: Geometry | None = None
+        self.parts: Sequence[Outside] = ()  # what a sparse one consists of
+        # what it is a part of, as `counted` has it
+        self.wrapper: tuple[Tensor, int] | None = None if earlier is None else earlier.wrapper
 
     @property
     def is_copied(self) -> bool:
@@ -205,10 +213,12 @@ class Outside:
         Raises:
             RecomputeError: it was changed in place since.
         """
-        check_version(self.tensor, self.version)
+        tensor = self.tensor
+        if tensor._version != self.version:
+            check_version(tensor, self.version)
         if self.wrapper is not None:
             check_version(*self.wrapper)
-        return self.tensor
+        return tensor
 
     def now(self) -> Tensor:
         """Returns the tensor as the forward read it; raises as `unpack`."""

@@ -82,8 +82,7 @@ from zoo.engine.operator_effects import (
 # bytes of a tensor without history that is copied when it is read: a program may change it between
 # forward and backward, where the baseline does not mind
 SMALL = 1 << 14
-# a tuple, not a union, which Python would make anew for each argument of each kernel
-SEQUENCES = (list, tuple)
+SEQUENCES = {list, tuple}
 # arguments without tensors, which most are
 ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.layout}
 # tensors whose storage is their own; any other kind is taken apart by its own dispatch
@@ -111,20 +110,25 @@ thread = Thread()
 class Node:
     """One recorded kernel: how to call it, what it made and wrote."""
 
-    # most kernels have none of these; defaults of the class cost a node nothing
-    draws: Kept | tuple[()] = ()
-    follows: Sequence["Node"] = ()  # kernels that leave random streams as this one found them
-    kwargs: dict[str, Any] | None = None
-    outs: Sequence[Value | None] = ()  # for each result; None for one that is no new storage
-    writes: Sequence[Write] = ()
-    results: Sequence[Value] = ()  # all that it made or wrote
-    origin: Any = None  # where it was called, where somebody wants to know
-    is_kept = False  # it cannot be replayed, so that its results come from outside
+    # in slots and all set, since a default of a class takes long to read
+    __slots__ = (
+        "args", "draws", "follows", "index", "is_kept", "kernel", "kwargs", "origin", "outs",
+        "reads", "results", "settings", "writes",
+    )  # fmt: skip
 
     def __init__(self, kernel: Any, index: int, settings: Settings, args: Sequence[Any]) -> None:
         self.kernel, self.index, self.settings = kernel, index, settings
         self.args = list(args)
+        self.kwargs: dict[str, Any] | None = None
         self.reads: list[Value] = []
+        # for each result; None for one that is no new storage
+        self.outs: Sequence[Value | None] = ()
+        self.writes: Sequence[Write] = ()
+        self.results: Sequence[Value] = ()  # all that it made or wrote
+        self.draws: Kept | tuple[()] = ()
+        self.follows: Sequence[Node] = ()  # kernels that leave random streams as it found them
+        self.is_kept = False  # it cannot be replayed, so that its results come from outside
+        self.origin: Any = None  # where it was called, where somebody wants to know
 
 
 class Segment:
@@ -159,11 +163,13 @@ class Segment:
 
     def living(self) -> list[Any]:
         """Returns the handles of this segment itself that somebody may still open."""
-        found = alive(self.handles)
         return [
             handle
-            for handle in found
-            if handle.kept is None and not handle.is_written and handle.segment is self
+            for reference in self.handles
+            if (handle := reference()) is not None
+            and handle.kept is None
+            and not handle.is_written
+            and handle.segment is self
         ]
 
     def inner(self) -> list["Segment"]:
@@ -248,8 +254,9 @@ class Recording:
     def refer(self, tensor: Tensor) -> Reference | Outside:
         """Returns the reference of a tensor as it is now."""
         try:
-            storage = tensor.untyped_storage()
+            storage, version = tensor.untyped_storage(), tensor._version
         except (NotImplementedError, RuntimeError):
+            # none has a version that was made in inference mode
             return self._refer_outside(tensor, None, None)
         found = self.storages.get(id(storage))
         # another storage may have come to lie where one was freed
@@ -258,7 +265,7 @@ class Recording:
         elif type(found) is Value:
             # mostly nothing was written unseen, and no tensor of the storage has a version apart
             if (
-                found.counter == tensor._version
+                found.counter == version
                 and found.blank is None
                 and found.apart is None
                 and not found.is_empty
@@ -270,11 +277,7 @@ class Recording:
             return self._refer_value(tensor, storage, found)
         elif type(found) is not Outside:
             found = None
-        elif (
-            found.tensor is tensor
-            and found.version == version_of(tensor)
-            and id(tensor) not in self.saved
-        ):
+        elif found.tensor is tensor and found.version == version and id(tensor) not in self.saved:
             return found
         if id(tensor) in self.saved:
             self.look_for_replaced(tensor, None)
@@ -420,9 +423,7 @@ class Recording:
                 handle.keep()
 
     def before_read(self, found: Outside) -> None:
-        """Copies a tensor from outside that a kernel is about to read, if it is small."""
-        if found.is_read:
-            return
+        """Copies a tensor from outside that a kernel reads for the first time, if it is small."""
         found.is_read = True
         tensor = found.tensor
         if not tensor.requires_grad and is_small(tensor):
@@ -767,7 +768,7 @@ class Recorder(KernelMode):
         if type(value) is torch.device:
             # another device may be the current one in a replay
             return indexed(value)
-        if isinstance(value, SEQUENCES) and not ATOMS.issuperset(map(type, value)):
+        if type(value) in SEQUENCES and not ATOMS.issuperset(map(type, value)):
             parts = [self._encoded(part, node) for part in value]
             return Listed(parts) if any(type(part) in REFERENCES for part in parts) else value
         return value
@@ -843,11 +844,12 @@ class Recorder(KernelMode):
         return value
 
 
-def flat(out: Any) -> list[Any]:
-    """Returns the results of a kernel, of which some may be lists, in one list."""
-    if not isinstance(out, SEQUENCES):
-        return [out]
-    return [part for parts in out for part in flat(parts)]
+def flat(out: Any) -> Sequence[Any]:
+    """Returns the results of a kernel, of which some may be lists, in one sequence."""
+    if type(out) not in SEQUENCES:
+        return (out,)
+    is_flat = SEQUENCES.isdisjoint(map(type, out))
+    return (*out,) if is_flat else [part for parts in out for part in flat(parts)]
 
 
 def written_by(effects: Effects, args: Any, kwargs: Any) -> list[Tensor]:

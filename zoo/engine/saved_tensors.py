@@ -47,13 +47,10 @@ class Handle:
     some kernels declare no write) it has the numbers that were written last.
     """
 
-    # shares the version of the tensor, once that is written or somebody has it; and where that lies
-    counter: Tensor | None = None
-    view: View | None = None
-    is_written = False
-    tensor: Tensor | None = None
-    filled = 0  # the version of that
-    kept: Outside | None = None
+    __slots__ = (
+        "__weakref__", "counter", "filled", "fingerprint", "is_written", "kept", "original",
+        "reference", "segment", "sequence", "tensor", "version", "view",
+    )  # fmt: skip
 
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
         self.segment = segment
@@ -63,6 +60,13 @@ class Handle:
         self.version = tensor._version
         # which operation of autograd's saved it
         self.sequence = sequence_number()
+        # shares the version of the tensor, once that is written or somebody has it; and where it is
+        self.counter: Tensor | None = None
+        self.view: View | None = None
+        self.is_written = False
+        self.tensor: Tensor | None = None
+        self.filled = 0  # the version of that
+        self.kept: Outside | None = None
 
     @property
     def is_result(self) -> bool:
