@@ -252,8 +252,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what is outside and written by a forward is freed with it",
-            "            self.outside,\n            self.storages,\n            self.known,\n",
-            "            self.storages,\n",
+            "del self.outside, self.storages, self.known,",
+            "del self.storages,",
             "test_recording test_recompute",
         ),
         (

@@ -109,7 +109,7 @@ class Value:
         self.is_empty = False  # no kernel wrote it yet
         self.after: Value | None = None  # the next version of the storage, and the one before
         self.before: Callable[[], Value | None] | None = None
-        self.saved: list[weakref.ref[Any]] | None = None  # handles, to be told when it is written
+        self.saved: Sequence[weakref.ref[Any]] = ()  # handles, to be told when it is written
         self.readers: Sequence[Outside] = ()  # parts of sparse tensors, to have a copy before that
         # by the ids of tensors that share the storage and no version
         self.apart: dict[int, Apart] | None = None
@@ -123,7 +123,7 @@ class Value:
 
     def handles(self) -> list[Any]:
         """Returns the handles that somebody may still open."""
-        return alive(self.saved or ())
+        return alive(self.saved)
 
     def set_apart(self, tensor: Tensor, version: int) -> None:
         """Notes the version of a tensor that shares the storage and no version."""

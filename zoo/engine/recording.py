@@ -145,14 +145,15 @@ class Segment:
         self.end: int | None = None
         self.drawn = 0  # bytes that kernels drew on the CPU
         self.handles: list[weakref.ref[Any]] = []
-        self._inner: list[weakref.ref[Segment]] = []
+        self._inner: Sequence[weakref.ref[Segment]] = ()
         # what a replay for all that was saved would run, and for how many handles that is; those of
         # segments inside count, so that it is never taken for what this one alone needs
-        self.scheduled: tuple[int, list[Any]] | None = None
+        self.scheduled: list[Any] = []
+        self.scheduled_for = -1
         # what the replay of the enclosing segment has made for this one, and the versions of that
         self.given: dict[Value, tuple[Tensor, int]] | None = None
         if parent is not None:
-            parent._inner.append(weakref.ref(self))
+            parent._inner = (*parent._inner, weakref.ref(self))
 
     def count_draw(self, written: list[Tensor]) -> bool:
         """Counts the bytes that a kernel draws; returns whether all take fewer than a state."""
@@ -191,7 +192,7 @@ class Segment:
         """Yields the nodes of this segment and of those inside, the last one first."""
         nodes = self.recording.nodes
         place = len(nodes)
-        if self.end is not None:
+        if self.end is not None and place and nodes[-1].index >= self.end:
             place = bisect.bisect_left(nodes, self.end, key=lambda node: node.index)
         while place and nodes[place - 1].index >= self.first:
             place -= 1
@@ -374,12 +375,13 @@ class Recording:
             and not found.is_copied
         ):
             return found
-        if tensor.is_inference():
-            # autograd never saves it and no node reads it
-            return Outside(tensor, home)
-        # a fake one has no numbers that could change
-        is_whole = home is not None or isinstance(tensor, FakeTensor)
-        parts = [] if is_whole else parts_of(tensor)
+        parts: list[Tensor] = []
+        if home is None:
+            if tensor.is_inference():
+                # autograd never saves it and no node reads it
+                return Outside(tensor)
+            # a fake one has no numbers that could change
+            parts = [] if isinstance(tensor, FakeTensor) else parts_of(tensor)
         found = (
             Sparse(tensor, [*map(self._refer_part, parts)])
             if parts
@@ -417,7 +419,7 @@ class Recording:
             known = known.after
         if saved is None or known is not None:
             return
-        for reference in saved.saved or ():
+        for reference in saved.saved:
             handle = reference()
             if handle is not None and handle.original() is tensor and not handle.is_result:
                 handle.keep()
@@ -464,14 +466,7 @@ class Recording:
         for found in self.outside:
             found.earlier = None
             found.cut()
-        for table in (
-            self.outside,
-            self.storages,
-            self.known,
-            self.saved,
-            self.last_draws,
-        ):
-            table.clear()
+        del self.outside, self.storages, self.known, self.saved, self.last_draws
 
 
 def _is_untouched(value: Value, storage: Any) -> bool:
@@ -668,10 +663,11 @@ class Recorder(KernelMode):
         draws = draws_of(args, kwargs) if effects.seeded and not keeps else None
         if keeps or (effects.seeded and draws is None):
             return self._run_outside(kernel, effects, written, args, kwargs)
-        targets = [(tensor, recording.target(tensor, effects)) for tensor in written]
-        if written and not effects.makes and not any(value for _, value in targets):
+        values = [recording.target(tensor, effects) for tensor in written]
+        if written and not effects.makes and not any(values):
             # all that it writes comes from outside and is there
             return self._run_outside(kernel, effects, written, args, kwargs)
+        targets = [*zip(written, values, strict=True)]
         node = Node(kernel, recording.count, recording.settings_for(effects), args)
         given = kwargs
         if written:

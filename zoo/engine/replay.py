@@ -58,7 +58,7 @@ def schedule(nodes: Iterable[Node], wanted: set[Value], given: Iterable[Value]) 
                 drops.append(value)
             if value not in there:
                 needed.add(value)
-        found.append((node, drops))
+        found.append((node, drops or ()))
     found.reverse()
     return found
 

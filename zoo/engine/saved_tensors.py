@@ -271,10 +271,7 @@ def pack(tensor: Tensor) -> Any:
     found = weakref.ref(handle)
     segment.handles.append(found)
     recording.saved[id(tensor)] = value
-    if value.saved is None:
-        value.saved = [found]
-    else:
-        value.saved.append(found)
+    value.saved = (*value.saved, found)
     return handle
 
 
@@ -334,8 +331,8 @@ def _fill(segment: Segment) -> None:
     given = segment.given or {}
     waiting = _waiting(segment)
     needs = {part: given_to(part) for part in segment.inner() if part.given is None}
-    if segment.scheduled is not None and segment.scheduled[0] == len(waiting):
-        found = segment.scheduled[1]
+    if segment.scheduled_for == len(waiting):
+        found = segment.scheduled
     else:
         goals = _goals(waiting).union(*needs.values())
         found = schedule(segment.backwards(), goals, given)
@@ -393,4 +390,4 @@ def prune(segment: Segment) -> None:
             handle.settle()
         found = schedule(segment.backwards(), _goals(handles), ())
         segment.recording.close([node for node, _ in found])
-    segment.scheduled = len(handles), found
+    segment.scheduled, segment.scheduled_for = found, len(handles)
