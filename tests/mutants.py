@@ -420,8 +420,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "memory that is left of a saved tensor was not written since",
-            "            and self.fingerprint != read_memory(",
-            "            and False and read_memory(",
+            "self.is_written = self.fingerprint != read_memory(",
+            "self.is_written = False and read_memory(",
             "pitfalls/test_unseen_writes",
         ),
         (
@@ -639,13 +639,13 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a replay inside of a forward is hidden from its recording",
-            "        around.replaying = True",
-            "        pass",
+            "            self.around.replaying = True",
+            "            pass",
             "test_replay",
         ),
         (
             "a forward that goes on after a replay is recorded again",
-            "            around.replaying = earlier",
+            "            self.around.replaying = self.earlier",
             "            pass",
             "test_replay",
         ),

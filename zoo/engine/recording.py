@@ -609,11 +609,11 @@ class Recorder(KernelMode):
             self.note_wrappers(args, kwargs)
             return NotImplemented
         effects = KNOWN.get(id(func)) or effects_of(func)
-        recording = self.recording
         if kwargs is None:
             kwargs = {}
         if effects.ignored:
             return func._op(*args, **kwargs)
+        recording = self.recording
         if recording.replaying:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
         if not effects.simple:

@@ -75,19 +75,21 @@ def outside_of(found: Iterable[Scheduled]) -> Iterator[Tensor]:
                 yield value.tensor
 
 
-@contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
+class unrecorded:
     """Has a forward around a backward neither record nor count what is called in the block."""
-    around = thread.segment.recording if thread.segment is not None else None
-    earlier, thread.replaying = thread.replaying, True
-    if around is not None:
-        around.replaying = True
-    try:
-        yield
-    finally:
-        thread.replaying = earlier
-        if around is not None:
-            around.replaying = earlier
+
+    __slots__ = ("around", "earlier")
+
+    def __enter__(self) -> None:
+        self.around = None if thread.segment is None else thread.segment.recording
+        self.earlier, thread.replaying = thread.replaying, True
+        if self.around is not None:
+            self.around.replaying = True
+
+    def __exit__(self, *raised: object) -> None:
+        thread.replaying = self.earlier
+        if self.around is not None:
+            self.around.replaying = self.earlier
 
 
 def replay(found: Iterable[Scheduled]) -> None:
@@ -97,7 +99,8 @@ def replay(found: Iterable[Scheduled]) -> None:
 
 
 def _run(found: Iterable[Scheduled]) -> None:
-    streams, restore, trains = Streams(), list[Callable[[], object]](), torch.is_grad_enabled()
+    restore: list[Callable[[], object]] = []
+    streams, trains = Streams(), torch.is_grad_enabled()
     set_grad_enabled(True)
     try:
         present = read_settings()

@@ -189,13 +189,10 @@ class Handle:
         if original is not None:
             is_here = storage_of(original) is home or not self.is_result
             return detached(original) if is_here and type(original) is not FakeTensor else replayed
-        start = replayed.storage_offset() * replayed.itemsize
-        self.is_written = bool(
-            home is not None
-            and self.fingerprint
-            and start + replayed.nbytes <= home.nbytes()
-            and self.fingerprint != read_memory(home.data_ptr() + start, replayed.nbytes)
-        )
+        if home is not None and self.fingerprint:
+            start, size = replayed.storage_offset() * replayed.itemsize, replayed.nbytes
+            if start + size <= home.nbytes():
+                self.is_written = self.fingerprint != read_memory(home.data_ptr() + start, size)
         return replayed
 
 
