@@ -38,6 +38,12 @@ class Mutant(NamedTuple):
 GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
     "recording.py": [
         (
+            "a schedule without handles is none that was made",
+            "        self.scheduled_for = -1\n",
+            "        self.scheduled_for = 0\n",
+            "test_recompute",
+        ),
+        (
             "what another geometry is given to was read as it was",
             "            else:\n                self.before_write(args[0])\n",
             "",
