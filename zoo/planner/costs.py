@@ -13,13 +13,15 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zoo.planner.plan import Item, Plan, indices
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+# a step may save so many bytes of noise that a segment keeps, and that are not recomputed
+NOISE = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -282,9 +284,9 @@ class _Clock:
         return costs.backward[step]
 
     def recompute(self, item: tuple[Item, ...]) -> None:
-        """Runs the forward of a segment again, where the gradient of its last state exists."""
+        """Runs the forward of a segment again, where the gradient of a state exists."""
         costs, found = self.costs, self.recomputation(item)
-        end = _steps(item)[-1] + 1
+        end = self.recomputed_at(_steps(item))
         for inner in item:
             if isinstance(inner, tuple):
                 self.hold(self.inputs(inner))
@@ -303,6 +305,16 @@ class _Clock:
                 self.seconds.append(seconds)
             if isinstance(inner, int):
                 self.hold(costs.saved[inner])
+
+    def recomputed_at(self, steps: Sequence[int]) -> int:
+        """Returns the state of the largest gradient that may exist when a segment is recomputed.
+
+        The backward recomputes it to open what a step saved; steps behind that need nothing.
+        """
+        costs, last = self.costs, steps[-1]
+        while costs.reads and last > steps[0] and costs.bytes_of(costs.saved[last]) <= NOISE:
+            last -= 1
+        return max(range(steps[-1] + 1, last, -1), key=costs.gradients.__getitem__)
 
     def inputs(self, item: tuple[Item, ...]) -> frozenset[int]:
         """Returns the storages that a segment starts from, as far as it needs them."""
