@@ -60,8 +60,9 @@ UNUSED = torch.zeros((), dtype=torch.int64, device=CPU)
 MOST = 1 << 12
 # the same in a forked process, which need not save memory
 SMALL = 1 << 16
-# modules that it takes up to 0.2 s to import each
+# modules that fakes would import; the compiler, which takes a second, any optimizer imports, too
 NEEDED = (
+    "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes",
     "torch._functorch.config",
     *(("torch.distributed.tensor",) if torch.distributed.is_available() else ()),

@@ -7,7 +7,6 @@ not have runs there on real tensors instead, if all are small; inputs without da
 
 import copy
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -38,6 +37,7 @@ from zoo.profiling.fake_tensors import (
     FakeTensorFixes,
     NumbersNeeded,
     copied,
+    import_for_fakes,
     is_of_fakes,
     put_tensors,
 )
@@ -87,8 +87,7 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
             f"{name} has lazy parameters, which have no size yet; call the model once before"
         )
     forward = _Forward(model, given, loss)
-    # `set_stance` would, in each forked process
-    importlib.import_module("torch._dynamo")
+    import_for_fakes()
     with shown("tracing the forward"):
         return forward.isolated(forward.on_fakes) or forward.isolated(forward.on_real_tensors)  # type: ignore[return-value]
 
