@@ -21,14 +21,13 @@ bytes are missing:
   columns: torch's kernels make the whole and resize it.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zoo._torch import (
     DataDependentOutputException,
@@ -63,22 +62,11 @@ POINTWISE = _operators("Tensor", "add sub mul div") | _operators(
     "relu gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward "
     "threshold_backward exp neg sqrt rsqrt",
 )
-IN_PLACE = (
-    _operators("Tensor", "add_ sub_ mul_ div_")
-    | _operators("default", "relu_ addcmul_ addcdiv_")
-    | _operators("Scalar", "lerp_")
-)
 # a size comes first, or a tensor of the type and device to make it of
 MAKERS = _operators("default", "ones zeros new_empty new_zeros") | _operators(
     "memory_format", "empty"
 )
 ALIKE = _operators("default", "empty_like ones_like zeros_like clone")
-# of so many dimensions
-PRODUCTS = dict.fromkeys(_operators("default", "mm addmm"), 2) | {_aten.bmm.default: 3}
-# along a dimension; the result is contiguous
-SOFTMAX = _operators(
-    "default", "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data"
-)
 
 
 def result_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -154,8 +142,6 @@ def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> A
         return NotImplemented
     if (is_view(func) or func is UNSAFE_VIEW) and len(tensors) == 1 and func is not LIFT:
         return _view(mode, func, args, kwargs)
-    if func in IN_PLACE and _are_alike(tensors):
-        return tensors[0]
     return _like(mode, tensors[0]) if func in POINTWISE and _are_alike(tensors) else NotImplemented
 
 
@@ -245,37 +231,6 @@ def _are_defaults(device: torch.device | None, others: Mapping[str, Any]) -> boo
     return not is_meta and all(value in (None, False, torch.strided) for value in others.values())
 
 
-def _product(ndim: int, mode: FakeTensorMode, *tensors: Tensor, **_: Any) -> Any:
-    *added, one, other = tensors
-    if not (_is_plain(one) and one.is_floating_point() and one.ndim == other.ndim == ndim):
-        return NotImplemented
-    shape = (*one.shape[:-1], other.shape[-1])
-    are_alike = all(
-        (_is_plain(tensor) or type(tensor) in (Tensor, nn.Parameter))
-        and (tensor.dtype, tensor.device, tensor.layout) == (one.dtype, one.device, torch.strided)
-        for tensor in tensors
-    )
-    fits = one.shape[-1] == other.shape[-2] and one.shape[:-2] == other.shape[:-2]
-    fits = fits and all(tensor.shape == shape[-1:] for tensor in added)
-    return _contiguous(mode, shape, one.dtype, one.device) if are_alike and fits else NotImplemented
-
-
-def _softmax(mode: FakeTensorMode, *args: Any) -> Any:
-    # whether to convert to float32 comes last, or the type that was converted
-    *tensors, dim, last = args
-    x = tensors[0]
-    is_same = (
-        _is_plain(x) and x.is_contiguous() and _are_alike(tensors) and last in (False, x.dtype)
-    )
-    return _like(mode, x) if is_same and -x.ndim <= dim < x.ndim else NotImplemented
-
-
-def _nll_loss_backward(mode: FakeTensorMode, gradient: Tensor, x: Tensor, *others: Any) -> Any:
-    _, weight, *_ = others
-    is_same = _is_plain(x) and x.is_contiguous() and _is_plain(gradient) and weight is None
-    return _like(mode, x) if is_same and gradient.dtype is x.dtype else NotImplemented
-
-
 def _view(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     device = args[0].device
     with in_kernel_invocation(mode):
@@ -318,10 +273,7 @@ def _batch_norm_backward(
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(MAKERS, _made),
     **dict.fromkeys(ALIKE, _alike),
-    **{func: functools.partial(_product, ndim) for func, ndim in PRODUCTS.items()},
-    **dict.fromkeys(SOFTMAX, _softmax),
     _aten.empty_strided.default: _empty_strided,
-    _aten.nll_loss_backward.default: _nll_loss_backward,
     BATCH_NORM: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
 }

@@ -9,7 +9,6 @@ kernels return on fake tensors is the business of `fake_results`.
 """
 
 import contextlib
-import functools
 import importlib
 import logging
 import sys
@@ -60,24 +59,16 @@ UNUSED = torch.zeros((), dtype=torch.int64, device=CPU)
 MOST = 1 << 12
 # the same in a forked process, which need not save memory
 SMALL = 1 << 16
-# modules that fakes would import; the compiler, which takes a second, any optimizer imports, too
-NEEDED = (
-    "torch._dynamo",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch._functorch.config",
-    *(("torch.distributed.tensor",) if torch.distributed.is_available() else ()),
-    "torch.utils.flop_counter",
-)
-
 
 _log_of_torch = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-@functools.cache
 def import_for_fakes() -> None:
-    """Imports what fake tensors need, once and not in each forked process."""
-    for name in NEEDED:
-        importlib.import_module(name)
+    """Imports what fake tensors need, once and not in each forked process.
+
+    That takes a second, unless an optimizer was made before, which imports it, too.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 class NumbersNeeded(BaseException):
