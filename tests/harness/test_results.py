@@ -156,13 +156,6 @@ def test_one_bad_line_loses_no_file(tmp_path, line):
     ]
 
 
-def test_a_category_of_before_is_drawn_under_its_name_of_now():
-    found = records()[0]
-    before = json.dumps(found).replace('"saved activations"', '"unseen"')
-    now = json.dumps(found).replace('"saved activations"', '"kernel workspace"')
-    assert parse(before) == json.loads(now)
-
-
 def test_a_step_that_one_run_lacks_is_not_equal():
     assert differences([{"loss": "a"}] * 2, [{"loss": "a"}]) == ["loss from step 2 on"]
     assert differences([{"loss": "a"}], [{"loss": "a", "rng": "b"}]) == ["rng from step 1 on"]

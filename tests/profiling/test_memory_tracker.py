@@ -403,8 +403,6 @@ def test_a_timeline_is_data():
     assert timeline.by("category", 3) == {"parameters": 100, "gradients": 30}
     assert [a.line for a in timeline.holders()] == ["net.py:3"]
     assert Timeline.from_json(timeline.to_json()) == timeline
-    before = timeline.to_json().replace('"saved activations"', '"unseen"')
-    assert Timeline.from_json(before).by("category")["kernel workspace"] == 64
     rows = timeline.to_csv().splitlines()
     assert rows[3].split(",")[:3] == ["2", "backward", "100"]
     with pytest.raises(ArgumentError, match="no timeline in JSON"):

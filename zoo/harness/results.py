@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
@@ -16,7 +16,6 @@ from zoo.errors import ConfigError, file_errors_as, shortened_text
 from zoo.harness.comparison_cells import Kind
 from zoo.harness.config import Count, Share, Size, reason
 from zoo.planner.plan import Plan
-from zoo.profiling.timeline import RENAMED
 
 Record = dict[str, Any]
 Comparison = dict[str, Any]
@@ -166,15 +165,7 @@ def parse(line: bytes | str) -> Record:
         known = {"json_invalid": "it is no JSON", "missing": f"{where} is missing"}
         other = f"{where} {reason([fault], fault['input'])}"
         raise ValueError(known.get(fault["type"], other)) from None
-    record: Record = json.loads(line)
-    if "timeline" in record:
-        timeline = record["timeline"]
-        # names of older versions
-        for sizes in (timeline["bytes"], timeline["peak"]["categories"]):
-            sizes |= {new: sizes.pop(old) for old, new in RENAMED.items() if old in sizes}
-        for holder in timeline["holders"]:
-            holder["category"] = RENAMED.get(holder["category"], holder["category"])
-    return record
+    return cast(Record, json.loads(line))
 
 
 def _check(record: Any) -> None:

@@ -20,7 +20,7 @@ import operator
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,6 @@ CATEGORIES = (
     *("saved activations", "recomputed", "temporaries", WORKSPACE),
 )
 RESIDENT = frozenset(CATEGORIES[:5])
-# names of categories in older files, and their names now
-RENAMED = {"unseen": WORKSPACE}
 VERSION = 1
 MOST_BLOCKS = 16  # in a table
 Rows = list[tuple[str, ...]]
@@ -434,7 +432,6 @@ def _timeline(values: Any) -> Timeline:
     for point in (point for a in allocations for point in (a.start, a.end or 0)):
         if not 0 <= point <= length:
             raise ValueError(f"an allocation is at point {point}, but its length is {length}")
-    allocations = [replace(a, category=RENAMED.get(a.category, a.category)) for a in allocations]
     return Timeline(
         stored.title, stored.device, length, stored.allocator, stored.error, phases, allocations
     )
