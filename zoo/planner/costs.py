@@ -329,17 +329,14 @@ class _Clock:
 
     def _recomputation(self, item: tuple[Item, ...]) -> _Recomputation:
         costs, last = self.costs, item[-1]
-        # an inner segment at the end is not run here: its own backward recomputes it
-        run = [inner for inner in item if isinstance(inner, int) or inner is not last]
         if not costs.reads:
-            steps = _steps(item)
-            return _Recomputation(
-                {step: costs.live[step] for step in steps},
-                frozenset(step for inner in run for step in _steps(inner)) - {last},
-            )
+            before = {step for inner in item[:-1] for step in _steps(inner)}
+            return _Recomputation({n: costs.live[n] for n in _steps(item)}, frozenset(before))
         wanted, needed, whole = frozenset[int](), dict[int, frozenset[int]](), set[int]()
         for inner in reversed(item):
-            for step in reversed(_steps(inner)) if inner in run else ():
+            # an inner segment at the end is not run here: its own backward recomputes it
+            is_left_out = inner is last and isinstance(last, tuple)
+            for step in () if is_left_out else reversed(_steps(inner)):
                 written = costs.writes[step] if costs.writes else frozenset()
                 if not wanted.isdisjoint(costs.made[step] | written):
                     whole.add(step)
