@@ -212,15 +212,18 @@ def test_a_backward_lets_go_of_inputs_that_nobody_else_holds() -> None:
 
 
 def test_a_segment_is_recomputed_when_the_first_of_what_it_saved_is_opened() -> None:
-    # steps 2 and 3 save no more than noise; when step 1 is reached its gradient is the largest
+    # step 2 saves a little noise and step 3 nothing; the gradient of step 1's result is the largest
     costs = replace(
         reading(uniform(4)),
         sizes=(9000, 9000, 10, 10),
         saved=(frozenset(), frozenset([0]), frozenset([2]), frozenset()),
         gradients=(0, 10, 500, 20, 10),
         backward=(10, 10, 1, 1),
+        draws=(0, 0, 1, 0),
     )
     moment = simulate(Plan(((0, 1, 2, 3),)), costs).moment
     assert (moment.phase, moment.gradient, moment.gradient_of) == (RECOMPUTE, 500, 2)
     large = replace(costs, sizes=(9000, 9000, 9000, 10))
     assert simulate(Plan(((0, 1, 2, 3),)), large).moment.gradient_of == 3
+    # what is not drawn is recomputed, however small
+    assert simulate(Plan(((0, 1, 2, 3),)), replace(costs, draws=())).moment.phase == BACKWARD

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from zoo.planner.plan import Item, Plan, indices
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
-# a step may save so many bytes of noise that a segment keeps, and that are not recomputed
+# random numbers of so many bytes may be kept by a segment, and are not recomputed then
 NOISE = 1 << 12
 
 
@@ -105,6 +105,12 @@ class StepCosts:
         """For each step the storages that it makes and a later step reads, or that it saves."""
         ends = zip(self.live, self.live[1:], self.saved, strict=False)
         return tuple((after | saved) - before for before, after, saved in ends)
+
+    @functools.cached_property
+    def noise(self) -> frozenset[int]:
+        """Storages with few random numbers, which a segment may keep."""
+        drawn = (made for made, draws in zip(self.made, self.draws, strict=False) if draws)
+        return frozenset(n for made in drawn for n in made if self.sizes[n] <= NOISE)
 
     @functools.cached_property
     def newly_held(self) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
@@ -309,10 +315,12 @@ class _Clock:
     def recomputed_at(self, steps: Sequence[int]) -> int:
         """Returns the state of the largest gradient that may exist when a segment is recomputed.
 
-        The backward recomputes it to open what a step saved; steps behind that need nothing.
+        The backward recomputes it to open what a step saved; steps behind that need nothing, or
+        only what is there.
         """
         costs, last = self.costs, steps[-1]
-        while costs.reads and last > steps[0] and costs.bytes_of(costs.saved[last]) <= NOISE:
+        there = costs.noise | costs.live[steps[0]]
+        while costs.reads and last > steps[0] and costs.saved[last] <= there:
             last -= 1
         return max(range(steps[-1] + 1, last, -1), key=costs.gradients.__getitem__)
 
