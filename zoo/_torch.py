@@ -6,8 +6,12 @@ tensors and modules (`_version`, `_parameters`) and operators of `torch.ops` are
 """
 
 import contextlib
+import importlib.util
 import operator
+import sys
+import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ try:
         DataDependentOutputException,
         DynamicOutputShapeException,
         FakeTensor,
+        FakeTensorConverter,
         FakeTensorMode,
         UnsupportedFakeTensorException,
         UnsupportedOperatorException,
@@ -143,6 +148,59 @@ def allocator_history(device: torch.device) -> Iterator[list[dict[str, Any]]]:
         entries += histories[device.index] if device.index < len(histories) else []
     finally:
         record(enabled=None)
+
+
+class _CompilerStandIn(types.ModuleType):
+    """In the place of `torch._dynamo`: its settings; for anything else it imports the compiler."""
+
+    def __init__(self) -> None:
+        super().__init__("torch._dynamo")
+        path = Path(torch.__file__).parent / "_dynamo" / "config.py"
+        spec: Any = importlib.util.spec_from_file_location("torch._dynamo.config", path)
+        self.config = importlib.util.module_from_spec(spec)
+        self.source = _Sources("torch._dynamo.source")
+        # `inspect` asks each module, and torch asks `inspect` in the middle of imports
+        self.__file__ = self.source.__file__ = str(path)
+        self._modules = {module.__name__: module for module in (self, self.config, self.source)}
+        sys.modules.update(self._modules)
+        spec.loader.exec_module(self.config)
+
+    def disable(self, function: Any, *_: Any, **__: Any) -> Any:
+        """Returns the function: nothing is compiled here."""
+        return function
+
+    def graph_break(self, *_: Any, **__: Any) -> None:
+        """Does nothing; the step of each optimizer of torch calls it."""
+
+    def __getattr__(self, name: str) -> Any:
+        for module in self._modules:
+            sys.modules.pop(module, None)
+        self._modules.clear()
+        return getattr(importlib.import_module("torch._dynamo"), name)
+
+
+class _Sources(types.ModuleType):
+    """Has a class of each name, as what the compiler calls sources, which nobody asks here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return type(name, (), {"__init__": lambda *_, **__: None, "name": name})
+
+
+def leave_out_compiler() -> None:
+    """Has fake tensors not import the compiler, of which they read settings and names: a second.
+
+    Only for a process of one thread that ends soon.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    _CompilerStandIn()
+    make = FakeTensorConverter.from_real_tensor
+
+    def made(self: Any, *args: Any, **others: Any) -> Any:
+        # to trace it would import the compiler, too
+        return make(self, *args, **others | {"trace": False})
+
+    FakeTensorConverter.from_real_tensor = made  # type: ignore[method-assign]
 
 
 def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -19,6 +21,11 @@ from zoo.profiling.tensor_spec import tensors_in
 
 aten = torch.ops.aten
 SHAPES = ((2, 4, 6, 8), (2, 4, 6, 1), (2, 4, 1, 1), (2, 4, 6, 8))
+
+
+def exit_code(program: str) -> int:
+    """Runs a program in a process of its own."""
+    return subprocess.run([sys.executable, "-c", program], check=False).returncode
 
 
 def fakes(mode: FakeTensorMode) -> list[Tensor]:
@@ -205,3 +212,31 @@ def test_batch_norm_is_as_the_kernel_is(dtypes: Any, affine: bool, training: boo
             )
     assert any(found) is training
     assert not all(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        ("zoo.resnet18(checkpoint=True)", "torch.rand(2, 3, 32, 32)"),
+        # the fake kernel of a LayerNorm imports torch.distributed.tensor
+        ("zoo.vit_tiny_patch16(image_size=32, checkpoint=True)", "torch.rand(2, 3, 32, 32)"),
+    ],
+)
+def test_a_first_step_imports_no_compiler(model: str, inputs: str) -> None:
+    program = (
+        f"import sys, torch, zoo; model = {model}\n"
+        f"model({inputs}).sum().backward()\n"
+        "assert model.plan\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert exit_code(program) == 0
+
+
+def test_what_a_process_without_compiler_lacks_is_imported() -> None:
+    program = (
+        "import torch, zoo; from zoo._torch import leave_out_compiler; leave_out_compiler()\n"
+        "import torch._dynamo.config; assert torch._dynamo.config.cache_size_limit > 0\n"
+        "import torch._dynamo.utils\n"
+        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(())) == 2"
+    )
+    assert exit_code(program) == 0

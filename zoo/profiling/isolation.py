@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from zoo._torch import active_fake_mode, disable_current_modes
+from zoo._torch import active_fake_mode, disable_current_modes, leave_out_compiler
 from zoo.chain import GLOBAL_HOOKS
 from zoo.engine.devices import devices_in_use, random_state_restored
 from zoo.errors import ZooError
@@ -133,6 +133,7 @@ def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
             os.dup2(nowhere.fileno(), place)
         # the threads of kernels exist only in the parent
         torch.set_num_threads(1)
+        leave_out_compiler()
         answering = threading.Lock()
         watch = threading.Thread(
             target=_watch, args=(threading.get_ident(), writer, answering), daemon=True

@@ -7,6 +7,7 @@ not have runs there on real tensors instead, if all are small; inputs without da
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -37,7 +38,6 @@ from zoo.profiling.fake_tensors import (
     FakeTensorFixes,
     NumbersNeeded,
     copied,
-    import_for_fakes,
     is_of_fakes,
     put_tensors,
 )
@@ -87,7 +87,8 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
             f"{name} has lazy parameters, which have no size yet; call the model once before"
         )
     forward = _Forward(model, given, loss)
-    import_for_fakes()
+    # `set_stance` would, in each forked process
+    importlib.import_module("torch._dynamo")
     with shown("tracing the forward"):
         return forward.isolated(forward.on_fakes) or forward.isolated(forward.on_real_tensors)  # type: ignore[return-value]
 
