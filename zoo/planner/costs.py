@@ -290,7 +290,7 @@ class _Clock:
         return costs.backward[step]
 
     def recompute(self, item: tuple[Item, ...]) -> None:
-        """Runs the forward of a segment again, where the gradient of a state exists."""
+        """Runs the forward of a segment again, as far as its backward needs it."""
         costs, found = self.costs, self.recomputation(item)
         end = self.recomputed_at(_steps(item))
         for inner in item:
@@ -329,7 +329,7 @@ class _Clock:
         return self.recomputation(item).needed[next(indices(item))]
 
     def recomputation(self, item: tuple[Item, ...]) -> _Recomputation:
-        """Returns what the recomputation of a segment needs; inner segments are not kept in it."""
+        """Returns what the recomputation of a segment needs; segments inside of it keep nothing."""
         # no two segments of a plan are one object, since they have other steps
         if id(item) not in self.recomputations:
             self.recomputations[id(item)] = self._recomputation(item)
