@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import zoo
+from tests.training import real_peak
 from zoo.errors import ArgumentError, BudgetError
 from zoo.invocation import Invocation
-from zoo.sizing.max_size import train_twice
 
 images, meta = torch.rand(3, 4), torch.empty(3, 4, device="meta")
 DIGITS = "9" * 400
@@ -158,7 +158,7 @@ def test_errors_of_ours_and_of_memory_pass_through_a_call_of_a_model() -> None:
 
 def test_a_frozen_model_trains_its_inputs() -> None:
     given = images.clone().requires_grad_()
-    found = train_twice(frozen(), Invocation.of(given), torch.optim.AdamW, None)
+    found = real_peak(frozen(), given, torch.optim.AdamW)
     assert found >= 4 * (4 * 4 + 4 + 4 * 2 + 2 + 3 * 4)
     assert largest(frozen(), given, verify=False).size > 1
 

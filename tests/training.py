@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zoo.api.track import CopiedStep, mean_of
 from zoo.chain import Chain, Steps
+from zoo.invocation import Invocation
 
 Record = dict[str, Tensor]
 # `make oldest` and `make newest` run where `pip install .` brought no extras
@@ -92,6 +94,14 @@ def train(
                 record[f"{step} input {number}"] = value.grad.clone()
         optimizer.step()
     return record | everything(model, "end ")
+
+
+def real_peak(
+    model: nn.Module, inputs: Any, make: Any, loss: Any = None, *, plan: Any = None
+) -> int:
+    """The allocator's peak bytes in a steady training step of a copy of a model."""
+    step = CopiedStep(model, Invocation.of(inputs), make, loss or mean_of, fake=False)
+    return step.peak(plan)
 
 
 def everything(model: nn.Module, prefix: str = "") -> Record:

@@ -138,6 +138,28 @@ def test_the_model_and_the_random_state_are_left_as_they_are(device):
     assert batch.grad is None
 
 
+class OwnLoss(nn.Module):
+    """Has a loss with a buffer and parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def loss(self, output):
+        return self.norm(output).exp().mean()
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_loss_that_is_a_method_of_the_model_is_that_of_the_copy(device):
+    model, batch = OwnLoss(), torch.rand(8, 4)
+    before = copy.deepcopy(everything(model))
+    zoo.anatomy(model, batch, loss=model.loss, device=device)
+    assert_same(everything(model), before)
+
+
 def test_nothing_of_the_models_size_is_allocated_for_meta_inputs():
     model, batch = zoo.resnet18(), torch.empty(256, 3, 224, 224, device="meta")
     found = []

@@ -164,7 +164,7 @@ def test_a_size_that_a_real_step_refuted_is_not_known_to_fit(
         interrupt("", 1)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("zoo.sizing.max_size.train_twice", out_of_memory)
+    monkeypatch.setattr("zoo.api.track.CopiedStep.peak", out_of_memory)
     with pytest.raises(Interrupted, match="none is known to fit yet"):
         zoo.largest(Residuals(), images(), memory_budget="1MiB", verify=True)
 

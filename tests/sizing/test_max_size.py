@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 import zoo
 from tests.tracing.models import Ending, UNet
-from tests.training import Residuals, assert_same, everything, images
+from tests.training import Residuals, assert_same, everything, images, real_peak
 from zoo.api.plan import planner_for
+from zoo.api.track import CopiedStep
 from zoo.chain import Chain
 from zoo.errors import ArgumentError, BudgetError, InputError, PlanError
-from zoo.invocation import Invocation
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet, basic
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import measure_step
-from zoo.sizing.max_size import Largest, largest, train_twice
+from zoo.sizing.max_size import Largest, largest
 
 SEARCH = "zoo.sizing.max_size"
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -86,13 +86,13 @@ CASES: dict[str, Case] = {
 }
 
 
-def real_peak(case: Case, size: int, checkpoint: Any) -> int:
+def peak_at(case: Case, size: int, checkpoint: Any) -> int:
     """Measures a real step at a size."""
     build, make, loss, _ = case
     made = make(size)
     made = made if isinstance(made, tuple) else (made,)
     inputs = [value if value is None else torch.zeros_like(value, device="cpu") for value in made]
-    return train_twice(zoo.checkpoint(build(), checkpoint), Invocation.of(inputs), sgd, loss)
+    return real_peak(build(), inputs, sgd, loss, plan=checkpoint)
 
 
 QUICK = ("vit", "gpt2", "densenet")
@@ -106,7 +106,7 @@ def test_real_steps_keep_to_the_budget_up_to_the_size_found(name: str, checkpoin
     build, make, loss, size = case = CASES[name]
     # bytes of sequences are predicted a little high, so a step of one token more does not show
     unit = 16 if "longer" in name else 1
-    fits, too_large = (real_peak(case, some, checkpoint) for some in (size, size + unit))
+    fits, too_large = (peak_at(case, some, checkpoint) for some in (size, size + unit))
     found = zoo.largest(
         build(),
         vary=make,
@@ -243,13 +243,19 @@ def test_a_budget_that_only_an_optimizer_in_the_backward_meets_is_told() -> None
         assert "in the backward" not in str(refusal.value)
 
 
+def with_more(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Lets real steps take so many bytes more."""
+    peak = CopiedStep.peak
+    monkeypatch.setattr(CopiedStep, "peak", lambda *given: peak(*given) + size)
+
+
 def test_a_step_that_takes_more_than_predicted_lowers_the_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, x = Residuals(), images(2, 4, 16)
     predicted = on_paper(model, x, memory_budget="1MiB")
 
-    monkeypatch.setattr(f"{SEARCH}.train_twice", lambda *given: train_twice(*given) + 2**17)
+    with_more(monkeypatch, 2**17)
     found = largest(model, x, memory_budget="1MiB", optimizer=sgd)
     assert found.size < predicted.size
     assert found.measured_peak is not None
@@ -260,13 +266,13 @@ def starved(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
     """Lets memory run out in real steps beyond a size; returns the sizes of all, as they come."""
     sizes: list[int] = []
 
-    def step(model: Any, inputs: Invocation, *_: Any) -> int:
-        sizes.append(len(inputs.args[0]))
+    def step(copied: CopiedStep, *_: Any) -> int:
+        sizes.append(len(copied.inputs.args[0]))
         if sizes[-1] > limit:
             raise torch.OutOfMemoryError
         return 1
 
-    monkeypatch.setattr(f"{SEARCH}.train_twice", step)
+    monkeypatch.setattr(CopiedStep, "peak", step)
     return sizes
 
 
@@ -398,7 +404,7 @@ def test_where_the_smallest_size_runs_out_of_memory_the_budget_is_not_blamed(
 def test_where_real_steps_take_more_the_refusal_names_the_user_s_budget_and_one_that_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(f"{SEARCH}.train_twice", lambda *given: train_twice(*given) + 2**20)
+    with_more(monkeypatch, 2**20)
     find = functools.partial(largest, Residuals(), images(2, 4, 16), optimizer=sgd)
     with pytest.raises(BudgetError, match=r"real training step showed; .*is 1\.00 MiB \(") as error:
         find(memory_budget="1MiB")
@@ -423,7 +429,7 @@ def test_a_size_is_looked_at_once_and_the_optimizer_is_the_same_for_all(
     monkeypatch.setattr("zoo.sizing.size_estimate.planner_for", look)
     monkeypatch.setattr("zoo.policy.budget.optimizer_bytes", bytes_of)
     taken = iter([2**20 + 2**17, 2**20])  # the first real step takes too much: it searches again
-    monkeypatch.setattr(f"{SEARCH}.train_twice", lambda *_: next(taken))
+    monkeypatch.setattr(CopiedStep, "peak", lambda *_: next(taken))
     largest(Residuals(), images(2, 4, 16), memory_budget=2**20, optimizer=sgd)
     assert next(taken, None) is None
     assert sorted(sizes) == sorted(set(sizes))
@@ -519,7 +525,7 @@ class Named(nn.Module):
 
 def test_what_the_model_returned_is_held_until_the_optimizer_has_stepped() -> None:
     model, x = Named(), torch.ones(64, 8)
-    found = train_twice(model, Invocation.of(x), sgd, None)
+    found = real_peak(model, x, sgd)
     optimizer = sgd(model.parameters())
 
     def step() -> None:

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 import zoo
 from tests.tracing.models import Net, Reader, UNet
-from tests.training import Residuals, images, needs_numpy
+from tests.training import Residuals, images, needs_numpy, real_peak
 from zoo.api.checkpoint import steps_of
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.planner.plan import Plan
 from zoo.policy.budget import STREAM, BudgetPlanner
 from zoo.profiling.tensor_spec import tensors_in
-from zoo.sizing.max_size import train_twice
 from zoo.tracing.ahead import TraceError
 from zoo.tracing.planned_forward import patched_forward
 
@@ -55,8 +54,7 @@ def test_a_plan_for_keyword_arguments_keeps_to_its_budget_and_leaves_the_model()
     found = zoo.plan(model, inputs, memory_budget=0.6, optimizer=torch.optim.SGD)
     assert attributes(model) == before
     assert torch.equal(torch.get_rng_state(), stream)
-    zoo.checkpoint(model, found)
-    measured = train_twice(model, Invocation.of(named()), torch.optim.SGD, None)
+    measured = real_peak(model, named(), torch.optim.SGD, plan=found.plan)
     assert measured <= found.predicted_peak <= found.budget < 0.61 * found.baseline_peak
 
 
@@ -77,8 +75,7 @@ def test_segments_between_kernels_take_what_is_predicted(text: str) -> None:
         known = BudgetPlanner(Said(), found.outline, found.state, optimizer=torch.optim.SGD)
         known = known.measured()
     predicted = known.point(Plan.parse(text)).peak
-    model = zoo.checkpoint(Said(), Plan.parse(text))
-    measured = train_twice(model, Invocation.of(named()), torch.optim.SGD, None)
+    measured = real_peak(Said(), named(), torch.optim.SGD, plan=Plan.parse(text))
     # four layers of dropout, and the stream that a replay puts back
     assert 0 <= predicted - measured <= 6 * STREAM
 
@@ -308,8 +305,7 @@ def test_a_model_that_reads_numbers_is_planned_for_and_keeps_to_its_budget(
     model, x = build(), images(8, 4, 32)
     found = zoo.plan(model, x, memory_budget=0.6, optimizer=torch.optim.SGD)
     assert len(found.names) > len(zoo.chain_of(Net(), x).names) or build is Guesses
-    zoo.checkpoint(model, found)
-    measured = train_twice(model, Invocation.of(x), torch.optim.SGD, None)
+    measured = real_peak(model, x, torch.optim.SGD, plan=found.plan)
     assert measured <= found.predicted_peak <= found.budget
 
 
@@ -417,7 +413,7 @@ class WritesAView(nn.Module):
 def test_the_backward_of_a_view_that_was_written_is_counted() -> None:
     x = torch.rand(4, 8, 32, 32)
     found = zoo.plan(WritesAView(), x, optimizer=torch.optim.SGD, max_overhead=0.5)
-    measured = train_twice(WritesAView(), Invocation.of(x), torch.optim.SGD, None)
+    measured = real_peak(WritesAView(), x, torch.optim.SGD)
     assert 0 <= found.baseline_peak - measured <= 6 * STREAM
 
 

@@ -37,6 +37,7 @@ from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
 from zoo.profiling.optimizer_memory import MakeOptimizer, made_by
+from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.profiling.timeline import Timeline, compare
@@ -189,11 +190,13 @@ class CopiedStep:
         in_backward: bool = False,
     ) -> None:
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-        self.names, self.loss = named_steps(model), with_loss_errors(loss, device)
-        self.in_backward = in_backward
+        self.names, self.in_backward = named_steps(model), in_backward
         self.mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         own = functools.partial(_own, self.mode, device)
-        self.model = copy.deepcopy(model) if self.mode is None else _fake_copy(model, own, device)
+        fakes = {} if self.mode is None else _fakes(model, own, device)
+        # at once: a loss that is a method of the model, or has state, stays with its model
+        self.model, loss = copy.deepcopy((model, loss), fakes)
+        self.loss = with_loss_errors(loss, device)
         if wrap is not None:
             wrap(self.model)
         with self._modes():
@@ -211,9 +214,27 @@ class CopiedStep:
                 self.optimizer.step()
 
     def track(self, plan: Plan | str | None) -> Timeline:
-        """Trains a step by a plan, for real after another one; None is the baseline."""
+        """Tracks a step by a plan, for real after another one; None is the baseline."""
         own = [p for p in self.model.parameters() if p.requires_grad]
         on_cpu = self.mode is None and all(parameter.device.type == "cpu" for parameter in own)
+        with self._by(plan):
+            given: Any = {"inputs": self.inputs.tensors, "allocator": on_cpu}
+            with track(self.model, optimizer=self.optimizer, **given) as timeline:
+                self._train()
+        return timeline
+
+    def peak(self, plan: Plan | None) -> int:
+        """Returns the allocator's peak bytes in a real step by a plan, after another one."""
+        with self._by(plan):
+            given = self.model, self.optimizer, self.inputs.tensors
+            return measure_step(self._train, *given).peak
+
+    def _train(self) -> None:
+        train_step(self.model, self.inputs, self.loss, self.optimizer)
+
+    @contextlib.contextmanager
+    def _by(self, plan: Plan | str | None) -> Iterator[None]:
+        """Has the copy trained by a plan inside the block, ready for a steady step."""
         # outside of the mode, since the optimizer is tried on real tensors
         attached = stepping_in_backward(self.model, self.optimizer if self.in_backward else None)
         with attached, self._modes():
@@ -221,13 +242,7 @@ class CopiedStep:
             self.model.zero_grad(set_to_none=True)
             if self.mode is None or (plan is not None and not isinstance(self.model, Chain)):
                 self._train()  # it is traced, and makes the state of a real optimizer
-            given: Any = {"inputs": self.inputs.tensors, "allocator": on_cpu}
-            with track(self.model, optimizer=self.optimizer, **given) as timeline:
-                self._train()
-        return timeline
-
-    def _train(self) -> None:
-        train_step(self.model, self.inputs, self.loss, self.optimizer)
+            yield
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
@@ -306,10 +321,10 @@ def mean_of(outputs: Any) -> Tensor:
     return sum(means[1:], means[0])
 
 
-def _fake_copy(
+def _fakes(
     model: nn.Module, fake: Callable[[Tensor], Tensor], device: torch.device
-) -> nn.Module:
-    """Copies a model; its parameters and buffers become fake, but for buffers of one number."""
+) -> dict[int, Any]:
+    """Returns fakes of a model's parameters and buffers, but for buffers of one number, by id."""
     copies: dict[int, Any] = {}
     for parameter in model.parameters():
         copies[id(parameter)] = nn.Parameter(fake(parameter.detach()), parameter.requires_grad)
@@ -318,4 +333,4 @@ def _fake_copy(
             copies[id(buffer)] = fake(buffer)
         elif buffer.is_meta:
             copies[id(buffer)] = torch.zeros_like(buffer, device=device)
-    return copy.deepcopy(model, copies)
+    return copies

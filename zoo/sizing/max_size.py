@@ -7,38 +7,23 @@ if there is room for it, to confirm the prediction. The logger "zoo.largest" nam
 each size that is evaluated.
 """
 
-import contextlib
-import copy
 import functools
 import logging
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from zoo.api.checkpoint import checkpoint as put_in_force
-from zoo.api.track import mean_of, optimizer_of, stepping_in_backward, train_step
+from zoo.api.track import CopiedStep, mean_of
 from zoo.engine.devices import counts_memory, random_state_restored
 from zoo.errors import ArgumentError, BudgetError, Interrupted
-from zoo.invocation import (
-    Inputs,
-    Invocation,
-    Loss,
-    check_loss,
-    check_module,
-    own_loss,
-    place_of,
-    with_loss_errors,
-)
+from zoo.invocation import Inputs, Loss, check_loss, check_module
 from zoo.planner.plan import Plan
 from zoo.policy.budget import free_on, only_in_backward, ways_out
 from zoo.policy.options import Checkpoint
-from zoo.profiling.chain_step_profile import ends_of, root_of
 from zoo.profiling.optimizer_memory import MakeOptimizer
-from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import shown
-from zoo.profiling.tensor_spec import tensors_in
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within
 from zoo.units import exact_bytes, format_bytes, format_seconds
@@ -329,49 +314,14 @@ class _Search:
         estimates = self.estimates
         with random_state_restored(), shown(f"a training step of size {candidate.size}"):
             try:
-                model, loss = copy.deepcopy((estimates.model, estimates.loss))
-                place = place_of(model)
-                put_in_force(model, candidate.plan if candidate.plan.depth() else False)
-                inputs = estimates.make_inputs(candidate.size, place)
-                checked = loss and with_loss_errors(loss, place)
-                in_backward = estimates.optimizer_in_backward
-                return train_twice(model, inputs, estimates.optimizer, checked, in_backward)
+                step = CopiedStep(
+                    estimates.model,
+                    estimates.make_inputs(candidate.size, self.first.place),
+                    estimates.optimizer,
+                    estimates.loss or mean_of,
+                    fake=False,
+                    in_backward=estimates.optimizer_in_backward,
+                )
+                return step.peak(candidate.plan if candidate.plan.depth() else None)
             except torch.OutOfMemoryError:
                 return None
-
-
-def train_twice(
-    model: nn.Module,
-    inputs: Invocation,
-    make_optimizer: MakeOptimizer | None,
-    loss: Loss | None,
-    in_backward: bool = False,
-) -> int:
-    """Trains a model for two steps; returns the peak bytes of the second, when all state exists.
-
-    Without an optimizer the step ends with the backward; then plain SGD steps if `in_backward`.
-    """
-    optimizer = optimizer_of(make_optimizer, model, in_backward)
-    given = (model, inputs, loss or _own_loss_or_ones, optimizer)
-    step = functools.partial(train_step, *given, call=Invocation.on)
-    with contextlib.ExitStack() as stack:
-        if in_backward and optimizer is not None:
-            stack.enter_context(stepping_in_backward(model, optimizer))
-        step()
-        return measure_step(step, model, optimizer, inputs.tensors).peak
-
-
-def _own_loss_or_ones(outputs: Any) -> Tensor:
-    """Returns an output named `loss` or a scalar first output -> ().
-
-    If there is neither, the backward of the scalar gives all outputs gradients of ones, which only
-    autograd holds, as those of a loss.
-    """
-    first = outputs[0] if isinstance(outputs, tuple) else outputs
-    own = own_loss(first)
-    ends = [value for value in tensors_in(outputs if own is None else own) if value.requires_grad]
-    if not ends:
-        # an error says what is missing: a floating output, or something that is trained
-        return mean_of(outputs)
-    is_loss = ends[0] is (first if own is None else own) and ends[0].ndim == 0
-    return ends[0] if is_loss else root_of(ends_of(ends))
