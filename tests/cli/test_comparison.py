@@ -72,10 +72,11 @@ def test_the_report_of_results_has_their_rows(command, results, tmp_path):
     told = command("report", str(path), "--json")
     (found,) = json.loads(told.out)
     assert told.code == 0
-    assert [row["model"] for row in found["rows"]] == ["resnet18", "vnet"]
-    assert {(row["ratio"], row["exact"], row["time"]["median"]) for row in found["rows"]} == {
-        (0.4, True, 1.5)
-    }
+    assert [row["model"] for row in found["models"]] == ["resnet18", "vnet"]
+    numbers = ("activation_peak_ratio", "exact", "time_ratio_median", "faults")
+    for row in found["models"]:
+        assert [row[name] for name in numbers] == [0.4, True, 1.5, []]
+    assert {row["time_ratio"] for row in found["timings"]} == {1.5}
     page = (tmp_path / "mine" / "report.md").read_text()
     assert found["report"] == str(tmp_path / "mine" / "report.html")
     assert "| resnet18" in page
@@ -86,11 +87,12 @@ def test_the_report_of_three_variants_has_them_in_every_file(command, results, t
     asked = ("--model", "resnet18")
     path = results(with_third(records(*asked), *asked))
     told = command("report", str(path), "--json")
-    ((row,),) = (found["rows"] for found in json.loads(told.out))
+    ((row,),) = (found["models"] for found in json.loads(told.out))
     assert told.code == 0
-    assert row["step_ratios"] == {"checkpointed": 1.0, "optimizer_in_backward": 0.25}
-    assert row["times"]["optimizer_in_backward"]["median"] == 1.25
-    assert (row["ratio"], row["time"]["median"], row["exact"]) == (0.4, 1.5, True)
+    assert (row["peak_ratio"], row["peak_ratio_optimizer_in_backward"]) == (1.0, 0.25)
+    assert row["time_ratio_median_optimizer_in_backward"] == 1.25
+    numbers = ("activation_peak_ratio", "time_ratio_median", "exact")
+    assert [row[name] for name in numbers] == [0.4, 1.5, True]
     told = command("report", str(path))
     assert "+ optimizer" in told.out
     assert "(0.250)" in told.out
@@ -230,9 +232,10 @@ def test_compare_prints_its_rows_as_json_alone(command, monkeypatch, tmp_path):
     made = comparisons(records("--model", "vnet"))
     monkeypatch.setattr("zoo.cli.comparison.run", lambda config, console: made)
     told = command("compare", "--model", "vnet", "--json", "--output", str(tmp_path))
-    (row,) = json.loads(told.out)["rows"]
+    (row,) = json.loads(told.out)["models"]
     (expected,) = rows(made)
-    assert (row["model"], row["ratio"], row["peak"]) == ("vnet", 0.4, expected.peaks["peak"])
+    assert (row["model"], row["activation_peak_ratio"]) == ("vnet", 0.4)
+    assert row["peak_bytes_baseline"] == expected.peaks["peak"]["baseline"]
     assert "vnet" in told.err
     told = command("compare", "--model", "vnet", "--output", str(tmp_path))
     assert told.err == ""

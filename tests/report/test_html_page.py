@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import statistics
 from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,7 @@ from tests.report.recorded import MIB, PLACE, comparison, older, plain
 from zoo.report.bokeh_charts import interactive
 from zoo.report.charts import CATEGORIES, categories_chart
 from zoo.report.html_page import page
-from zoo.report.rows import Heading, rows, spread
+from zoo.report.rows import Heading, rows
 from zoo.report.text_report import csv_files
 from zoo.units import format_bytes
 
@@ -106,7 +107,7 @@ def test_what_follows_from_the_results_is_computed_right(text: str) -> None:
     assert whole is not None
     assert shown[f"−{100 * (1 - whole):.1f} %"] == 1 - whole
     for kind, median in (("checkpointed", 1.3), ("optimizer_in_backward", 1.25)):
-        assert shown[f"×{median:.2f}"] == spread(row.time_ratios(kind)).median == median
+        assert shown[f"×{median:.2f}"] == statistics.median(row.time_ratios(kind)) == median
     assert shown["25.56 M"] == 25_557_032
 
 

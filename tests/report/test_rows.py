@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.report import recorded
 from tests.report.recorded import WHERE
 from zoo.report.html_page import page
-from zoo.report.rows import VARIANTS, heading, rows, spread
+from zoo.report.rows import VARIANTS, heading, median, quartiles, rows
 from zoo.report.text_report import show, write_report
 
 MODEL = recorded.MODEL | {"largest_ratio": 0.3}
@@ -80,9 +80,7 @@ def test_numbers_are_those_of_the_records():
     assert (row.ratio(peak="activation_peak"), row.exact, row.faults) == (0.25, True, ())
     ratios = row.time_ratios("checkpointed")
     assert ratios == [1.5, 2.2 / 2.0, 5.2 / 4.0]
-    assert spread(ratios).median == statistics.median(ratios)
-    assert spread(ratios).lower == pytest.approx(1.2)
-    assert spread(ratios).upper == pytest.approx(1.4)
+    assert median(ratios).value == statistics.median(ratios) == pytest.approx(1.3)
 
 
 def test_a_third_variant_is_measured_against_the_same_baseline():
@@ -170,8 +168,9 @@ def test_results_of_two_variants_have_no_column_of_a_third(tmp_path):
     assert "+ optimizer in backward" not in shown
 
 
-def test_one_value_is_its_own_spread():
-    assert (spread([1.5]).lower, spread([1.5]).upper) == (1.5, 1.5)
+def test_quartiles_lie_between_the_values():
+    assert quartiles([1.9, 1.0, 1.1, 1.3, 1.2]) == [1.1, 1.3]
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == [2.25, 4.75]
 
 
 def test_a_difference_is_a_fault_that_names_kind_and_step():

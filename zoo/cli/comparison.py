@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from torch import distributed
@@ -26,9 +26,9 @@ from zoo.harness.config import KEYS, Config, find_config, option, read
 from zoo.harness.results import Comparison, Record, Results, comparisons
 from zoo.harness.run import results_of, run
 from zoo.report.html_page import page
-from zoo.report.rows import Row, heading, rows, spread
-from zoo.report.text_report import has_grown, say, show, write_report
-from zoo.report.two_runs import TwoRuns, as_entries, subject, two_runs
+from zoo.report.rows import heading, rows
+from zoo.report.text_report import has_grown, say, show, tables, write_report
+from zoo.report.two_runs import TwoRuns, subject, two_runs
 
 
 def _options() -> dict[str, str]:
@@ -213,29 +213,8 @@ def _report(
         write_report(table, title, folder, runs)
         path = folder / "report.html"
         path.write_text(page(comparisons, title, runs), encoding="utf-8")
-    data = {"name": folder.name, "report": str(path), "rows": list(map(_row_data, table))}
-    if runs is not None:
-        data["compared"] = as_entries(runs)
+    data = {"name": folder.name, "report": str(path), **tables(table, runs)}
     return Answer(f"report:  {path}", data, int(any(row.faults for row in table)))
-
-
-def _row_data(row: Row) -> dict[str, Any]:
-    """Returns the measurements of a model, and the ratios computed from them."""
-    _, *others = row.variants
-    times = {kind: row.time_ratios(kind) for kind in others}
-    spreads = {kind: spread(pairs)._asdict() if pairs else None for kind, pairs in times.items()}
-    values = asdict(row)
-    del values["number"]
-    return {
-        **values.pop("peaks"),
-        **values,
-        "step_ratio": row.ratio(),
-        "step_ratios": {kind: row.ratio(kind) for kind in others},
-        "ratio": row.ratio(peak="activation_peak"),
-        "tensor_ratio": row.ratio(peak="tensor_activation_peak"),
-        "time": spreads["checkpointed"],
-        "times": spreads,
-    }
 
 
 def _console(as_json: bool) -> Console:

@@ -43,10 +43,11 @@ def in_code(text: str) -> str:
 
 
 def in_csv(value: Any) -> Any:
-    """Returns a value for a CSV cell; a ' precedes text that a spreadsheet would run."""
-    if not isinstance(value, str):
+    """Returns a value, or texts, for a CSV cell; a ' precedes text that a spreadsheet would run."""
+    text = "; ".join(value) if isinstance(value, tuple) else value
+    if not isinstance(text, str):
         return value
-    shown = visible(value)
+    shown = visible(text)
     return f"'{shown}" if shown.startswith(("=", "+", "-", "@")) else shown
 
 

@@ -27,7 +27,7 @@ from zoo.report import charts
 from zoo.report.chain_axis import fitting, round_numbers
 from zoo.report.escaping import visible
 from zoo.report.pictures import check_picture
-from zoo.report.rows import Heading, Row, quartiles, spread, variants
+from zoo.report.rows import Heading, Row, median, quartiles, variants
 from zoo.units import format_bytes, unit_of
 
 Target = str | Path | Sequence[Path] | Axes
@@ -136,12 +136,12 @@ def _peak_text(row: Row, kind: str) -> str:
 
 
 def _draw_time(axes: Axes, place: float, pairs: Sequence[float], color: str) -> None:
-    if pairs:
-        median = spread(pairs).median
-        ends = quartiles(pairs) or [median, median]
+    text, middle, _ = median(pairs)
+    if middle is not None:
+        ends = quartiles(pairs) or [middle, middle]
         axes.plot(ends, [place, place], color=color, lw=2)
-        axes.plot([median], [place], "o", color=color, ms=7)
-        _annotate(axes, f"×{median:.2f}", (ends[1], place), (8, 0), fontsize=9, va="center")
+        axes.plot([middle], [place], "o", color=color, ms=7)
+        _annotate(axes, text, (ends[1], place), (8, 0), fontsize=9, va="center")
 
 
 @contextmanager

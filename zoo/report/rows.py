@@ -120,14 +120,6 @@ class Heading(NamedTuple):
         return f"Training with and without checkpointing: {self.name}"
 
 
-class Spread(NamedTuple):
-    """Median and quartiles."""
-
-    median: float
-    lower: float
-    upper: float
-
-
 @dataclass(frozen=True)
 class Row:
     """The measurements of one model; None where a cell failed.
@@ -246,23 +238,17 @@ def variants(rows: Sequence[Row]) -> dict[str, str]:
     return {kind: name for kind, name in VARIANTS.items() if kind in found}
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Returns median and quartiles of at least one value."""
-    # before Python 3.13 `quantiles` takes no single value
-    several = values if len(values) > 1 else [*values, *values]
-    lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
-    return Spread(median, lower, upper)
-
-
 def median(ratios: Sequence[float]) -> Number:
     """Returns the median of time ratios, if there are any."""
-    value = spread(ratios).median if ratios else None
+    value = statistics.median(ratios) if ratios else None
     return Number(MISSING if value is None else f"×{value:.2f}", value)
 
 
 def quartiles(ratios: Sequence[float]) -> list[float]:
     """Returns the quartiles of time ratios; none if there are too few ratios."""
-    return [*spread(ratios)[1:]] if len(ratios) >= FEWEST else []
+    if len(ratios) < FEWEST:
+        return []
+    return statistics.quantiles(ratios, n=4, method="inclusive")[::2]
 
 
 def differences(

@@ -61,10 +61,15 @@ def write_report(
     return folder / "report.md"
 
 
+def tables(rows: Sequence[Row], runs: TwoRuns | None) -> dict[str, list[dict[str, Any]]]:
+    """Returns the numbers of a report by table: models, timings and, of two runs, compared."""
+    found = {"models": [*_models(rows)], "timings": [*_timings(rows)]}
+    return found if runs is None else {**found, "compared": as_entries(runs)}
+
+
 def csv_files(rows: Sequence[Row], runs: TwoRuns | None) -> dict[str, str]:
-    """Returns the CSV files of a report by name: models, timings and, of two runs, compared."""
-    files = {"models.csv": to_csv(_models(rows)), "timings.csv": to_csv(_timings(rows))}
-    return files if runs is None else {**files, "compared.csv": to_csv(as_entries(runs))}
+    """Returns the tables as CSV files by name."""
+    return {f"{name}.csv": to_csv(entries) for name, entries in tables(rows, runs).items()}
 
 
 def _models(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -88,7 +93,7 @@ def _models(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             entry[_of("time_ratio_lower_quartile", kind)] = lower
             entry[_of("time_ratio_upper_quartile", kind)] = upper
         entry["time_pairs"] = len(row.time_ratios("checkpointed"))
-        yield {**entry, "exact": row.exact, "faults": "; ".join(row.faults)}
+        yield {**entry, "exact": row.exact, "faults": row.faults}
 
 
 def _of(name: str, kind: str) -> str:
