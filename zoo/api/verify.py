@@ -35,7 +35,7 @@ from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, runner_for
 from zoo.policy.plan_report import PlanReport
-from zoo.profiling.optimizer_memory import MakeOptimizer, check_maker
+from zoo.profiling.optimizer_memory import MakeOptimizer
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.verification.state_comparison import Record, first_difference, record, same_bits
@@ -86,8 +86,6 @@ def verify(
             f"this {type(model).__name__} is on the meta device, which has no bits to compare; "
             "move it with model.to_empty(device=...) and give it weights"
         )
-    make = optimizer or MOMENTUM
-    check_maker(make)
     runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
     with (
         random_state_restored() as streams,
@@ -96,7 +94,7 @@ def verify(
         without_fingerprints(),
     ):
         batches = [_batch(inputs, step) for step in range(steps)]
-        given = model, loss or weighted_sum, make, streams
+        given = model, loss or weighted_sum, optimizer or MOMENTUM, streams
         training = functools.partial(_Training, *given, in_backward=optimizer_in_backward)
         first, plans, compared = _train_pair(training(), training(), batches)
         deterministic = first is None

@@ -18,7 +18,7 @@ from torch import nn
 from zoo.api.track import CopiedStep, mean_of
 from zoo.engine.devices import counts_memory, random_state_restored
 from zoo.errors import ArgumentError, BudgetError, Interrupted
-from zoo.invocation import Inputs, Loss, check_loss, check_module
+from zoo.invocation import Inputs, Loss, check_module
 from zoo.planner.plan import Plan
 from zoo.policy.budget import free_on, only_in_backward, ways_out
 from zoo.policy.options import Checkpoint
@@ -159,7 +159,6 @@ def largest(
         )
     if type(multiple_of) is not int or multiple_of < 1:
         raise ArgumentError(f"multiple_of={multiple_of!r} must be a whole number, 1 or more")
-    check_loss(loss)
     make_inputs, start = input_sizes(sample, vary)
     estimates = SizeEstimates(
         model,
