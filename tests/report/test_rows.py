@@ -286,6 +286,18 @@ def test_a_cell_without_a_number_is_in_the_picture(tmp_path):
     assert "<!-- does not fit -->" in picture
 
 
+def test_a_table_too_wide_for_all_that_may_be_left_out_cuts_nothing():
+    console = Console(file=io.StringIO(), width=60)
+    long = MODEL | {"arguments": {"activation": "prelu", "vocabulary": 33278}}
+    seconds = {kind: [1.0] * 5 for kind in VARIANTS}
+    show(rows([three(timing={"step_seconds": seconds} | DONE) | {"model": long}]), "Title", console)
+    shown = console.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= 60
+    assert "…" not in shown
+    for text in ("33278", "954 MiB", "(0.250)", "95.4 MiB", "×1.00"):
+        assert text in shown
+
+
 @pytest.mark.parametrize("width", [70, 80, 90, 100, 110, 120, 140])
 @pytest.mark.parametrize("made", [comparison, three])
 def test_the_table_fits_the_terminal_and_cuts_no_number(width, made):

@@ -199,6 +199,6 @@ def _table(rows: Sequence[Row], title: str, left_out: Sequence[str], broken: boo
         if not table.columns:
             for name in shown:
                 left = name in ("model", "batch")
-                table.add_column(lines(name), justify="left" if left else "right", no_wrap=True)
+                table.add_column(lines(name), justify="left" if left else "right", overflow="fold")
         table.add_row(*map(lines, shown.values()), style="red" if row.faults else None)
     return table
