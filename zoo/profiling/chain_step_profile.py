@@ -168,9 +168,9 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
     kept = saved.kept | storages.numbers_of(mode.made_once)
-    ends = ends_of(outputs, incoming)
+    ends = _ends(outputs, incoming)
     held: list[Tensor] = []
-    roots = [root_of(ends, held)] if ends else []
+    roots: list[Tensor] = [_Root.apply([*ends.values()], held, *ends)] if ends else []
     incoming_bytes = sum(
         rounded_up(output.nbytes, context.block) if gradient is None else gradient.bytes
         for output, gradient in ends.items()
@@ -253,7 +253,7 @@ def _updates(
     return tuple(updates)
 
 
-def ends_of(outputs: Sequence[Tensor | None], incoming: Incoming = ()) -> Ends:
+def _ends(outputs: Sequence[Tensor | None], incoming: Incoming) -> Ends:
     """Lists the outputs with a grad_fn, each once."""
     gradients = dict(incoming)
     return {
@@ -263,16 +263,12 @@ def ends_of(outputs: Sequence[Tensor | None], incoming: Incoming = ()) -> Ends:
     }
 
 
-def root_of(ends: Ends, held: list[Tensor] | None = None) -> Tensor:
-    """Returns a scalar whose backward gives each output a gradient that only autograd holds.
+class _Root(torch.autograd.Function):
+    """A scalar whose backward gives each output a gradient that only autograd holds.
 
     The backward adds those that something else holds to `held`, which holds them.
     """
-    root: Tensor = _Root.apply(list(ends.values()), [] if held is None else held, *ends)
-    return root
 
-
-class _Root(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, gradients: Sequence[GradientSpec | None], held: list[Tensor], *outputs: Tensor
