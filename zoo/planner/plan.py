@@ -21,7 +21,7 @@ Entry = TypeVar("Entry")
 
 # a mistyped range must not fill memory
 LARGEST = 10**6
-# the most levels of segments: printing, comparing or storing a plan takes a call for each level,
+# the most levels of segments: making, printing or storing a plan takes a call for each level,
 # and Python's stack holds 1,000 calls by default, including those of the caller
 DEEPEST = 500
 # a token of the text form: an index, a range, or a parenthesis
@@ -54,7 +54,7 @@ class Plan(tuple[Item, ...]):
             raise PlanError(
                 f"a plan is a sequence of step indices and tuples, not {shortened(items)}"
             )
-        return super().__new__(cls, _checked(items))
+        return super().__new__(cls, _checked(items, itertools.count()))
 
     @classmethod
     def keep_all(cls, steps: int) -> "Plan":
@@ -196,32 +196,22 @@ def indices(item: Item) -> Iterator[int]:
             waiting.pop()
 
 
-def _checked(items: Iterable[Any]) -> tuple[Item, ...]:
-    """Converts nested sequences to tuples, without recursion: a list may contain itself."""
-    made: list[list[Item]] = [[]]
-    waiting = [iter(items)]
-    position = 0
-    while True:
-        for entry in waiting[-1]:
-            if isinstance(entry, tuple | list):
-                if not entry:
-                    raise PlanError("a plan holds an empty segment; leave it out")
-                if len(waiting) > DEEPEST:
-                    raise PlanError(
-                        f"the segments of a plan nest more than {DEEPEST} deep; use fewer, longer "
-                        "segments"
-                    )
-                waiting.append(iter(entry))
-                made.append([])
-                break
-            made[-1].append(_check_index(entry, position))
-            position += 1
+def _checked(items: Iterable[Any], steps: Iterator[int], depth: int = 0) -> tuple[Item, ...]:
+    """Converts nested sequences to tuples; `steps` counts the indices so far."""
+    # a list may contain itself
+    if depth > DEEPEST:
+        raise PlanError(
+            f"the segments of a plan nest more than {DEEPEST} deep; use fewer, longer segments"
+        )
+    made: list[Item] = []
+    for entry in items:
+        if not isinstance(entry, tuple | list):
+            made.append(_check_index(entry, next(steps)))
+        elif entry:
+            made.append(_checked(entry, steps, depth + 1))
         else:
-            waiting.pop()
-            closed = tuple(made.pop())
-            if not waiting:
-                return closed
-            made[-1].append(closed)
+            raise PlanError("a plan holds an empty segment; leave it out")
+    return tuple(made)
 
 
 def _check_index(entry: Any, position: int) -> int:
