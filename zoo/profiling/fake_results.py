@@ -95,24 +95,7 @@ def result_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     return result if correct is None else correct(mode, result, *args)
 
 
-# bytes of workspaces, by the repr of the call's spec
-_workspaces: dict[str, int] = {}
-
-
-def _workspace(*args: Any) -> int:
-    """Returns the bytes of the workspace that the CPU's LSTM returns for its backward."""
-    spec = KernelSpec.of(LSTM, args, {})
-    if repr(spec) not in _workspaces:
-        assert spec is not None
-        # without grad mode the kernel makes none
-        with unset_fake_temporarily(), torch.enable_grad():
-            operator, prepared, _ = spec.prepared()
-            workspace = operator(*prepared)[-1]
-        _workspaces[repr(spec)] = 0 if workspace is None else int(workspace.nbytes)
-    return _workspaces[repr(spec)]
-
-
-# what kernels return that torch refuses for fakes, by the repr of the call's spec
+# what kernels return where torch's rules do not say it, by the repr of the call's spec
 _results: dict[str, list[TensorSpec] | None] = {}
 
 
@@ -122,7 +105,8 @@ def _specs_of_results(func: Any, args: Any, kwargs: Any) -> list[TensorSpec] | N
     if spec is None or not isinstance(args[0], Tensor):
         return None
     if repr(spec) not in _results:
-        with unset_fake_temporarily(), torch.no_grad():
+        # without grad mode an LSTM makes no workspace
+        with unset_fake_temporarily(), torch.enable_grad():
             operator, args, kwargs = spec.prepared()
             try:
                 made = tensors_in(operator(*args, **kwargs))
@@ -366,7 +350,11 @@ def _lstm(mode: FakeTensorMode, result: Any, *args: Any) -> Any:
     if not torch.is_grad_enabled():
         # it makes none, and an undefined tensor is None
         return (*outputs, None)
-    return (*outputs, workspace.new_empty(_workspace(*args), dtype=torch.uint8))
+    made = _specs_of_results(LSTM, args, {})
+    if made is None:
+        raise RuntimeError("this LSTM fails on real tensors, so that its workspace is unknown")
+    size = sum(spec.bytes for spec in made[len(outputs) :])
+    return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
 
 
 _CORRECTIONS: dict[Any, Callable[..., Any]] = {
