@@ -214,8 +214,8 @@ def test_copies_and_pickles_keep_the_option() -> None:
     [
         ("sqr", "'sqr' is no scheme.*Did you mean sqrt"),
         (0, "checkpoint=0: choose 1 segment or more"),
-        (0.5, "checkpoint=0.5 is not an option"),
-        (None, "checkpoint=None is not an option"),
+        (0.5, "checkpoint=0.5 is no scheme; choose True, False, .auto., a number of segments"),
+        (None, "checkpoint=None is no scheme; choose True"),
     ],
 )
 def test_an_option_that_is_none_is_refused(checkpoint: Any, message: str) -> None:

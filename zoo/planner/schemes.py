@@ -91,12 +91,12 @@ def named(
     return each_block(blocks, whole) if name == "blocks" else cheap(costs())
 
 
-def check_name(name: str) -> None:
+def check_name(name: object) -> None:
     """Raises ArgumentError if there is no scheme of this name."""
     if name not in NAMES:
         raise ArgumentError(
             f"checkpoint={shortened(name)} is no scheme; choose True, False, 'auto', a number of "
-            f"segments, a Plan, {', '.join(NAMES)}.{nearest(name, NAMES)}"
+            f"segments, a Plan, {', '.join(NAMES)}.{nearest(str(name), NAMES)}"
         )
 
 

@@ -73,13 +73,8 @@ def runner_for(
         runner = PlannedRunner(Plan(checkpoint))
         runner.force(runner.checkpoint)
         return runner
-    if isinstance(checkpoint, str):
+    if not isinstance(checkpoint, int):
         schemes.check_name(checkpoint)
-    elif not isinstance(checkpoint, int):
-        raise ArgumentError(
-            f"checkpoint={checkpoint!r} is not an option; choose True, False, 'auto', a number of "
-            f"segments, a Plan, {', '.join(schemes.NAMES)}"
-        )
     elif checkpoint < 1:
         raise ArgumentError(f"checkpoint={checkpoint}: choose 1 segment or more, or False")
     return PlannedRunner(checkpoint)
