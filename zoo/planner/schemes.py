@@ -71,11 +71,11 @@ def one_by_one(costs: StepCosts, steps: int) -> list[Plan]:
     """
     freed = costs.newly_saved()
     worth = [step for step in range(steps) if freed[step] > 0]
-    recomputed: set[int] = set()
+    every, recomputed = range(len(costs)), set[int]()
     plans = []
     for chosen in sorted(worth, key=lambda step: costs.seconds[step] / freed[step]):
         recomputed.add(chosen)
-        plans.append(Plan([(step,) if step in recomputed else step for step in range(steps)]))
+        plans.append(Plan([(step,) if step in recomputed else step for step in every]))
     return plans
 
 

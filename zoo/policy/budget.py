@@ -33,7 +33,7 @@ from zoo.planner import schemes
 from zoo.planner.costs import Simulation, least_possible, simulate
 from zoo.planner.plan import Item, Plan, falling, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
-from zoo.profiling.caching_allocator import block_of, rounded_up
+from zoo.profiling.caching_allocator import block_of
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.kernel_costs import KernelCosts, device_named
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
@@ -86,7 +86,7 @@ class BudgetPlanner:
         self.optimizer = optimizer
         block = block_of(self.device.kind if self.device is not None else self.place.type)
         self.profile = Profile(model, with_loss(outline, loss), state, block)
-        self.fixed = _fixed_bytes(model, state, optimizer, self.profile.found.outside, block)
+        self.fixed = _fixed_bytes(model, state, optimizer, self.profile, block)
         self.kernels: Sequence[KernelCosts | None] = ()
         self._count()
 
@@ -183,10 +183,7 @@ class BudgetPlanner:
             PlanError: it is for another number of steps.
         """
         plan.check(self.steps)
-        return self._point(self._with_loss(plan))
-
-    def _with_loss(self, plan: Plan) -> Plan:
-        return Plan([*plan, *range(self.steps, len(self.costs))])
+        return self._point(Plan([*plan, *range(self.steps, len(self.costs))]))
 
     def bytes_of(self, budget: Any) -> int:
         """Returns a budget in bytes."""
@@ -228,7 +225,7 @@ class BudgetPlanner:
         """
         found = _planner().frontier(self.costs, each=each)
         best = [_loss_kept(point.plan, self.steps) for point in found]
-        single = [self._with_loss(p) for p in schemes.one_by_one(self.costs, self.steps)]
+        single = schemes.one_by_one(self.costs, self.steps)
         chosen = dict.fromkeys([self.baseline.plan, *thinned(best, MOST), *thinned(single, MOST)])
         shallow = (plan for plan in chosen if plan.depth() <= DEEPEST)
         return sorted(map(self._point, shallow), key=lambda point: point.time_ratio)
@@ -368,16 +365,15 @@ def _planner() -> Any:
 
 
 def _fixed_bytes(
-    model: nn.Module, inputs: State, optimizer: OptimizerBytes, outside: int, block: int
+    model: nn.Module, inputs: State, optimizer: OptimizerBytes, profile: Profile, block: int
 ) -> FixedBytes:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     resident = resident_bytes(model, inputs=tensors, block=block)
-    trained = (rounded_up(p.nbytes, block) for p in model.parameters() if p.requires_grad)
     return FixedBytes(
         parameters=resident.parameters,
         buffers=resident.buffers,
-        gradients=0 if optimizer.updates is not None else sum(trained),
-        inputs=resident.inputs + outside,
+        gradients=0 if optimizer.updates is not None else profile.gradient_bytes,
+        inputs=resident.inputs + profile.found.outside,
         optimizer=optimizer.state,
         scratch=optimizer.step,
     )

@@ -64,7 +64,6 @@ from zoo.profiling.kernel_costs import (
     Curve,
     Device,
     KernelCosts,
-    flop_formulas,
     measure_kernels,
 )
 from zoo.profiling.progress import shown
@@ -134,7 +133,6 @@ class Profile:
         tensors = (*(value for value in inputs if value is not None), *chain.parameters())
         self.device = tensors[0].device if tensors else torch.device("cpu")
         import_for_fakes()
-        flop_formulas()
         with shown("measuring steps on fake tensors"):
             found: ChainRun = isolated(
                 functools.partial(_run_steps, chain, outline, inputs, block),
