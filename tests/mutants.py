@@ -215,9 +215,16 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "kernels of lists count versions",
-            "    if effects.lists:\n        torch.autograd.graph.increment_version",
-            "    if False:\n        torch.autograd.graph.increment_version",
+            "        if effects.lists:\n",
+            "        if False:\n",
             "test_saved_tensors",
+        ),
+        (
+            "kernels of lists count versions where the plan keeps",
+            "            return self._run_outside(kernel, effects, written, args, kwargs)\n"
+            "        node =",
+            "            return kernel(*args, **kwargs)\n        node =",
+            "test_kernel_segments",
         ),
         (
             "what is saved is told before it is written",
@@ -239,7 +246,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a replay inside of a forward is not recorded",
-            "        if recording.replaying:\n",
+            "        if thread.replaying:\n",
             "        if False:\n",
             "test_replay",
         ),
@@ -549,6 +556,18 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_replay test_executor",
         ),
         (
+            "a replay inside of a forward is hidden from its recording",
+            "        thread.replaying = True\n",
+            "        pass\n",
+            "test_replay",
+        ),
+        (
+            "a forward that goes on after a replay is recorded again",
+            "        thread.replaying = around\n",
+            "        pass\n",
+            "test_replay",
+        ),
+        (
             "what was gathered for a replay is freed after it",
             "            module.reshard()\n",
             "            pass\n",
@@ -641,18 +660,6 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "        if needed.isdisjoint(node.results) and node not in drawing:\n"
             "            continue\n",
             "",
-            "test_replay",
-        ),
-        (
-            "a replay inside of a forward is hidden from its recording",
-            "            self.around.replaying = True",
-            "            pass",
-            "test_replay",
-        ),
-        (
-            "a forward that goes on after a replay is recorded again",
-            "            self.around.replaying = self.earlier",
-            "            pass",
             "test_replay",
         ),
         (
@@ -872,12 +879,6 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "kernel_segments.py": [
         (
-            "a replay inside of a planned forward has the keys of its kernels",
-            "            return with_present_keys(func, args, kwargs)(*args, **kwargs)\n",
-            "            return func(*args, **kwargs)\n",
-            "test_dispatch_keys",
-        ),
-        (
             "what closed segments saved is known by its memory, also where nobody has the tensor",
             "                if home is not None:\n",
             "                if home is not None and handle.original() is not None:\n",
@@ -888,12 +889,6 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "                    handle.lose()\n",
             "                    pass\n",
             "../tracing/test_exact",
-        ),
-        (
-            "kernels of lists count versions where the plan keeps",
-            "        count_versions(effects, args, kwargs)\n",
-            "",
-            "test_kernel_segments",
         ),
         (
             "what a forward writes where it ends is copied for its segments",
@@ -947,8 +942,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a replay during a forward does not count as its kernels",
-            "        if thread.replaying:\n",
-            "        if False:\n",
+            "is_look or thread.replaying or not all",
+            "is_look or not all",
             "test_kernel_segments",
         ),
         (

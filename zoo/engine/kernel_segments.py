@@ -24,20 +24,15 @@ from typing import Any
 from torch import Tensor
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
-from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operands import Outside, alive, parts_of
-from zoo.engine.operator_effects import effects_of
 from zoo.engine.recompute import HOOKS, records
 from zoo.engine.recording import (
     Recorder,
     Segment,
-    count_versions,
     has_own_storage,
     hold_readers,
-    statistics_of,
     storage_of,
     thread,
-    written_by,
 )
 from zoo.engine.replay import without_modes
 from zoo.engine.saved_tensors import Handle, prune
@@ -106,30 +101,13 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a kernel, in the segment that it belongs to."""
-        if types and not all(map(has_own_storage, types)):
-            self.note_wrappers(args, kwargs)
-            return NotImplemented
-        kwargs = kwargs or {}
         # fake tensors dispatch looks at what they are, which no real one does
-        if getattr(func, "namespace", "") == "prim":
-            return func(*args, **kwargs)
-        if thread.replaying:
-            return with_present_keys(func, args, kwargs)(*args, **kwargs)
+        is_look = getattr(func, "namespace", "") == "prim"
+        if is_look or thread.replaying or not all(map(has_own_storage, types)):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         self._advance(func)
-        if self.recording is None:
-            out = self._run_without_segment(func, args, kwargs)
-        else:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         self._sequence = sequence_number()
-        return out
-
-    def _run_without_segment(self, func: Any, args: Any, kwargs: Any) -> Any:
-        effects = effects_of(func)
-        written = written_by(effects, args, kwargs) if effects.writes else []
-        for tensor in (*written, *statistics_of(effects, args).values()):
-            self.before_write(tensor)
-        out = kernel_of(func, effects, args, kwargs)(*args, **kwargs)
-        count_versions(effects, args, kwargs)
         return out
 
     def before_write(self, tensor: Tensor) -> None:

@@ -221,7 +221,6 @@ class Recording:
         self.saved: dict[int, Value] = {}
         # by the ids of random streams
         self.last_draws: dict[int, LastDraw] = {}
-        self.replaying = False  # whether the backward runs inside of the forward, and replays
         self.observer = thread.observer
         self.lock = threading.RLock()
 
@@ -614,12 +613,16 @@ class Recorder(KernelMode):
         if effects.ignored:
             return func._op(*args, **kwargs)
         recording = self.recording
-        if recording.replaying:
+        if thread.replaying:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
-        if not effects.simple:
+        if recording is not None and not effects.simple:
             return self._run(func, effects, args, kwargs)
         # not the operator, which is a Python function that calls this
         kernel = kernel_of(func, effects, args, kwargs)
+        if recording is None:
+            # between the segments of a plan
+            written = [*written_by(effects, args, kwargs), *statistics_of(effects, args).values()]
+            return self._run_outside(kernel, effects, written, args, kwargs)
         node = Node(kernel, recording.count, recording.settings_for(effects), args)
         self._encode(node, kwargs)
         out = node.kernel(*args, **kwargs)
@@ -629,7 +632,7 @@ class Recorder(KernelMode):
 
     def note_wrappers(self, args: Any, kwargs: Any) -> None:
         """Has parts of wrappers from outside refused where the wrapper was written since."""
-        if self.recording is None or self.recording.replaying:
+        if self.recording is None or thread.replaying:
             return
         for wrapper in filter(is_traceable_wrapper_subclass, pytree.tree_leaves((args, kwargs))):
             for part in parts_of_wrapper(wrapper):
@@ -711,7 +714,9 @@ class Recorder(KernelMode):
         for tensor in outside:
             self.before_write(tensor)
         out = kernel(*args, **kwargs)
-        count_versions(effects, args, kwargs)
+        if effects.lists:
+            # a kernel of lists does not count them below a mode
+            torch.autograd.graph.increment_version(written_by(effects, args, kwargs))
         return out
 
     def _run_empty(self, func: Any, effects: Effects, args: Any, kwargs: Any) -> Any:
@@ -865,9 +870,3 @@ def statistics_of(effects: Effects, args: Any) -> dict[int, Tensor]:
     if not (effects.norm and args[TRAINING]):
         return {}
     return {place: args[place] for place in STATISTICS if args[place] is not None}
-
-
-def count_versions(effects: Effects, args: Any, kwargs: Any) -> None:
-    """Counts the versions that a kernel of lists made, which it does not do below a mode."""
-    if effects.lists:
-        torch.autograd.graph.increment_version(written_by(effects, args, kwargs))

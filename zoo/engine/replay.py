@@ -75,23 +75,6 @@ def outside_of(found: Iterable[Scheduled]) -> Iterator[Tensor]:
                 yield value.tensor
 
 
-class unrecorded:
-    """Has a forward around a backward neither record nor count what is called in the block."""
-
-    __slots__ = ("around", "earlier")
-
-    def __enter__(self) -> None:
-        self.around = None if thread.segment is None else thread.segment.recording
-        self.earlier, thread.replaying = thread.replaying, True
-        if self.around is not None:
-            self.around.replaying = True
-
-    def __exit__(self, *raised: object) -> None:
-        thread.replaying = self.earlier
-        if self.around is not None:
-            self.around.replaying = self.earlier
-
-
 def replay(found: Iterable[Scheduled]) -> None:
     """Calls the operators of scheduled nodes again; what they make lies in `made` of its value."""
     with DisableAutocast(), BelowAutograd():

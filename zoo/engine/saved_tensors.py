@@ -30,7 +30,7 @@ from zoo.engine.operands import (
     read_memory,
 )
 from zoo.engine.recording import Segment, has_own_storage, storage_of, thread
-from zoo.engine.replay import outside_of, replay, schedule, unrecorded, without_modes
+from zoo.engine.replay import outside_of, replay, schedule, without_modes
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
 
@@ -335,20 +335,22 @@ def _fill(segment: Segment) -> None:
         found = schedule(segment.backwards(), goals, given)
     for value, (tensor, _) in given.items():
         value.take(tensor)
-    sharded = freed_modules(outside_of(found))
+    sharded, around = freed_modules(outside_of(found)), thread.replaying
     try:
         for module in sharded:
             module.unshard()
-        with unrecorded():
-            replay(found)
-            for handle in waiting:
-                handle.fill()
+        # a forward around this backward neither records nor counts what follows
+        thread.replaying = True
+        replay(found)
+        for handle in waiting:
+            handle.fill()
         for part, values in needs.items():
             there = [(value, value.made) for value in values]
             part.given = {value: (made, made._version) for value, made in there if made is not None}
         if not _is_graph_kept():
             segment.given = None
     finally:
+        thread.replaying = around
         made = [value for node, _ in found for value in node.results]
         for value in (*made, *given):
             value.made = None
