@@ -323,23 +323,12 @@ def is_same_state(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other)
 
 
-class Streams:
-    """Sets random streams to recorded states, and at the end to those that they had before."""
-
-    def __init__(self) -> None:
-        self.before: dict[int, tuple[RandomStream, Tensor]] = {}
-
-    def draw_as(self, draws: Kept) -> None:
-        """Sets the streams of one kernel."""
-        for stream, packed in draws:
-            if id(stream) not in self.before:
-                self.before[id(stream)] = stream, stream.get_state()
-            stream.set_state(packed.state())
-
-    def restore(self) -> None:
-        """Sets each stream as it was before the first kernel."""
-        for stream, state in self.before.values():
-            stream.set_state(state)
+def draw_as(draws: Kept, restore: dict[int, Callable[[], object]]) -> None:
+    """Sets streams to recorded states; what sets each as it was goes into `restore`, by its id."""
+    for stream, packed in draws:
+        if id(stream) not in restore:
+            restore[id(stream)] = functools.partial(stream.set_state, stream.get_state())
+        stream.set_state(packed.state())
 
 
 def read_streams() -> dict[str, Any]:

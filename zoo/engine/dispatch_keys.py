@@ -102,7 +102,11 @@ def with_present_keys(
         leaves = pytree.tree_leaves((args, kwargs))
         kinds = {"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))}
     with RestoreKeys():
-        found = [kind for kind in kinds if _is_autocast_on(kind)]
+        found = [
+            kind
+            for kind in kinds
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        ]
     keys, dtypes = _LAZY if is_lazy else _NONE, {}
     for kind in found:
         name = f"Autocast{kind.upper()}"
@@ -129,7 +133,3 @@ def _casts(overload: str, name: str, key: str) -> bool:
             "Call it in `torch.autocast(device_type, enabled=False)`, or outside of the segment."
         )
     return found == {True}
-
-
-def _is_autocast_on(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -166,11 +166,6 @@ def records() -> bool:
     )
 
 
-def is_replaying() -> bool:
-    """Says whether kernels are being replayed on this thread."""
-    return thread.replaying
-
-
 @contextlib.contextmanager
 def observed(observer: Callable[[], Any]) -> Iterator[None]:
     """Asks inside the block where each recorded kernel was called, for `origin` in its replay."""
@@ -179,11 +174,6 @@ def observed(observer: Callable[[], Any]) -> Iterator[None]:
         yield
     finally:
         thread.observer = earlier
-
-
-def origin() -> Any:
-    """Returns where the kernel was called that is replayed now; None where that is not known."""
-    return thread.origin
 
 
 def run_plan(plan: Plan, steps: Sequence[Step], inputs: State) -> Any:

@@ -20,7 +20,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -199,12 +199,6 @@ class Segment:
             yield nodes[place]
 
 
-class Written(NamedTuple):
-    """A storage from outside that a kernel wrote, until somebody reads it."""
-
-    home: weakref.ref[Any]
-
-
 class Recording:
     """The kernels of an outermost segment, and while it is open the storages that it met."""
 
@@ -213,7 +207,7 @@ class Recording:
         self.count = 0
         self.settings: Settings | None = None
         # what each storage is now: a value, or one from outside and the latest tensor of it
-        self.storages: dict[int, Value | Outside | Written] = {}
+        self.storages: dict[int, Value | Outside] = {}
         # tensors from outside, and by their ids those that are as they were read
         self.outside: list[Outside] = []
         self.known: dict[int, Outside] = {}
@@ -240,7 +234,7 @@ class Recording:
             self.settings = known = now
         return known
 
-    def find(self, storage: Any) -> Value | Outside | Written | None:
+    def find(self, storage: Any) -> Value | Outside | None:
         """Returns what a storage is now; None for one that no kernel met."""
         found = self.storages.get(id(storage))
         # another storage may have come to lie where one was freed
@@ -453,7 +447,7 @@ class Recording:
             hold_readers(earlier_of(latest), storage, tensor)
         for reader in earlier_of(latest):
             self.known.pop(id(reader.tensor), None)
-        self.storages[id(storage)] = Written(weakref.ref(storage))
+        self.forget(tensor)
 
     def forget(self, tensor: Tensor) -> None:
         """Has a storage count as coming from outside from now on."""

@@ -27,7 +27,7 @@ from zoo._torch import (
     no_transforms,
     set_grad_enabled,
 )
-from zoo.engine.devices import Streams
+from zoo.engine.devices import draw_as
 from zoo.engine.operands import REFERENCES, Geometry, Listed, Outside, Reference, Value, View
 from zoo.engine.operator_effects import read_settings, write_settings
 from zoo.engine.recording import Node, flat, thread
@@ -82,26 +82,26 @@ def replay(found: Iterable[Scheduled]) -> None:
 
 
 def _run(found: Iterable[Scheduled]) -> None:
-    restore: list[Callable[[], object]] = []
-    streams, trains = Streams(), torch.is_grad_enabled()
+    settings: list[Callable[[], object]] = []
+    streams: dict[int, Callable[[], object]] = {}
+    trains = torch.is_grad_enabled()
     set_grad_enabled(True)
     try:
         present = read_settings()
         for node, drops in found:
             if node.settings is not present:
                 if node.settings != present:
-                    write_settings(node.settings, restore)
+                    write_settings(node.settings, settings)
                 present = node.settings
             if node.draws:
-                streams.draw_as(node.draws)
+                draw_as(node.draws, streams)
             if node.origin is not None:
                 thread.origin = node.origin
             _call(node, drops)
     finally:
         thread.origin = None
-        streams.restore()
-        for write in reversed(restore):
-            write()
+        for restore in (*streams.values(), *reversed(settings)):
+            restore()
         set_grad_enabled(trains)
 
 

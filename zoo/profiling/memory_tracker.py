@@ -60,7 +60,8 @@ from zoo._torch import (
     sequence_number,
 )
 from zoo.engine.devices import cpu_events
-from zoo.engine.recompute import is_replaying, observed, origin
+from zoo.engine.recompute import observed
+from zoo.engine.recording import thread
 from zoo.engine.sharded import sharded_modules
 from zoo.errors import ArgumentError, shortened
 from zoo.invocation import check_module, place_of
@@ -251,7 +252,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # operations on the wrapped tensors follow
         location = self._begin_operation(sys._getframe(1))
         # a replay's inputs may be the engine's own copies
-        for tensor in () if is_replaying() else given:
+        for tensor in () if thread.replaying else given:
             for storage in storages_of(tensor):
                 self._record(storage, tensor, location, resident=func is not LIFT)
         result = func(*args, **kwargs)
@@ -341,7 +342,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if task != -1 and not self._is_recomputation(frame):
             phase, location = "backward", self._location_of_node()
         else:
-            phase, location = "recompute", origin() or self.locations.here(frame)
+            phase, location = "recompute", thread.origin or self.locations.here(frame)
         if task == -1:
             self.made_by.setdefault(sequence_number() - 1, location)
             self.is_forward |= self.locations.inside
@@ -367,7 +368,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # a GPU's backward has its own thread, whose stack does not show the call that began it
         own = threading.get_ident() == self.thread
         caller = frame if own else sys._current_frames().get(self.thread)
-        return is_replaying() or not is_differentiated(caller)
+        return thread.replaying or not is_differentiated(caller)
 
     def _location_of_node(self) -> Location:
         node: Any = current_node()
