@@ -99,8 +99,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "draws are kept while all of a segment take less than a state",
-            "        self.drawn += written[0].nbytes\n        return self.drawn <= PACKED_SIZE\n",
-            "        return written[0].nbytes <= PACKED_SIZE\n",
+            "        self.drawn += written[0].nbytes\n        return self.drawn <= STATE_SIZE\n",
+            "        return written[0].nbytes <= STATE_SIZE\n",
             "test_generators",
         ),
         (
@@ -738,8 +738,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "../accelerator",
         ),
         (
-            "a packed random state keeps what stands behind its words",
-            "        ctypes.memmove(place + SIZE - TAIL, tail, TAIL)\n",
+            "a packed random state is that of the stream",
+            "    generator.set_state(state)\n",
             "",
             "test_generators",
         ),
@@ -839,10 +839,10 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
     "recompute.py": [
         (
             "a segment is closed on an exception",
-            "        if part is None:\n            return\n        thread.segment = self.around",
+            "        if part is None:\n            return\n        thread.segment, part.end",
             "        if part is None or raised[0] is not None:\n"
             "            return\n"
-            "        thread.segment = self.around",
+            "        thread.segment, part.end",
             "test_recompute test_recording test_faults",
         ),
         (

@@ -118,19 +118,18 @@ class segment:
     keep what they return.
     """
 
-    __slots__ = ("around", "part")
+    __slots__ = ("part",)
 
     def __enter__(self) -> None:
         self.part: Segment | None = None
         # where another plan is in force, that is the one
         if not records() or thread.conductor is not None:
             return
-        self.around = around = thread.segment
         hooks = top_saved_tensors_hooks(False)
         if hooks is not None and hooks[0] is not pack:
             return
-        self.part = part = Segment(around)
-        if around is None:
+        self.part = part = Segment(thread.segment)
+        if part.parent is None:
             if thread.recorder is None:
                 thread.recorder = Recorder(None)
             thread.recorder.recording = part.recording
@@ -142,9 +141,8 @@ class segment:
         part = self.part
         if part is None:
             return
-        thread.segment = self.around
-        part.end = part.recording.count
-        if self.around is None:
+        thread.segment, part.end = part.parent, part.recording.count
+        if part.parent is None:
             HOOKS.__exit__(*raised)
             assert thread.recorder is not None, "the segment was opened on this thread"
             thread.recorder.__exit__(*raised)  # type: ignore[no-untyped-call]
