@@ -24,6 +24,7 @@ from zoo._torch import (
 )
 from zoo.chain import Chain, Held, NamedStep, Outline, Runner, State
 from zoo.errors import LONGEST, ArgumentError, ZooError, in_a_line, shortened
+from zoo.optimizer.in_backward import attached_to
 from zoo.profiling.fake_tensors import NumbersNeeded, as_data
 from zoo.units import shape_text
 
@@ -114,12 +115,14 @@ class InputSpec(NamedTuple):
     def of(cls, given: Invocation, model: nn.Module) -> "InputSpec":
         """Describes arguments; values that are no tensors count by their types.
 
-        A model of which more is trained, or in another type, is planned for anew.
+        A model of which more is trained, or in another type, is planned for anew, and so is one
+        with an optimizer in the backward, which frees gradients.
         """
         leaves, tree = pytree.tree_flatten((given.args, given.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = tuple((t.numel(),) if t.is_nested else tuple(t.shape) for t in tensors)
-        return cls((str(tree), *map(_leaf_spec, leaves), _trained(model)), sizes)
+        in_backward = attached_to(model.parameters()) is not None
+        return cls((str(tree), *map(_leaf_spec, leaves), _trained(model), in_backward), sizes)
 
     def is_within(self, other: "InputSpec") -> bool:
         """Says whether arguments are like others, with no size above theirs."""

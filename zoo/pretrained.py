@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.errors import WeightsError
+from zoo.errors import WeightsError, in_a_line
 
 _TORCHVISION = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "wide_resnet50_2",
@@ -48,10 +48,9 @@ def published(name: str) -> Mapping[str, Tensor]:
         with torch.random.fork_rng(devices=[]):
             return _fetched(module, library, theirs)  # type: ignore[no-any-return]
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise WeightsError(
             f"the weights of {name} could not be fetched through {library}, which takes a network "
-            f"or a file fetched before ({reason[:200]})"
+            f"or a file fetched before ({in_a_line(error, 200)})"
         ) from error
 
 

@@ -287,8 +287,8 @@ def _first_decided(request: str, decide: Callable[[], Plan]) -> Plan:
 def _spec(chain: Chain, outline: Outline, inputs: State) -> InputSpec:
     """Returns what a plan depends on: the inputs' sizes, and the structure.
 
-    The structure is that of inputs and parameters, the steps, autocast on the devices of the
-    inputs, and whether an optimizer steps in the backward.
+    The structure is that of inputs and parameters, the steps, and autocast on the devices of the
+    inputs.
     """
     given = InputSpec.of(Invocation(inputs), chain)
     devices = sorted({value.device.type for value in inputs if value is not None})
@@ -298,8 +298,7 @@ def _spec(chain: Chain, outline: Outline, inputs: State) -> InputSpec:
         if torch.amp.is_autocast_available(device)
     ]
     steps = outline.blocks, tuple(map(_code_of, outline.steps))
-    in_backward = attached_to(chain.parameters()) is not None
-    return given._replace(structure=(given.structure, *steps, *autocast, in_backward))
+    return given._replace(structure=(given.structure, *steps, *autocast))
 
 
 def _code_of(step: Step) -> tuple[str, str]:

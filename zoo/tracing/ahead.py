@@ -23,7 +23,7 @@ from zoo.engine.operands import detached
 from zoo.engine.operator_effects import is_view
 from zoo.engine.recording import KernelMode, thread
 from zoo.engine.sharded import is_spread
-from zoo.errors import ArgumentError, ZooError, shortened
+from zoo.errors import ArgumentError, ZooError, in_a_line, shortened
 from zoo.invocation import (
     Invocation,
     Loss,
@@ -220,9 +220,8 @@ class _Forward:
                 f"the forward of {name} called sys.exit({code}), so there is no result"
             )
         line = line_of_traceback(error)
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         where = f" ({line})" if line else ""
-        refused = TraceError(f"{name} does not take these inputs: {text}{where}")
+        refused = TraceError(f"{name} does not take these inputs: {in_a_line(error, 400)}{where}")
         refused.raised = True
         return refused
 

@@ -34,7 +34,6 @@ from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, PlanError
 from zoo.invocation import InputSpec, Invocation
-from zoo.optimizer.in_backward import attached_to
 from zoo.planner.schemes import SegmentsError
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, PlannedRunner, has_lazy, runner_for
@@ -256,10 +255,7 @@ class PatchedForward(Patch):
     def _spec(self, given: Invocation) -> InputSpec:
         """Returns the properties that a plan depends on."""
         with without_modes():
-            spec = InputSpec.of(given, self.module())
-            # with an optimizer in the backward gradients are freed
-            in_backward = attached_to(self.module().parameters()) is not None
-        return spec._replace(structure=(spec.structure, in_backward))
+            return InputSpec.of(given, self.module())
 
     def _traces_for(self, spec: InputSpec) -> Traces:
         """Returns the traces for inputs like these; new ones start from those of larger inputs.
