@@ -487,9 +487,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a segment makes what the segments inside of it start from",
-            "return found.union(*(given_to(part) for part in segment.inner() if part.given "
-            "is None))",
-            "return found",
+            "    goals = _goals(_waiting(segment)).union(*map(given_to, parts))\n",
+            "    goals = _goals(_waiting(segment))\n",
             "test_executor test_recompute",
         ),
         (

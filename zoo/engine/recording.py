@@ -256,7 +256,7 @@ class Recording:
         # another storage may have come to lie where one was freed
         if found is None or found.home() is not storage:
             found = None
-        elif type(found) is Value:
+        elif isinstance(found, Value):
             # mostly nothing was written unseen, and no tensor of the storage has a version apart
             if (
                 found.counter == version
@@ -269,8 +269,6 @@ class Recording:
                 if id(tensor) not in self.saved and (made := _reference(found, tensor)) is not None:
                     return made
             return self._refer_value(tensor, storage, found)
-        elif type(found) is not Outside:
-            found = None
         elif found.tensor is tensor and found.version == version and id(tensor) not in self.saved:
             return found
         if id(tensor) in self.saved:

@@ -276,15 +276,10 @@ def pack(tensor: Tensor) -> Any:
 unpack: Callable[[Any], Tensor] = operator.methodcaller("unpack")
 
 
-def wanted(segment: Segment) -> set[Value]:
-    """Returns the values that a replay of a segment has to leave: not those of segments inside."""
-    found = _goals(_waiting(segment))
-    return found.union(*(given_to(part) for part in segment.inner() if part.given is None))
-
-
 def given_to(segment: Segment) -> set[Value]:
     """Returns the values that an inner segment's replay takes from the segment around it."""
-    goals = wanted(segment)
+    parts = (part for part in segment.inner() if part.given is None)
+    goals = _goals(_waiting(segment)).union(*map(given_to, parts))
     found = {value for value in goals if not segment.makes(value)}
     for node, _ in schedule(segment.backwards(), goals, ()):
         found.update(value for value in node.reads if value.node < segment.first)
