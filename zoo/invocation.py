@@ -115,14 +115,20 @@ class InputSpec(NamedTuple):
     def of(cls, given: Invocation, model: nn.Module) -> "InputSpec":
         """Describes arguments; values that are no tensors count by their types.
 
-        A model of which more is trained, or in another type, is planned for anew, and so is one
-        with an optimizer in the backward, which frees gradients.
+        A model of which more is trained, or in another type, is planned for anew; so is one under
+        autocast, and one with an optimizer in the backward, which frees gradients.
         """
         leaves, tree = pytree.tree_flatten((given.args, given.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = tuple((t.numel(),) if t.is_nested else tuple(t.shape) for t in tensors)
+        autocast = tuple(
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+            for device in sorted({tensor.device.type for tensor in tensors})
+            if torch.amp.is_autocast_available(device)
+        )
         in_backward = attached_to(model.parameters()) is not None
-        return cls((str(tree), *map(_leaf_spec, leaves), _trained(model), in_backward), sizes)
+        around = _trained(model), autocast, in_backward
+        return cls((str(tree), *map(_leaf_spec, leaves), *around), sizes)
 
     def is_within(self, other: "InputSpec") -> bool:
         """Says whether arguments are like others, with no size above theirs."""

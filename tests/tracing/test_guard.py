@@ -134,6 +134,20 @@ def test_autocast_is_a_kind_of_its_own() -> None:
     assert_same(one, other)
 
 
+def test_a_budget_is_kept_to_under_autocast_that_came_later() -> None:
+    model = zoo.checkpoint(Net(), memory_budget="64MiB")
+    plans = []
+    for enabled in (False, True, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            model(images())
+        plans.append(planned_forward.patched_forward(model).latest)
+    without, first, second, again = plans
+    assert first is second
+    assert "aten._to_copy.default" not in map(str, without.operators)
+    assert "aten._to_copy.default" in map(str, first.operators)
+    assert again is without
+
+
 class Lucky(Net):
     """Skips blocks by Python's dice, or by its own."""
 

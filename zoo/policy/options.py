@@ -285,20 +285,10 @@ def _first_decided(request: str, decide: Callable[[], Plan]) -> Plan:
 
 
 def _spec(chain: Chain, outline: Outline, inputs: State) -> InputSpec:
-    """Returns what a plan depends on: the inputs' sizes, and the structure.
-
-    The structure is that of inputs and parameters, the steps, and autocast on the devices of the
-    inputs.
-    """
+    """Returns what a plan depends on: what the inputs are like, and the steps."""
     given = InputSpec.of(Invocation(inputs), chain)
-    devices = sorted({value.device.type for value in inputs if value is not None})
-    autocast = [
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        for device in devices
-        if torch.amp.is_autocast_available(device)
-    ]
     steps = outline.blocks, tuple(map(_code_of, outline.steps))
-    return given._replace(structure=(given.structure, *steps, *autocast))
+    return given._replace(structure=(given.structure, *steps))
 
 
 def _code_of(step: Step) -> tuple[str, str]:
