@@ -99,8 +99,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "draws are kept while all of a segment take less than a state",
-            "        self.drawn += written[0].nbytes\n        return self.drawn <= STATE_SIZE\n",
-            "        return written[0].nbytes <= STATE_SIZE\n",
+            "        self.drawn += written[0].nbytes\n        return self.drawn <= PACKED_SIZE\n",
+            "        return written[0].nbytes <= PACKED_SIZE\n",
             "test_generators",
         ),
         (
@@ -737,8 +737,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "../accelerator",
         ),
         (
-            "a packed random state is that of the stream",
-            "    generator.set_state(state)\n",
+            "a packed random state keeps what stands behind its words",
+            "        ctypes.memmove(place + SIZE - TAIL, tail, TAIL)\n",
             "",
             "test_generators",
         ),

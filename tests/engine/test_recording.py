@@ -464,7 +464,7 @@ def test_nothing_of_a_segment_stays_in_memory(
     nobody wrote, and copies of small ones and of vectors that a power iteration writes. A draw
     that takes fewer bytes than a random state would stay in its place.
     """
-    monkeypatch.setattr(recording, "STATE_SIZE", 0)
+    monkeypatch.setattr(recording, "PACKED_SIZE", 0)
     make, batch = MODELS[name]
     named = OUTSIDE.get(name, [])
     model, inputs = make(), batch()

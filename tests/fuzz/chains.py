@@ -342,8 +342,8 @@ def check(description: Description) -> int:
     # a comparison of what is not finite would show nothing: another case is drawn
     assume(all(finite))
     # draws as small as these take fewer bytes than a random state and would all be kept
-    largest = recording.STATE_SIZE if description.keeps_draws else 0
-    with mock.patch.object(recording, "STATE_SIZE", largest):
+    largest = recording.PACKED_SIZE if description.keeps_draws else 0
+    with mock.patch.object(recording, "PACKED_SIZE", largest):
         assert_same(trained(checkpointed, description), expected)
     assert attributes(checkpointed) == attributes(chain)
     return STEPS

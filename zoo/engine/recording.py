@@ -35,14 +35,14 @@ from zoo._torch import (
     pytree,
 )
 from zoo.engine.devices import (
-    STATE_SIZE,
+    PACKED_SIZE,
     Draws,
     Kept,
     LastDraw,
+    PackedState,
     draws_of,
     indexed,
     is_same_state,
-    packed,
 )
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operands import (
@@ -160,7 +160,7 @@ class Segment:
         if len(written) != 1 or not written[0].is_cpu:
             return False
         self.drawn += written[0].nbytes
-        return self.drawn <= STATE_SIZE
+        return self.drawn <= PACKED_SIZE
 
     def living(self) -> list[Any]:
         """Returns the handles of this segment itself that somebody may still open."""
@@ -696,7 +696,7 @@ class Recorder(KernelMode):
             ):
                 follows.append(last.node)
             else:
-                found.append((stream, packed(state, stream.device)))
+                found.append((stream, PackedState(state, stream.device)))
             last_draws[id(stream)] = LastDraw(stream, node, after)
 
     def _run_outside(
