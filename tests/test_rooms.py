@@ -1,11 +1,16 @@
 """The rooms of the package are those that setup.cfg checks and that CONTRIBUTING.md shows."""
 
+import ast
 import configparser
 import re
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import zoo
 from tests.mutants import MUTANTS, changed
 from zoo._torch import _private
 
@@ -54,3 +59,50 @@ def test_each_mutant_still_takes_a_guard_out_of_the_engine() -> None:
     for mutant in MUTANTS:
         text = (ROOT / "zoo" / "engine" / mutant.file).read_text()
         assert changed(text, mutant) != text, mutant.guard
+
+
+def test_no_two_classes_have_one_name() -> None:
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "zoo").rglob("*.py"))
+    names = Counter(n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_module_is_hidden_by_a_public_name() -> None:
+    modules = {path.stem for path in (ROOT / "zoo").glob("*.py")}
+    modules |= {path.parent.name for path in (ROOT / "zoo").glob("*/__init__.py")}
+    assert modules.isdisjoint(zoo.__all__)
+
+
+# prints the files of zoo whose functions are called in a first training step
+WALK = """
+import sys, torch, zoo
+
+torch.manual_seed(0)
+{build}
+root, files = zoo.__path__[0], set()
+
+
+def called(frame, event, argument):
+    if frame.f_code.co_filename.startswith(root):
+        files.add(frame.f_code.co_filename)
+
+
+sys.settrace(called)
+{start}(torch.rand(2, 3, 32, 32)).sum().backward()
+sys.settrace(None)
+print(len(files))
+"""
+
+
+@pytest.mark.parametrize(
+    ("build", "start", "most"),
+    [
+        ("model = zoo.resnet50(checkpoint=True)", "model", 25),
+        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 30),
+    ],
+)
+def test_a_first_step_passes_few_files(build: str, start: str, most: int) -> None:
+    code = WALK.format(build=build, start=start)
+    # a coverage run's own trace function would be replaced here, so in a process of its own
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert 10 < int(found.stdout) <= most

@@ -6,7 +6,7 @@ import torch
 import zoo
 from tests.policy.test_plan_report import report
 from zoo.cli import values
-from zoo.cli.values import InputSpec
+from zoo.cli.values import RandomInput
 from zoo.errors import ArgumentError, PlanError
 
 
@@ -38,9 +38,9 @@ def test_what_is_no_budget_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("32,3,224,224", InputSpec((32, 3, 224, 224))),
-        ("7", InputSpec((7,))),
-        ("8,128:int64", InputSpec((8, 128), torch.int64)),
+        ("32,3,224,224", RandomInput((32, 3, 224, 224))),
+        ("7", RandomInput((7,))),
+        ("8,128:int64", RandomInput((8, 128), torch.int64)),
         ("none", None),
     ],
 )
@@ -91,8 +91,8 @@ def test_thousands_of_digits_are_a_wrong_value(read):
 
 
 def test_random_numbers_have_the_type_and_are_in_range():
-    whole = InputSpec((64,), torch.int64, below=3).random("cpu")
+    whole = RandomInput((64,), torch.int64, below=3).random("cpu")
     assert (whole.dtype, set(whole.tolist())) == (torch.int64, {0, 1, 2})
-    assert InputSpec((64,), torch.bool).random("cpu").unique().numel() == 2
-    real = InputSpec((2, 3)).random("cpu")
+    assert RandomInput((64,), torch.bool).random("cpu").unique().numel() == 2
+    real = RandomInput((2, 3)).random("cpu")
     assert (real.dtype, real.shape) == (torch.float32, (2, 3))

@@ -17,7 +17,7 @@ from zoo.api.plan import planner_for
 from zoo.chain import Chain, outline
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.least_memory import least_memory
-from zoo.planner.optimal import DPTable, Point, frontier, least
+from zoo.planner.optimal import DPTable, SimulatedPlan, frontier, least
 from zoo.planner.plan import DEEPEST, Plan
 from zoo.planner.schemes import segments
 from zoo.planner.search_space import (
@@ -49,7 +49,7 @@ def costs_of(build: Callable[[], Chain]) -> StepCosts:
 
 
 @functools.cache
-def frontier_of(build: Callable[[], Chain], blockwise: bool = False) -> list[Point]:
+def frontier_of(build: Callable[[], Chain], blockwise: bool = False) -> list[SimulatedPlan]:
     costs = costs_of(build)
     edges = [k for k in range(1, len(costs)) if costs.blocks[k] != costs.blocks[k - 1]]
     return frontier(costs, levels=200, cuts=edges if blockwise else None)
@@ -59,11 +59,11 @@ def baseline_of(costs: StepCosts) -> int:
     return simulate(Plan.keep_all(len(costs)), costs).peak
 
 
-def within(points: list[Point], budget: int) -> Plan:
+def within(points: list[SimulatedPlan], budget: int) -> Plan:
     return [point.plan for point in points if point.peak <= budget][-1]
 
 
-def budgets_of(points: list[Point], count: int = 20) -> list[int]:
+def budgets_of(points: list[SimulatedPlan], count: int = 20) -> list[int]:
     width = points[-1].peak - points[0].peak
     return [points[0].peak + width * number // (count - 1) for number in range(count)]
 
@@ -114,7 +114,7 @@ def test_long_segments_between_blocks_are_nearly_as_good(build: Callable[[], Cha
     flat, blockwise, costs = frontier_of(build), frontier_of(build, True), costs_of(build)
     assert flat[0].peak <= blockwise[0].peak <= 1.1 * flat[0].peak
 
-    def seconds(points: list[Point]) -> float:
+    def seconds(points: list[SimulatedPlan]) -> float:
         plans = [within(points, budget) for budget in budgets_of(blockwise)]
         return sum(simulate(plan, costs).recomputed_seconds for plan in plans)
 

@@ -103,7 +103,7 @@ def test_of_equal_peaks_the_least_arithmetic_is_recomputed(seed: int) -> None:
 
 def test_the_work_of_least_memory_grows_with_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of segments fit at late steps: gradients of parameters come with the early ones."""
-    work = {"Label": 0, "simulate": 0}
+    work = {"PathLabel": 0, "simulate": 0}
 
     def count(name: str) -> None:
         call = getattr(search, name)
@@ -114,14 +114,14 @@ def test_the_work_of_least_memory_grows_with_the_chain(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(search, name, counted)
 
-    count("Label")
+    count("PathLabel")
     count("simulate")
     gradients = tuple(10 + 3 * (400 - state) for state in range(401))
     flops = tuple(step % 2 for step in range(400))
     costs = replace(uniform(400), flops=flops, gradients=gradients)
     assert max(least_memory(costs).runs()) == 2
     # 28 labels a step; by all segments that fit it is 320, and 72 simulations
-    assert work["Label"] <= 40 * 400
+    assert work["PathLabel"] <= 40 * 400
     assert work["simulate"] <= 9
 
 

@@ -8,11 +8,11 @@ from hypothesis import assume, given, settings
 from tests.planner.chains import repeated_chains
 from tests.planner.test_planner import uniform
 from zoo.planner.costs import StepCosts
-from zoo.planner.optimal import Point, frontier
+from zoo.planner.optimal import SimulatedPlan, frontier
 from zoo.planner.search_space import Entries, Run, runs_of, search_spaces
 
 
-def without_runs(costs: StepCosts, cuts: list[int] | None) -> list[Point]:
+def without_runs(costs: StepCosts, cuts: list[int] | None) -> list[SimulatedPlan]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zoo.planner.search_space.runs_of", lambda *_: [])
         return frontier(costs, levels=None, cuts=cuts)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zoo.profiling.caching_allocator import SMALL_SEGMENT, Block, CachingAllocator
+from zoo.profiling.caching_allocator import SMALL_SEGMENT, AllocatedBlock, CachingAllocator
 
 Snapshot = dict[str, Any]
 
@@ -36,7 +36,7 @@ class Replay:
 
     def __init__(self, snapshot: Snapshot, device: int = 0) -> None:
         self.events = snapshot["device_traces"][device]
-        self.allocator, self.blocks = CachingAllocator(), dict[int, Block]()
+        self.allocator, self.blocks = CachingAllocator(), dict[int, AllocatedBlock]()
         self.allocator.segments = _segments_before(snapshot, device, self.events)
         used = _used_before(snapshot, device, self.events)
         for address, size in self.allocator.segments.items():
@@ -52,7 +52,7 @@ class Replay:
         for start, (length, requested) in sorted(used.items()):
             if start > end:
                 cached[end] = start - end
-            self.blocks[start] = Block(start, length, requested)
+            self.blocks[start] = AllocatedBlock(start, length, requested)
             allocator.requested.add(requested)
             allocator.allocated.add(length)
             end = start + length

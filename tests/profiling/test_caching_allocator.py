@@ -11,7 +11,7 @@ from zoo.errors import ArgumentError
 from zoo.profiling.caching_allocator import (
     CUBLAS_WORKSPACE,
     MIB,
-    Block,
+    AllocatedBlock,
     CachingAllocator,
     segment_bytes,
 )
@@ -64,7 +64,7 @@ def requests(seed: int, count: int = 300) -> list[tuple[int, int]]:
 def play(made: list[tuple[int, int]], limit: int | None) -> list[Any]:
     """Returns the bytes requested, allocated and reserved after each of these requests."""
     allocator, found = CachingAllocator(limit), list[Any]()
-    blocks = dict[int, Block]()
+    blocks = dict[int, AllocatedBlock]()
     for number, size in made:
         try:
             if size:

@@ -20,7 +20,7 @@ import zoo
 from tests.profiling.models import KIB, Exponentials
 from tests.training import Residuals, assert_same, everything, images, train
 from zoo.errors import ArgumentError
-from zoo.profiling.memory_tracker import Recorder, StorageLifetime
+from zoo.profiling.memory_tracker import StorageLifetime, StorageRecorder
 from zoo.profiling.peak_memory import measure_step, trace
 from zoo.profiling.source_location import block_of
 from zoo.profiling.timeline import CATEGORIES, Allocation, Mark, Timeline
@@ -363,7 +363,7 @@ def test_only_the_cpus_allocator_is_read_and_only_modules_are_tracked():
 
 
 def test_a_block_belongs_to_the_storage_that_was_seen_in_it():
-    recorder = Recorder(nn.Module())
+    recorder = StorageRecorder(nn.Module())
     recorder.trail.append((0, "forward", StorageLifetime(0, 0).location))
     recorder.lifetimes = [
         StorageLifetime(64, 25, 31, address=7),
@@ -472,13 +472,13 @@ def test_a_block_is_named_by_the_path(path, block):
 
 
 def test_to_ask_a_fake_tensor_where_it_is_is_no_operation(monkeypatch):
-    begin, operations = Recorder._begin_operation, []
+    begin, operations = StorageRecorder._begin_operation, []
 
     def counted(recorder, frame):
         operations.append(frame)
         return begin(recorder, frame)
 
-    monkeypatch.setattr(Recorder, "_begin_operation", counted)
+    monkeypatch.setattr(StorageRecorder, "_begin_operation", counted)
     with FakeTensorMode(), zoo.track(nn.Linear(1, 1)):
         x = torch.ones(3)
         assert len(operations) == 1

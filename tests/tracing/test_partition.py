@@ -22,7 +22,7 @@ from zoo.planner.plan import Plan
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.peak_memory import trace
 from zoo.tracing.ahead import graph_of
-from zoo.tracing.partition import Steps, block_paths, partition
+from zoo.tracing.partition import ModelSteps, block_paths, partition
 from zoo.tracing.tracer import Tracer, tensors_held_by
 
 every = pytest.mark.parametrize("name", MODELS)
@@ -34,7 +34,7 @@ def made(name: str) -> tuple[nn.Module, Invocation]:
     return build(), inputs()
 
 
-def cut(model: nn.Module, given: Invocation, **options: Any) -> Steps:
+def cut(model: nn.Module, given: Invocation, **options: Any) -> ModelSteps:
     return partition(model, graph_of(model, given, **options), block_paths(model))
 
 

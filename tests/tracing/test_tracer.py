@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.tracing.runs import MODELS, Deciding, InPlace, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
-from zoo.tracing.tracer import Tracer, Value
+from zoo.tracing.tracer import GraphValue, Tracer
 
 
 @pytest.mark.parametrize("name", ["net", "lstm", "in place", "custom"])
@@ -64,8 +64,8 @@ def test_tensors_are_numbers_and_paths() -> None:
     transposed, product = graph.calls
     assert graph.owned == {0: ("0", "weight"), 1: ("0", "bias")}
     assert list(graph.inputs) == [3]
-    assert transposed.args == (Value(0),)
-    assert product.args == (Value(1), Value(3), Value(2))
+    assert transposed.args == (GraphValue(0),)
+    assert product.args == (GraphValue(1), GraphValue(3), GraphValue(2))
     assert product.within == ("", "0")
     assert (product.index, product.grad, graph.outputs) == (1, True, (4,))
 

@@ -22,7 +22,7 @@ from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, runner_for
 from zoo.profiling.progress import shown
 from zoo.tracing.ahead import graph_of
-from zoo.tracing.partition import Steps, check_switches, partition, paths_of
+from zoo.tracing.partition import ModelSteps, check_switches, partition, paths_of
 from zoo.tracing.planned_forward import Patch, PatchedForward, named_steps, patched_forward
 from zoo.units import counted
 
@@ -194,7 +194,7 @@ def steps_of(
     given: Invocation,
     loss: Loss | None = None,
     patterns: Sequence[str] | None = None,
-) -> Steps:
+) -> ModelSteps:
     """Finds the steps without running one: a chain is stopped before, any other traced ahead.
 
     The blocks of a model that is no chain are the modules that `patterns` name, or those of the
@@ -208,9 +208,9 @@ def steps_of(
         return partition(model, graph_of(model, given, loss), paths_of(model, patterns))
     outline, state = capture_first_state(model, given)
     if loss is None:
-        return Steps(outline, state)
+        return ModelSteps(outline, state)
     of_outputs = with_loss_errors(loss, kernel_device(model))
-    return Steps(outline, state, lambda *last: of_outputs(model.returned(*last)))
+    return ModelSteps(outline, state, lambda *last: of_outputs(model.returned(*last)))
 
 
 def _names(steps: Any) -> tuple[str, ...] | None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from zoo.catalog import create, list_models, model_arguments
-from zoo.cli.values import InputSpec
+from zoo.cli.values import RandomInput
 from zoo.errors import (
     ArgumentError,
     ModelNameError,
@@ -36,7 +36,7 @@ from zoo.harness.default_configs import recipe
 from zoo.invocation import Inputs
 from zoo.profiling.progress import shown
 
-Specs = tuple[InputSpec | None, ...]
+Specs = tuple[RandomInput | None, ...]
 # how many numbers --size takes, by the data of a recipe
 AXES = {"photographs": 2, "digits": 2, "volume": 3, "text": 1, "stream": 1}
 
@@ -180,10 +180,10 @@ def usual_inputs(
         raise ArgumentError(f"--size takes 1 or {axes} numbers for this model; got {len(sides)}")
     if axes > 1:
         sides = sides if len(sides) == axes else sides * axes
-        return (InputSpec((count, arguments["in_channels"], *sides)),)
+        return (RandomInput((count, arguments["in_channels"], *sides)),)
     # an LSTM takes (T, N)
     shape = (*sides, count) if data == "stream" else (count, *sides)
-    return _with_targets([InputSpec(shape)], data, arguments)
+    return _with_targets([RandomInput(shape)], data, arguments)
 
 
 def _with_defaults(name: str, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _with_defaults(name: str, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_targets(
-    inputs: Sequence[InputSpec | None], data: str, arguments: Mapping[str, Any]
+    inputs: Sequence[RandomInput | None], data: str, arguments: Mapping[str, Any]
 ) -> Specs:
     """Makes a language model's inputs integers, and adds targets if there are only tokens."""
     if data not in ("text", "stream"):

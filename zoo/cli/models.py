@@ -27,12 +27,12 @@ from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.chain_axis import block_name
 from zoo.report.escaping import markdown_table
 from zoo.tracing.ahead import TraceError
-from zoo.tracing.partition import Steps
+from zoo.tracing.partition import ModelSteps
 from zoo.units import counted, format_bytes
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A step of a model, a block of steps, or a child of a module that cannot be traced.
 
     `shapes` are those of its outputs; a parameter counts for the first part that uses it.
@@ -139,7 +139,7 @@ class _UsedParameters(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _steps(model: nn.Module, found: Steps) -> list[Part]:
+def _steps(model: nn.Module, found: ModelSteps) -> list[ModelPart]:
     used, counted, value, outline = _UsedParameters(), 0, found.state, found.outline
     parts, names = [], step_names(model, outline.steps)
     # a chain runs on the meta device, which is faster than fake tensors
@@ -154,12 +154,12 @@ def _steps(model: nn.Module, found: Steps) -> list[Part]:
         stack.enter_context(used)
         for step, name, block in zip(outline.steps, names, outline.blocks, strict=True):
             value = step(*(value if isinstance(value, tuple) else (value,)))
-            parts.append(Part(name, block, _shapes(value), used.count - counted))
+            parts.append(ModelPart(name, block, _shapes(value), used.count - counted))
             counted = used.count
     return parts
 
 
-def _children(model: nn.Module, invocation: Invocation, untraceable: TraceError) -> list[Part]:
+def _children(model: nn.Module, invocation: Invocation, untraceable: TraceError) -> list[ModelPart]:
     """Returns the children in the order of their first calls, then those that were not called."""
     outputs: dict[str, Any] = {}
     names = {child: name for name, child in model.named_children()}
@@ -182,7 +182,7 @@ def _children(model: nn.Module, invocation: Invocation, untraceable: TraceError)
     for block, name in enumerate(dict.fromkeys([*outputs, *names.values()])):
         new = set(model.get_submodule(name).parameters()) - known
         known |= new
-        parts.append(Part(name, block, outputs.get(name, ()), _count(new)))
+        parts.append(ModelPart(name, block, outputs.get(name, ()), _count(new)))
     return parts
 
 
@@ -199,7 +199,7 @@ def _default(argument: inspect.Parameter) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
-def _by_block(parts: Sequence[Part]) -> list[Part]:
+def _by_block(parts: Sequence[ModelPart]) -> list[ModelPart]:
     """Merges the steps of each block; the outputs are those of the last step."""
     blocks = [list(group) for _, group in groupby(parts, key=lambda part: part.block)]
     return [

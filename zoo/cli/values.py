@@ -39,7 +39,7 @@ RATED = [name for name in DEVICES if name not in TORCH_DEVICES]
 
 
 @dataclass(frozen=True)
-class InputSpec:
+class RandomInput:
     """Shape and dtype of an input; integers are drawn from 0 to `below` - 1.
 
     `name` is that of the forward's argument, or with the key of a dict that is the argument:
@@ -60,7 +60,7 @@ class InputSpec:
         return torch.randint(below, self.shape, device=device).to(dtype)
 
 
-def shapes(specs: Iterable[InputSpec | None]) -> list[list[int] | None]:
+def shapes(specs: Iterable[RandomInput | None]) -> list[list[int] | None]:
     """Returns the shapes of inputs for JSON."""
     return [None if spec is None else list(spec.shape) for spec in specs]
 
@@ -121,7 +121,7 @@ def rated_device(text: str) -> str:
     return rated_name(text) or device(text, RATED)
 
 
-def shape(text: str) -> InputSpec | None:
+def shape(text: str) -> RandomInput | None:
     """Parses '8,128', or with a name and a dtype 'ids=8,128:int64' ('batch.ids=...'), or 'none'."""
     if text.lower() == "none":
         return None
@@ -135,7 +135,7 @@ def shape(text: str) -> InputSpec | None:
     if dtype is not None and dtype not in DTYPES:
         near, known = nearest(dtype, DTYPES), ", ".join(DTYPES)
         raise ArgumentError(f"does not know the dtype {dtype!r}.{near} It takes {known}")
-    return InputSpec(lengths, DTYPES[dtype] if dtype else None, name=name)
+    return RandomInput(lengths, DTYPES[dtype] if dtype else None, name=name)
 
 
 def plan(text: str) -> Checkpoint:

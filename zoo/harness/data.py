@@ -159,12 +159,12 @@ SOURCES: dict[str, Callable[[ModelConfig, list[int], Generator], Iterator[Batch]
 }
 
 
-def _words(model: ModelConfig, needed: int) -> Tensor:
+def _words(model: ModelConfig, count: int) -> Tensor:
     """Returns the text's words as numbers (words,); raises ConfigError if it has too few."""
     numbers = _word_numbers()
-    if needed > len(numbers):
+    if count > len(numbers):
         raise ConfigError(
-            f"{model.name}: size {model.size} with batch size {model.batch_size} needs {needed} "
+            f"{model.name}: size {model.size} with batch size {model.batch_size} needs {count} "
             f"words; the text has {len(numbers)}. Make either smaller"
         )
     vocabulary = model.arguments.get("vocabulary")

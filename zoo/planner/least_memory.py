@@ -49,7 +49,7 @@ Ends = Callable[[int, int], Iterable[tuple[int, int]]]
 FEW = 16
 
 
-class Label(NamedTuple):
+class PathLabel(NamedTuple):
     """A path to a state."""
 
     beside: int  # bytes that it holds in addition to `storages`
@@ -58,9 +58,9 @@ class Label(NamedTuple):
     peak: int
     steps: range  # of its last item, which is one kept step or a segment
     kept: bool
-    before: Optional["Label"]
+    before: Optional["PathLabel"]
 
-    def items(self) -> list["Label"]:
+    def items(self) -> list["PathLabel"]:
         """Returns the labels of the path, the one of its first item first."""
         labels = [self]
         while labels[-1].before is not None:
@@ -68,7 +68,7 @@ class Label(NamedTuple):
         return labels[-2::-1]
 
 
-Labels = list[Label]
+Labels = list[PathLabel]
 # selects from a state's labels those to extend by a kept step and those to extend by a segment
 Narrow = Callable[[Labels, int, StepCosts], tuple[Labels, Labels]]
 
@@ -83,7 +83,7 @@ def least_memory(costs: StepCosts) -> Plan:
     # the lower bound is tried first: with large gradients it is reached
     low = middle = least - outputs
     high = peak - outputs
-    segments = Segments(costs, beside_outputs, high)
+    segments = FittingSegments(costs, beside_outputs, high)
     best = None
     while high - low > (high + outputs) // 1000:
         path = _path(_counting(beside_outputs, 0, 0), middle, _by_bytes, segments.ends)
@@ -146,12 +146,12 @@ def _counting(costs: StepCosts, scale: int, step: int) -> StepCosts:
     )
 
 
-def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> Label | None:
+def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> PathLabel | None:
     """Finds a path to the end within a peak; None if there is none."""
     sizes = [costs.bytes_of(live) for live in costs.live]
     done = [0, *itertools.accumulate(costs.flops)]
     labels: list[Labels] = [[] for _ in costs.live]
-    labels[0] = [Label(0, 0, frozenset(), 0, range(0), False, None)]
+    labels[0] = [PathLabel(0, 0, frozenset(), 0, range(0), False, None)]
     for start, (live, after) in enumerate(itertools.pairwise(costs.live)):
         kept, cut = narrow(labels[start], start, costs)
         shared: dict[int, tuple[Storages, int]] = {}
@@ -168,7 +168,7 @@ def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> Label | No
                     shared[stop] = storages, costs.bytes_of(storages)
                 storages, size = shared[stop]
                 top, steps = max(label.peak, whole + need), range(start, stop)
-                after_it = Label(whole - size, recomputed, storages, top, steps, False, label)
+                after_it = PathLabel(whole - size, recomputed, storages, top, steps, False, label)
                 labels[stop].append(after_it)
         turn = costs.gradients[start + 1] + costs.backward[start]
         for label in kept:
@@ -179,7 +179,7 @@ def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> Label | No
                 storages &= after
                 beside, top = held - costs.bytes_of(storages), max(label.peak, top)
                 step = range(start, start + 1)
-                after_it = Label(beside, label.recomputed, storages, top, step, True, label)
+                after_it = PathLabel(beside, label.recomputed, storages, top, step, True, label)
                 labels[start + 1].append(after_it)
     return min(labels[-1], key=operator.attrgetter("recomputed", "peak"), default=None)
 
@@ -187,7 +187,7 @@ def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> Label | No
 def _by_bytes(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
     """Extends all labels that may hold least by a kept step; the one that does by a segment."""
     best: Labels = []
-    first: dict[Storages, Label] = {}
+    first: dict[Storages, PathLabel] = {}
     for label in sorted(labels, key=operator.attrgetter("beside", "peak")):
         first.setdefault(label.storages, label)
     for label in first.values():
@@ -209,19 +209,19 @@ def _by_arithmetic(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels
     )
 
 
-def _front(labels: Labels, key: Callable[[Label], tuple[int, int]]) -> Labels:
+def _front(labels: Labels, key: Callable[[PathLabel], tuple[int, int]]) -> Labels:
     """Returns at most `MOST` labels of the Pareto front of bytes and operations, evenly spread."""
     front = falling(labels, key, operator.attrgetter("recomputed"))
     if len(front) <= MOST:
         return front
     most, least = front[0].recomputed, front[-1].recomputed
-    parts: dict[int, Label] = {}
+    parts: dict[int, PathLabel] = {}
     for label in front:
         parts.setdefault((most - label.recomputed) * (MOST - 1) // (most - least), label)
     return list(parts.values())
 
 
-class Segments:
+class FittingSegments:
     """The segments that fit a ceiling: the bytes that they need, and which of their ends matter.
 
     A segment holds the state that it begins with as `beside_outputs` has it.

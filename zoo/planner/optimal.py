@@ -49,7 +49,7 @@ from zoo.errors import Interrupted
 from zoo.planner.costs import Simulation, StepCosts, simulate
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import DEEPEST, Item, Plan, falling
-from zoo.planner.search_space import Entries, Row, SearchSpace, search_spaces
+from zoo.planner.search_space import Entries, SearchSpace, StateRow, search_spaces
 
 VALUES = 5 * 10**7  # the most in a table, unless that leaves fewer than `FEW` amounts
 FEW = 100
@@ -64,7 +64,7 @@ Bytes = NDArray[np.int64]
 Each = Callable[[str, Collection[Any]], Iterable[Any]]
 
 
-class Point(NamedTuple):
+class SimulatedPlan(NamedTuple):
     """A plan and its costs."""
 
     plan: Plan
@@ -87,7 +87,7 @@ def frontier(
     levels: int | None = 500,
     cuts: Collection[int] | None = None,
     each: Each = lambda _, items: items,
-) -> list[Point]:
+) -> list[SimulatedPlan]:
     """Returns the best plans, by rising peak and falling seconds of recomputation.
 
     Of plans with equal peak and time, the one with the fewest operations is chosen.
@@ -123,11 +123,11 @@ def frontier(
     return _best(found)
 
 
-def _best(plans: Mapping[Plan, Simulation]) -> list[Point]:
+def _best(plans: Mapping[Plan, Simulation]) -> list[SimulatedPlan]:
     """Returns the plans on the Pareto front, by rising peak."""
 
     order = attrgetter("peak", "recomputed_seconds", "result.recomputed_flops")
-    return falling(starmap(Point, plans.items()), order, attrgetter("recomputed_seconds"))
+    return falling(starmap(SimulatedPlan, plans.items()), order, attrgetter("recomputed_seconds"))
 
 
 def least(costs: StepCosts) -> Plan:
@@ -179,7 +179,7 @@ class Values(NamedTuple):
         self.needs[less], self.at_need[less] = needs[less], seconds[less]
 
 
-class Segments(NamedTuple):
+class SegmentCosts(NamedTuple):
     """The costs of the segments that begin at a state, by the state where they stop."""
 
     stops: Bytes  # the states, rising
@@ -252,7 +252,7 @@ class DPTable:
         """
         return Plan(tuple(self._items(0, 0, self.space.forward, budget)))
 
-    def _segments(self) -> Iterator[Segments]:
+    def _segments(self) -> Iterator[SegmentCosts]:
         costs = self.costs
         sizes = np.array([costs.bytes_of(live) for live in costs.live[:-1]], np.int64)
         worked = sizes + np.array(costs.forward, np.int64)
@@ -264,7 +264,7 @@ class DPTable:
                 beside[: last[storage] + 1 - state] -= costs.sizes[storage]
             index = ends - state - 1
             seconds = np.cumsum(self.seconds[state : stops[-1][0]])[index]
-            yield Segments(ends, rows, seconds, np.maximum.accumulate(beside)[index])
+            yield SegmentCosts(ends, rows, seconds, np.maximum.accumulate(beside)[index])
 
     def _solve(self, state: int, ends: Bytes) -> None:
         """Finds the values of a state in all of its rows for successive ends."""
@@ -454,7 +454,7 @@ class DPTable:
             lower, below = need, float(self.values.at_need[entry])
         return above + (below - above) * ((amount - free) / (amount - lower))
 
-    def _kept(self, step: int, end: int, row: Row, free: int) -> float:
+    def _kept(self, step: int, end: int, row: StateRow, free: int) -> float:
         """Returns the seconds from a state on when its step is kept."""
         costs, rest = self.costs, free - row.grown
         last = step + 1 == end

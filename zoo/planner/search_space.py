@@ -51,7 +51,7 @@ TRIED = 8  # the later states that are tried as the start of the next part
 PARTS = 6  # the fewest parts of a run: with few, solving few ends at a time takes longer
 
 
-class Row(NamedTuple):
+class StateRow(NamedTuple):
     """A set of storages that can be held at a state."""
 
     missing: int  # bytes of the state's other storages, which are held when a segment starts here
@@ -153,14 +153,14 @@ class SearchSpace:
             if self.room < 0:
                 raise _TooLarge
 
-    def _row(self, state: int, storages: Storages, held: Sequence[dict[Storages, int]]) -> Row:
+    def _row(self, state: int, storages: Storages, held: Sequence[dict[Storages, int]]) -> StateRow:
         costs = self.costs
         missing = costs.bytes_of(costs.live[state] - storages)
         if state == len(costs):
-            return Row(missing, 0, 0)
+            return StateRow(missing, 0, 0)
         saved = costs.saved[state]
         following = held[state + 1][(storages | saved) & costs.live[state + 1]]
-        return Row(missing, costs.bytes_of(saved - storages), following)
+        return StateRow(missing, costs.bytes_of(saved - storages), following)
 
 
 class Entries:

@@ -53,7 +53,7 @@ def segment_bytes(block: int) -> int:
     return LARGE_SEGMENT if block < ALONE else rounded_up(block, SMALL_SEGMENT)
 
 
-class Block(NamedTuple):
+class AllocatedBlock(NamedTuple):
     """A block in use: its address, its bytes, and those that were requested."""
 
     address: int
@@ -93,7 +93,7 @@ class CachingAllocator:
         self.large: dict[int, int] = {}
         self.end = 0
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> AllocatedBlock:
         """Returns a block for a request of at least a byte."""
         need = rounded_up(size, BLOCK)
         cached, least_rest = (self.small, BLOCK) if need <= SMALL else (self.large, SMALL + 1)
@@ -107,9 +107,9 @@ class CachingAllocator:
             taken = need
         self.requested.add(size)
         self.allocated.add(taken)
-        return Block(address, taken, size)
+        return AllocatedBlock(address, taken, size)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: AllocatedBlock) -> None:
         """Caches a block, merged with its free neighbors in the segment."""
         self.requested.add(-block.requested)
         self.allocated.add(-block.size)

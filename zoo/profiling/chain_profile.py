@@ -54,11 +54,10 @@ from zoo.profiling.fake_tensors import (
     SMALL,
     FakeTensorFixes,
     copied,
-    import_for_fakes,
     is_of_fakes,
     put_tensors,
 )
-from zoo.profiling.isolation import isolated
+from zoo.profiling.isolation import import_for_fakes, isolated
 from zoo.profiling.kernel_costs import (
     DEVICES,
     Curve,

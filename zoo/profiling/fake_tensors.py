@@ -9,8 +9,6 @@ kernels return on fake tensors is the business of `fake_results`.
 """
 
 import contextlib
-import functools
-import importlib
 import logging
 import sys
 import weakref
@@ -60,23 +58,7 @@ UNUSED = torch.zeros((), dtype=torch.int64, device=CPU)
 MOST = 1 << 12
 # the same in a forked process, which need not save memory
 SMALL = 1 << 16
-# modules that it takes up to 0.2 s to import each
-NEEDED = (
-    "torch.fx.experimental.symbolic_shapes",
-    "torch._functorch.config",
-    *(("torch.distributed.tensor",) if torch.distributed.is_available() else ()),
-    "torch.utils.flop_counter",
-)
-
-
 _log_of_torch = logging.getLogger("torch._subclasses.fake_tensor")
-
-
-@functools.cache
-def import_for_fakes() -> None:
-    """Imports what fake tensors need, once and not in each forked process."""
-    for name in NEEDED:
-        importlib.import_module(name)
 
 
 class NumbersNeeded(BaseException):

@@ -13,7 +13,9 @@ that the caller made. Then only the random streams are restored: other changes r
 
 import contextlib
 import faulthandler
+import functools
 import gc
+import importlib
 import logging
 import os
 import pickle
@@ -39,6 +41,13 @@ NO_FORK = "fork-based multiprocessing"
 PATIENCE = 30
 # packages that start processes and wait for them
 STARTING = ("subprocess", "multiprocessing", "concurrent")
+# modules that fake tensors need, which it takes up to 0.2 s to import each
+FOR_FAKES = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._functorch.config",
+    *(("torch.distributed.tensor",) if torch.distributed.is_available() else ()),
+    "torch.utils.flop_counter",
+)
 
 
 class Failed(NamedTuple):
@@ -51,6 +60,13 @@ class Failed(NamedTuple):
 def _failed(error: Exception) -> Failed:
     own = error if isinstance(error, ZooError) else None
     return Failed(f"{type(error).__name__}: {error}", own)
+
+
+@functools.cache
+def import_for_fakes() -> None:
+    """Imports what fake tensors need, once and not in each forked process."""
+    for name in FOR_FAKES:
+        importlib.import_module(name)
 
 
 def can_fork() -> bool:

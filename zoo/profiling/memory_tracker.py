@@ -157,7 +157,7 @@ class Tracker(ContextDecorator):
 
     @contextlib.contextmanager
     def _tracked(self, timeline: Timeline) -> Iterator[None]:
-        recorder = Recorder(self.model)
+        recorder = StorageRecorder(self.model)
         recorder.record_resident(self.optimizer, self.inputs)
         events = None
         try:
@@ -172,7 +172,7 @@ class Tracker(ContextDecorator):
             recorder.fill(timeline, events)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the storages that operations allocate on this thread and in its backwards."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -23,8 +23,8 @@ from zoo.profiling.chain_step_profile import (
     UpdateBytes,
     form_of,
 )
-from zoo.profiling.fake_tensors import FakeTensorFixes, import_for_fakes
-from zoo.profiling.isolation import isolated
+from zoo.profiling.fake_tensors import FakeTensorFixes
+from zoo.profiling.isolation import import_for_fakes, isolated
 from zoo.profiling.tensor_spec import tensors_in
 
 # after so many steps an optimizer does the same in each: RAdam rectifies from its sixth step on

@@ -26,7 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.errors import ArgumentError
 from zoo.planner.json_reader import read, read_file, read_json, read_row
-from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE, Block, CachingAllocator, CudaPeaks
+from zoo.profiling.caching_allocator import (
+    CUBLAS_WORKSPACE,
+    AllocatedBlock,
+    CachingAllocator,
+    CudaPeaks,
+)
 from zoo.report.escaping import to_csv
 from zoo.report.pictures import plots
 from zoo.units import format_bytes
@@ -305,7 +310,7 @@ class Timeline:
         # at the same point a free comes before an allocation
         events = [(start, 1, number) for number, start, _, _ in numbered]
         events += [(end, 0, number) for number, _, end, _ in numbered if end is not None]
-        allocator, blocks = CachingAllocator(limit), dict[int, Block]()
+        allocator, blocks = CachingAllocator(limit), dict[int, AllocatedBlock]()
         for _, comes, number in sorted(events):
             if comes:
                 blocks[number] = allocator.allocate(storages[number][2])

@@ -15,7 +15,7 @@ from bokeh.embed import json_item
 from bokeh.models.annotations import Label
 from bokeh.plotting import figure
 
-from zoo.report.charts import Axis, Bars, Chart, Layer, Marks, Steps
+from zoo.report.charts import Axis, Bars, Chart, Layer, Marks, StepCurve
 
 FONT = "system-ui, 'Liberation Sans', sans-serif"
 TIPS = (
@@ -39,12 +39,14 @@ def interactive(chart: Chart) -> Any:
     _draw_axis(plot.yaxis[0], plot.ygrid[0], chart.y)
     # shapes below zero are not sizes
     plot.yaxis.bounds = (max(chart.y.start, 0), chart.y.stop)
-    draw: Any = {Bars: _draw_bars, Steps: _draw_steps, Marks: _draw_marks}
+    draw: Any = {Bars: _draw_bars, StepCurve: _draw_steps, Marks: _draw_marks}
     for layer in chart.layers:
         draw[type(layer)](plot, layer)
         if layer.tips:
             # bokeh's steps have no hover, its lines do
-            line: Any = {"mode": "vline", "line_policy": "prev"} if isinstance(layer, Steps) else {}
+            line: Any = (
+                {"mode": "vline", "line_policy": "prev"} if isinstance(layer, StepCurve) else {}
+            )
             drawn = plot.renderers[-1:]
             plot.add_tools(models.HoverTool(renderers=drawn, tooltips=_tips(layer.tips), **line))
     # bokeh numbers the models of a process; renumbered, the same chart gives the same text
@@ -85,7 +87,7 @@ def _draw_bars(plot: Any, bars: Bars) -> None:
     _paint(drawn.glyph, fill_color=bars.color)
 
 
-def _draw_steps(plot: Any, steps: Steps) -> None:
+def _draw_steps(plot: Any, steps: StepCurve) -> None:
     low = {"low": steps.low} if steps.alpha else {}
     shown: Any = {"source": _source(steps, x=steps.x, y=steps.y, **low), "name": steps.name}
     if steps.alpha:

@@ -19,7 +19,7 @@ from zoo.planner.plan import Item, indices
 MOST_STEPS = 400
 
 
-class Label(NamedTuple):
+class AxisLabel(NamedTuple):
     """A text below a range of the axis, `start` to `stop` in columns."""
 
     text: str
@@ -42,8 +42,8 @@ class ChainAxis(NamedTuple):
 
     edges: Sequence[float]
     columns: Sequence[range]
-    numbers: Sequence[Label]
-    stages: Sequence[Label]
+    numbers: Sequence[AxisLabel]
+    stages: Sequence[AxisLabel]
 
 
 def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
@@ -59,7 +59,7 @@ def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
     ]
     edges.append(len(columns))
     labels = [
-        Label(block_name(names[run.start : run.stop]), edges[run.start], edges[run.stop])
+        AxisLabel(block_name(names[run.start : run.stop]), edges[run.start], edges[run.stop])
         for run in runs
     ]
     # groups of adjacent blocks whose names differ only after the last dot
@@ -71,14 +71,14 @@ def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
         for label in group
         if len(group) > 1 and (match := re.search(r"\d+$", label.text))
     ]
-    stages: list[Label] = []
+    stages: list[AxisLabel] = []
     for group in groups:
-        label = Label(_stage(group), group[0].start, group[-1].stop)
+        label = AxisLabel(_stage(group), group[0].start, group[-1].stop)
         # a repeated sequence gets one label: embed, decode, embed, decode -> "embed, decode"
         for place in range(max(len(stages) - 2, 0), len(stages)):
             if label.text in stages[place].text.split(", "):
                 texts = ", ".join(old.text for old in stages[place:]).split(", ")
-                label = Label(", ".join(dict.fromkeys(texts)), stages[place].start, label.stop)
+                label = AxisLabel(", ".join(dict.fromkeys(texts)), stages[place].start, label.stop)
                 del stages[place:]
                 break
         stages.append(label)
@@ -105,16 +105,16 @@ def block_name(names: Sequence[str]) -> str:
     return ".".join(parts[0] for parts in shared) or plain[0]
 
 
-def fitting(labels: Sequence[Label], room: float) -> list[Label]:
+def fitting(labels: Sequence[AxisLabel], room: float) -> list[AxisLabel]:
     """Leaves out labels that are closer than `room` columns to the previous one."""
-    chosen: list[Label] = []
+    chosen: list[AxisLabel] = []
     for label in labels:
         if not chosen or label.middle - chosen[-1].middle >= room:
             chosen.append(label)
     return chosen
 
 
-def round_numbers(labels: Sequence[Label], room: float) -> list[Label]:
+def round_numbers(labels: Sequence[AxisLabel], room: float) -> list[AxisLabel]:
     """Returns every label, or every second, fifth, tenth ..., so that each has `room` columns."""
     for every in (1, 2, 5, 10, 20, 50, 100, 200, 500):
         chosen = [label for label in labels if int(label.text) % every == 0]
@@ -123,7 +123,7 @@ def round_numbers(labels: Sequence[Label], room: float) -> list[Label]:
     return []
 
 
-def _stage(group: Sequence[Label]) -> str:
+def _stage(group: Sequence[AxisLabel]) -> str:
     """Names adjacent blocks after the path that they share, a single one by its own name."""
     parent, _, leaf = group[0].text.rpartition(".")
     if len(group) > 1:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from zoo.planner.plan import Plan
-from zoo.report.chain_axis import ChainAxis, Label, chain_axis, segments
+from zoo.report.chain_axis import AxisLabel, ChainAxis, chain_axis, segments
 from zoo.report.escaping import visible
 from zoo.report.rows import MISSING, VARIANTS
 from zoo.units import format_bytes, unit_of
@@ -35,7 +35,7 @@ from zoo.units import format_bytes, unit_of
 Timeline = Mapping[str, Any]
 
 EDGES = (0.0, 1.0, 3.0, 3.4)
-PHASES = tuple(map(Label, ("forward", "backward", "optimizer"), EDGES[:-1], EDGES[1:]))
+PHASES = tuple(map(AxisLabel, ("forward", "backward", "optimizer"), EDGES[:-1], EDGES[1:]))
 RESIDENT = ("parameters", "buffers", "optimizer state", "inputs", "gradients")
 # in the order in which they are stacked, from below, and what they mean
 MEANINGS = {
@@ -77,8 +77,8 @@ class Axis:
     title: str = ""
     format: str = "%g"
     log: bool = False
-    labels: Sequence[Label] = ()
-    numbers: Sequence[Label] = ()
+    labels: Sequence[AxisLabel] = ()
+    numbers: Sequence[AxisLabel] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Bars(Layer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps(Layer):
+class StepCurve(Layer):
     """A step curve, constant up to the next x; `alpha` is the opacity of the area down to `low`."""
 
     x: Sequence[float]
@@ -199,7 +199,7 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
         # no more for several runs, whose tips are side by side
         tips = {name: [*map(format_bytes, heights)], "event": tips["event"]}
         curve: Any = {"x": ends, "y": _scaled(heights, divisor), "low": [0.0] * len(ends)}
-        layers.append(Steps(color=color, name=name, alpha=0.1, tips=tips, **curve))
+        layers.append(StepCurve(color=color, name=name, alpha=0.1, tips=tips, **curve))
         most = max(sizes)
         place = ends[sizes.index(most)]
         # the last of several runs is the lowest; its text goes below, off the others'
@@ -216,11 +216,11 @@ def categories_chart(timeline: Timeline, highest: int) -> Chart:
         sizes = [*timeline["bytes"][name], timeline["bytes"][name][-1]]
         low, top = top, [below + size for below, size in zip(top, sizes, strict=True)]
         area: Any = {"x": ends, "y": _scaled(top, divisor), "low": _scaled(low, divisor)}
-        layers.append(Steps(color=color_of(name), name=name, alpha=1.0, width=0, **area))
+        layers.append(StepCurve(color=color_of(name), name=name, alpha=1.0, width=0, **area))
         # hovering lists the areas in the order of the stack, the topmost first
         tips = {name: [*map(format_bytes, sizes)], **tips}
     (place,) = places(timeline, [timeline["peak"]["point"]])
-    outline = Steps(color="faint", x=ends, y=_scaled(top, divisor), width=1, tips=tips)
+    outline = StepCurve(color="faint", x=ends, y=_scaled(top, divisor), width=1, tips=tips)
     return Chart(x, y, [*layers, outline, _peak("ink", place, timeline["peak"]["bytes"], divisor)])
 
 
@@ -336,9 +336,9 @@ def frontier_chart(
     below = [(x.start, floor, low, high)]
     layers: list[Layer] = [
         Bars(color="below", name="below any plan", behind=True, boxes=below),
-        Steps(color="faint", x=[floor] * 2, y=[low, high], width=1.2, dashed=True),
-        Steps(color="baseline", x=[x.start, x.stop], y=[1, 1], width=1.2),
-        Steps(color="kept", name="least time for each budget", x=stair_x, y=stair_y, width=2.4),
+        StepCurve(color="faint", x=[floor] * 2, y=[low, high], width=1.2, dashed=True),
+        StepCurve(color="baseline", x=[x.start, x.stop], y=[1, 1], width=1.2),
+        StepCurve(color="kept", name="least time for each budget", x=stair_x, y=stair_y, width=2.4),
     ]
     for name, spots, color, shape, size in marks:
         peak, time = spots[0]

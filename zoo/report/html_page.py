@@ -31,8 +31,8 @@ from zoo.report.rows import (
     VARIANTS,
     Comparison,
     Heading,
+    ModelRow,
     Number,
-    Row,
     first_measured,
     median,
     rows,
@@ -93,7 +93,7 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
     )
 
 
-def _section(comparison: Comparison, row: Row) -> dict[str, Any]:
+def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
     """Returns the page's data of one model; parts that were not recorded are None or empty."""
     records = {kind: comparison[kind] for kind in row.variants}
     timelines = {kind: r["timeline"] for kind, r in records.items() if "timeline" in r}
@@ -170,7 +170,10 @@ def _legend(section: Mapping[str, Any], names: Sequence[str]) -> list[charts.Lay
 
 
 def _files(
-    comparisons: Sequence[Comparison], table: Sequence[Row], heading: Heading, runs: TwoRuns | None
+    comparisons: Sequence[Comparison],
+    table: Sequence[ModelRow],
+    heading: Heading,
+    runs: TwoRuns | None,
 ) -> list[tuple[str, str, str]]:
     """Returns the name, the description and the link of each file in the page."""
     results = {"name": heading.name, "command": heading.command, "comparisons": comparisons}

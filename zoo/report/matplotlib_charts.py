@@ -27,7 +27,7 @@ from zoo.report import charts
 from zoo.report.chain_axis import fitting, round_numbers
 from zoo.report.escaping import visible
 from zoo.report.pictures import check_picture
-from zoo.report.rows import Heading, Row, median, quartiles, variants
+from zoo.report.rows import Heading, ModelRow, median, quartiles, variants
 from zoo.units import format_bytes, unit_of
 
 Target = str | Path | Sequence[Path] | Axes
@@ -91,7 +91,7 @@ def draw_timeline(target: Target, timeline: charts.Timeline, title: str, subtitl
         draw_chart(axes, chart, loc="upper left", ncols=1, reverse=True)
 
 
-def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]) -> None:
+def draw_comparison(rows: Sequence[ModelRow], heading: Heading, paths: Sequence[Path]) -> None:
     """Draws the step peaks of each model, and the time of each variant.
 
     If a cell has no number, the reason is written instead.
@@ -128,7 +128,7 @@ def draw_comparison(rows: Sequence[Row], heading: Heading, paths: Sequence[Path]
         bare(time, "x")
 
 
-def _peak_text(row: Row, kind: str) -> str:
+def _peak_text(row: ModelRow, kind: str) -> str:
     if kind not in row.variants:
         return ""
     text, ratio = row.size(kind, missing="failed").text, row.ratio(kind)
@@ -181,7 +181,7 @@ def draw_chart(axes: Axes, chart: charts.Chart, **legend: Any) -> None:
             left, right, bottom, top = map(np.array, zip(*layer.boxes, strict=True))
             style |= {"zorder": 0} if layer.behind else {}
             axes.bar(left, top - bottom, right - left, bottom, align="edge", **style)
-        elif isinstance(layer, charts.Steps):
+        elif isinstance(layer, charts.StepCurve):
             if layer.alpha:
                 area = {"alpha": layer.alpha, "lw": 0, "step": "post"} | style
                 area["label"] = "" if layer.width else layer.name
@@ -242,7 +242,7 @@ def _name_marks(axes: Axes, chart: charts.Chart) -> None:
     lead = {"arrowstyle": "-", "color": COLORS["faint"], "lw": 0.6, "shrinkB": 5}
     style: Any = {"fontsize": 8, "linespacing": 1.1, "va": "bottom", "arrowprops": lead}
     texts = [_annotate(axes, mark.text, mark.spots[0], (0, 0), **style) for mark in marks]
-    to_pixels, curves = axes.transData, (c for c in chart.layers if isinstance(c, charts.Steps))
+    to_pixels, curves = axes.transData, (c for c in chart.layers if isinstance(c, charts.StepCurve))
     lines = [
         to_pixels.transform_path(Line(np.transpose(pts_to_poststep(curve.x, curve.y))))
         for curve in curves

@@ -88,7 +88,7 @@ class Number(NamedTuple):
         return Markup('<data value="{}"{}>{}</data>').format(self.value, origin, self.text)
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """Numbers in a text with a {} for each; `detail` goes on with it, in a class of its own."""
 
     numbers: Sequence[Number]
@@ -121,7 +121,7 @@ class Heading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """The measurements of one model; None where a cell failed.
 
     Attributes:
@@ -176,20 +176,22 @@ class Row:
         count = self.peaks[peak][kind]
         return Number.of_bytes(count, self.number, kind, "memory", peak, missing=why)
 
-    def peak_cell(self, *kinds: str, peak: str = "peak") -> Cell:
+    def peak_cell(self, *kinds: str, peak: str = "peak") -> TableCell:
         """Returns a peak of one variant or of two, and the ratio of the last to the baseline's."""
         sizes, text = [self.size(kind, peak) for kind in kinds], " → ".join("{}" for _ in kinds)
         ratio = None if kinds[-1] == "baseline" else self.ratio(kinds[-1], peak)
         if ratio is None:
-            return Cell(sizes, text)
-        return Cell([*sizes, Number(f"{ratio:.3f}", ratio)], text, "({})")
+            return TableCell(sizes, text)
+        return TableCell([*sizes, Number(f"{ratio:.3f}", ratio)], text, "({})")
 
-    def time_cell(self, kind: str) -> Cell:
+    def time_cell(self, kind: str) -> TableCell:
         """Returns the median of the time ratios, the quartiles and the number of pairs."""
         ratios = self.time_ratios(kind)
         ends = [Number(f"{ratio:.2f}", ratio) for ratio in quartiles(ratios)]
         between = "[{}, {}] " if ends else ""
-        return Cell([median(ratios), *ends], detail=f"{between}n={len(ratios)}" if ratios else "")
+        return TableCell(
+            [median(ratios), *ends], detail=f"{between}n={len(ratios)}" if ratios else ""
+        )
 
     def cells(self, shown: Mapping[str, str]) -> dict[str, Any]:
         """Returns the cells of a report's table of some variants, by column: texts and Cells."""
@@ -198,7 +200,7 @@ class Row:
         return {
             "model": self.label,
             "batch": self.batch,
-            "parameters": Cell([Number(parameters, self.parameters)]),
+            "parameters": TableCell([Number(parameters, self.parameters)]),
             **{f"step peak: {name}": self.peak_cell(kind) for kind, name in shown.items()},
             "activation peak": self.peak_cell(*KINDS, peak="activation_peak"),
             "of tensors alone": self.peak_cell(*KINDS, peak="tensor_activation_peak"),
@@ -227,12 +229,12 @@ def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Headi
     return Heading(visible(name), visible(setting), visible(command))
 
 
-def rows(comparisons: Sequence[Comparison]) -> list[Row]:
+def rows(comparisons: Sequence[Comparison]) -> list[ModelRow]:
     """Returns a row for each comparison."""
     return [_row(number, comparison) for number, comparison in enumerate(comparisons)]
 
 
-def variants(rows: Sequence[Row]) -> dict[str, str]:
+def variants(rows: Sequence[ModelRow]) -> dict[str, str]:
     """Returns the variants in any row, and their names."""
     found = {*KINDS, *(kind for row in rows for kind in row.variants)}
     return {kind: name for kind, name in VARIANTS.items() if kind in found}
@@ -267,14 +269,14 @@ def differences(
     return [f"{name} from step {step} on" for name, step in first.items()]
 
 
-def _row(number: int, comparison: Comparison) -> Row:
+def _row(number: int, comparison: Comparison) -> ModelRow:
     model = comparison["model"]
     cells = {kind: comparison[kind] for kind in VARIANTS if kind in comparison}
     differing = {kind: _differing(kind, cells) for kind in cells if kind != "baseline"}
     seconds = comparison["timing"].get("step_seconds", {})
     memory = {kind: cells.get(kind, {}).get("memory", {}) for kind in VARIANTS}
     parameters = (cell["parameters"] for cell in cells.values() if "parameters" in cell)
-    row = Row(
+    row = ModelRow(
         number=number,
         model=visible(model["name"]),
         arguments=visible(_arguments(model)),

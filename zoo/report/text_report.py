@@ -12,7 +12,7 @@ from rich.table import Table
 
 from zoo.report.escaping import in_code, in_markdown, markdown_table, to_csv
 from zoo.report.matplotlib_charts import draw_comparison
-from zoo.report.rows import DEFINITIONS, KINDS, Heading, Row, median, quartiles, variants
+from zoo.report.rows import DEFINITIONS, KINDS, Heading, ModelRow, median, quartiles, variants
 from zoo.report.two_runs import CellChanges, TwoRuns, as_entries, as_markdown
 
 CAPTION = (
@@ -31,7 +31,7 @@ BREAK = re.compile(r"(?<=:) | (?=[→\[(]|n=|tensors|alone|in backward|peak$)")
 
 
 def write_report(
-    rows: Sequence[Row], heading: Heading, folder: Path, runs: TwoRuns | None = None
+    rows: Sequence[ModelRow], heading: Heading, folder: Path, runs: TwoRuns | None = None
 ) -> Path:
     """Writes report.md, CSV files and comparison.svg/png; returns the page's path.
 
@@ -61,18 +61,18 @@ def write_report(
     return folder / "report.md"
 
 
-def tables(rows: Sequence[Row], runs: TwoRuns | None) -> dict[str, list[dict[str, Any]]]:
+def tables(rows: Sequence[ModelRow], runs: TwoRuns | None) -> dict[str, list[dict[str, Any]]]:
     """Returns the numbers of a report by table: models, timings and, of two runs, compared."""
     found = {"models": [*_models(rows)], "timings": [*_timings(rows)]}
     return found if runs is None else {**found, "compared": as_entries(runs)}
 
 
-def csv_files(rows: Sequence[Row], runs: TwoRuns | None) -> dict[str, str]:
+def csv_files(rows: Sequence[ModelRow], runs: TwoRuns | None) -> dict[str, str]:
     """Returns the tables as CSV files by name."""
     return {f"{name}.csv": to_csv(entries) for name, entries in tables(rows, runs).items()}
 
 
-def _models(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+def _models(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
     """Yields an entry per model, bytes and ratios unrounded."""
     _, *others = shown = variants(rows)
     for row in rows:
@@ -101,11 +101,11 @@ def _of(name: str, kind: str) -> str:
     return name if kind == "checkpointed" else f"{name}_{kind}"
 
 
-def _peaks(row: Row, name: str, kinds: Iterable[str]) -> dict[str, int | None]:
+def _peaks(row: ModelRow, name: str, kinds: Iterable[str]) -> dict[str, int | None]:
     return {f"{name}_bytes_{kind}": row.peaks[name][kind] for kind in kinds}
 
 
-def _timings(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+def _timings(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
     """Yields an entry per timed pair of steps, in seconds."""
     _, *others = shown = variants(rows)
     for row in rows:
@@ -116,7 +116,7 @@ def _timings(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             yield {"model": row.model, "pair": pair + 1, **cells}
 
 
-def show(rows: Sequence[Row], title: str, console: Console) -> None:
+def show(rows: Sequence[ModelRow], title: str, console: Console) -> None:
     """Prints the table and below it, in red, the faults of the comparison.
 
     If the table is too wide, the numbers of a cell go below each other; if that is still too wide,
@@ -183,7 +183,7 @@ def _grown(cell: CellChanges, tolerance: float) -> Iterator[tuple[str, bool]]:
         yield f"{cell.name}: other bits in {', '.join(cell.other_bits)}", False
 
 
-def _table(rows: Sequence[Row], title: str, left_out: Sequence[str], broken: bool) -> Table:
+def _table(rows: Sequence[ModelRow], title: str, left_out: Sequence[str], broken: bool) -> Table:
     def lines(text: str) -> str:
         return BREAK.sub("\n", text) if broken else text
 

@@ -17,10 +17,10 @@ from zoo.report.escaping import in_markdown, markdown_table, visible
 from zoo.report.rows import (
     FEWEST,
     VARIANTS,
-    Cell,
     Comparison,
+    ModelRow,
     Number,
-    Row,
+    TableCell,
     differences,
     median,
     quartiles,
@@ -55,19 +55,19 @@ class Change(NamedTuple):
     is_clear: bool = True
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> TableCell:
         """Both numbers and the growth; one number if nothing changed."""
         # no paths: one of the numbers is from other results
         before, now = (Number(number.text, number.value) for number in self[:2])
         if before == now:
-            return Cell([now], detail="" if now.value is None else "(unchanged)")
+            return TableCell([now], detail="" if now.value is None else "(unchanged)")
         if not before.value or now.value is None:
-            return Cell([before, now], "{} → {}")
+            return TableCell([before, now], "{} → {}")
         share = now.value / before.value - 1
         percent = f"{100 * share:+.2f} %".replace("-", "−")
         verdict = f"({percent}{'' if self.is_clear else ', unclear'})"
         tone = "faint" if not self.is_clear else "less" if share < 0 else "more"
-        return Cell([before, now], "{} → {}", verdict, tone)
+        return TableCell([before, now], "{} → {}", verdict, tone)
 
 
 class CellChanges(NamedTuple):
@@ -176,7 +176,7 @@ def as_entries(runs: TwoRuns) -> list[dict[str, Any]]:
     ]
 
 
-_Cell = tuple[Row, str, Mapping[str, Any]]
+_Cell = tuple[ModelRow, str, Mapping[str, Any]]
 
 
 def _cells(comparisons: Sequence[Comparison]) -> dict[str, _Cell]:

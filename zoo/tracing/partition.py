@@ -41,7 +41,7 @@ from zoo.chain import Held, NamedStep, Outline, PassThrough, Source, State, Step
 from zoo.errors import ArgumentError, nearest
 from zoo.invocation import place_of
 from zoo.profiling.tensor_spec import tensors_in
-from zoo.tracing.tracer import Call, Graph, Value
+from zoo.tracing.tracer import Call, Graph, GraphValue
 
 # kernels whose results a later kernel fills
 EMPTY = ("aten.empty", "aten.new_empty")
@@ -56,7 +56,7 @@ SWITCHES = {
 }
 
 
-class Steps(NamedTuple):
+class ModelSteps(NamedTuple):
     """The steps that a model runs for some inputs.
 
     Attributes:
@@ -99,7 +99,7 @@ class StepProgram:
         del given, owned
 
         def filled(leaf: Any) -> Any:
-            return values[leaf.number] if type(leaf) is Value else leaf
+            return values[leaf.number] if type(leaf) is GraphValue else leaf
 
         with DisableAutocast():
             for place, call in enumerate(self.calls):
@@ -135,7 +135,7 @@ def _regenerate(values: dict[int, Any], versions: Mapping[int, int]) -> None:
             values |= {number: again for number, value in values.items() if value is view}
 
 
-def partition(model: nn.Module, graph: Graph, blocks: Sequence[str]) -> Steps:
+def partition(model: nn.Module, graph: Graph, blocks: Sequence[str]) -> ModelSteps:
     """Cuts a model's graph into steps; `blocks` are the paths of its blocks."""
     return _Partition(model, graph).steps(blocks)
 
@@ -151,7 +151,7 @@ class _Partition:
         )
         self.programs: dict[str, StepProgram] = {}
 
-    def steps(self, paths: Collection[str]) -> Steps:
+    def steps(self, paths: Collection[str]) -> ModelSteps:
         loss, ends = self.graph.loss, set(self.graph.outputs) - self.views.keys()
         if loss is not None:
             ends |= self._states(self.loss_calls, {loss})[0]
@@ -170,7 +170,7 @@ class _Partition:
         # a step of several kernels, which an in-place write holds together, may be a segment alone
         made = [sum(not _is_light(call) for call in calls) for calls in parts]
         whole = frozenset(number for number, count in enumerate(made) if count > 1)
-        return Steps(
+        return ModelSteps(
             Outline(steps, blocks, whole, self._held(parts, live)),
             self._fake_state(live[0]),
             None if loss is None else self._step(self.loss_calls, live[-1], [loss], "the loss"),
@@ -299,7 +299,7 @@ def _renumbered(call: Call, numbers: Mapping[int, int]) -> Call:
     """Returns a call as a step runs it, with the step's numbers."""
 
     def other(leaf: Any) -> Any:
-        return Value(numbers[leaf.number]) if type(leaf) is Value else leaf
+        return GraphValue(numbers[leaf.number]) if type(leaf) is GraphValue else leaf
 
     args, kwargs = map_aggregate((call.args, call.kwargs), other)
     results = tuple(numbers[number] for number in call.results)

@@ -14,10 +14,10 @@ autograd; but it never runs in place of the model and is only for planning:
     owned   0: ("fc", "weight"), 1: ("fc", "bias")
     inputs  2: float32 (3, 8)
 
-    index   operator               args                          results   within
-    0       aten.view.default      (Value(2), [6, 4])            3         ("", "fc")
-    1       aten.t.default         (Value(0),)                   4
-    2       aten.addmm.default     (Value(1), Value(3), Value(4))  5
+    index   operator            args                                           results   within
+    0       aten.view.default   (GraphValue(2), [6, 4])                        3         ("", "fc")
+    1       aten.t.default      (GraphValue(0),)                               4
+    2       aten.addmm.default  (GraphValue(1), GraphValue(3), GraphValue(4))  5
 """
 
 import functools
@@ -89,7 +89,7 @@ def _lacks_derivative(tensor: Tensor) -> bool:
 
 # no NamedTuple, since `map_aggregate` would recurse into it
 @dataclass(frozen=True, slots=True)
-class Value:
+class GraphValue:
     """Stands for a tensor among the arguments of a kernel."""
 
     number: int
@@ -116,7 +116,7 @@ class Call:
 
     Attributes:
         operator: its name, such as "aten.add.Tensor".
-        args, kwargs: with a `Value` in the place of each tensor.
+        args, kwargs: with a `GraphValue` in the place of each tensor.
         index: how many of the graph's `operators` were dispatched before it.
         within: paths of the modules whose forward was running, outermost first.
         grad: whether autograd recorded it.
@@ -171,7 +171,7 @@ class Call:
         """Returns the numbers of the tensors among the arguments."""
         leaves: list[Any] = []
         map_aggregate((self.args, self.kwargs), leaves.append)
-        return [leaf.number for leaf in leaves if type(leaf) is Value]
+        return [leaf.number for leaf in leaves if type(leaf) is GraphValue]
 
 
 @dataclass(slots=True)
@@ -443,25 +443,25 @@ class Tracer(KernelMode):
             return leaf
         raise TypeError(f"{call.operator} takes a {type(leaf).__name__}")
 
-    def _value(self, tensor: Tensor, call: Call) -> Value:
-        """Returns the `Value` of a tensor argument."""
+    def _value(self, tensor: Tensor, call: Call) -> GraphValue:
+        """Returns the `GraphValue` of a tensor argument."""
         number = self._numbers.get(tensor)
         if number is not None:
             self._note_history(number, tensor, call)
-            return Value(number)
+            return GraphValue(number)
         first = self._origin(tensor)
         known = self._geometries.get(first)
         if known is None or known[0] is not tensor.dtype:
             number = self._number(tensor)
             self.note_input(number, tensor)
-            return Value(number)
+            return GraphValue(number)
         # a view that no operator returned
         geometry = _geometry(tensor)
         operator, args = ("alias", ()) if known == geometry else ("as_strided", geometry[1:])
-        view = Call(f"aten.{operator}.default", (Value(first), *args), {}, call.index - 1,
+        view = Call(f"aten.{operator}.default", (GraphValue(first), *args), {}, call.index - 1,
                     call.within, call.grad and tensor.requires_grad)  # fmt: skip
         self._add(view, [tensor])
-        return Value(self._numbers[tensor])
+        return GraphValue(self._numbers[tensor])
 
     def _number(self, tensor: Tensor) -> int:
         """Gives a tensor a number, or a new one."""
@@ -499,7 +499,7 @@ class Tracer(KernelMode):
             # set by `requires_grad_`, which is no kernel
             self._required.add(number)
             place = call.index - 1, call.within, True
-            require = Call(REQUIRE, (Value(number),), {}, *place, line=call.line)
+            require = Call(REQUIRE, (GraphValue(number),), {}, *place, line=call.line)
             require.writes = frozenset({self._origin(tensor)})
             self._add(require, [])
 
