@@ -208,6 +208,11 @@ def test_the_peak_of_a_block_is_that_of_its_device(index: int) -> None:
         again = torch.empty(32 * KIB, dtype=torch.uint8, device=device(index))
     assert alone.peaks == {str(device(index)): 32 * KIB}
     del other, kept, again
+    before = devices.peak(device(index))
+    with spending("cpu") as elsewhere:
+        torch.empty(16 * KIB, dtype=torch.uint8, device="cpu")
+    assert list(elsewhere.peaks) == ["cpu"]
+    assert devices.peak(device(index)) == before > devices.allocated(device(index))
 
 
 @pytest.mark.parametrize("index", range(max(COUNT, 1)))

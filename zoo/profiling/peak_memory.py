@@ -173,9 +173,14 @@ def spending(device: str | None = None) -> Iterator[Spending]:
     on_cpu = chosen.type == "cpu"
     if not on_cpu:
         devices.check_counts_memory(chosen)
+
+    def asked() -> list[torch.device]:
+        places = filter(devices.counts_memory, devices.devices_in_use())
+        return [p for p in places if device is None or chosen in (p, torch.device(p.type))]
+
     spent = Spending()
     before: dict[torch.device, int] = {}
-    for place in filter(devices.counts_memory, devices.devices_in_use()):
+    for place in asked():
         devices.synchronize(place)
         devices.reset_peak(place)
         before[place] = devices.allocated(place)
@@ -184,10 +189,9 @@ def spending(device: str | None = None) -> Iterator[Spending]:
     if events is not None:
         record = MemoryTrace.within((address, size) for _, address, size in events)
         spent.peaks["cpu"], spent.largest["cpu"] = record.peak, record.blocks_at_peak()
-    for place in filter(devices.counts_memory, devices.devices_in_use()):
-        if device is None if on_cpu else chosen in (place, torch.device(place.type)):
-            # without an entry the block is the first to use the device
-            spent.peaks[str(place)] = devices.peak(place) - before.get(place, 0)
+    for place in asked():
+        # without an entry the block is the first to use the device
+        spent.peaks[str(place)] = devices.peak(place) - before.get(place, 0)
 
 
 def measure_step(
