@@ -85,11 +85,11 @@ class Invocation:
         """Returns the same arguments with other tensors."""
         return Invocation(*pytree.tree_map_only(Tensor, function, (self.args, self.kwargs)))
 
-    def at(self, place: torch.device) -> "Invocation":
+    def at(self, device: torch.device) -> "Invocation":
         """Returns fake tensors on a device for meta tensors, and any others as they are."""
-        if place.type == "meta":
+        if device.type == "meta":
             return self
-        return self.map(lambda v: fake_at(FakeTensorMode(), v, place) if v.is_meta else v)
+        return self.map(lambda v: fake_at(FakeTensorMode(), v, device) if v.is_meta else v)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -98,10 +98,10 @@ class Invocation:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def fake_at(mode: FakeTensorMode, tensor: Tensor, place: torch.device) -> Tensor:
+def fake_at(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
     """Makes a fake tensor on a device, of the sizes of one on meta."""
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return fake.requires_grad_(tensor.requires_grad)
 
 
@@ -191,7 +191,7 @@ def capture_first_state(model: Chain, given: Invocation) -> tuple[Outline, State
     runner, model.runner = model.runner, cast(Runner, stop)
     try:
         with torch.enable_grad():
-            given.at(place_of(model)).on(model)
+            given.at(device_of(model)).on(model)
     except _Stopped as stopped:
         found, state = stopped.args
         return found, state
@@ -202,7 +202,7 @@ def capture_first_state(model: Chain, given: Invocation) -> tuple[Outline, State
     raise ArgumentError(f"{type(model).__name__}'s forward does not run its steps")
 
 
-def place_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """Returns the device of a model's first parameter."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
@@ -212,8 +212,8 @@ def kernel_device(model: nn.Module) -> torch.device:
 
     Meta tensors run other kernels for attention and LSTMs than any device does.
     """
-    place = place_of(model)
-    return torch.device("cpu") if place.type == "meta" else place
+    device = device_of(model)
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
@@ -265,7 +265,7 @@ class UnknownTargets(ArgumentError):
     """A loss reads numbers out of targets that have none."""
 
 
-def with_loss_errors(loss: Loss, place: torch.device) -> Loss:
+def with_loss_errors(loss: Loss, device: torch.device) -> Loss:
     """Returns a loss that takes targets on meta, which become zeros, and whose failures say so.
 
     They are ArgumentErrors: it does not take what the model returns, or returns no scalar.
@@ -273,7 +273,7 @@ def with_loss_errors(loss: Loss, place: torch.device) -> Loss:
     name = _name(loss)
 
     def explained_loss(outputs: Any) -> Tensor:
-        targets = _ZerosForMeta(place)
+        targets = _ZerosForMeta(device)
         try:
             with targets:
                 found = loss(outputs)
@@ -311,22 +311,22 @@ def checked_loss(loss: Loss, found: Any) -> Tensor:
 class _ZerosForMeta(TorchFunctionMode):
     """Hands functions zeros on a device for meta tensors, the same each time."""
 
-    def __init__(self, place: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.place = place
+        self.device = device
         # a tensor stays alive beside its zeros, so that no other gets its id
         self.zeros: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.place.type != "meta":
-            args, kwargs = pytree.tree_map_only(Tensor, self._placed, (args, kwargs))
+        if self.device.type != "meta":
+            args, kwargs = pytree.tree_map_only(Tensor, self._zeros, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
-    def _placed(self, value: Tensor) -> Tensor:
+    def _zeros(self, value: Tensor) -> Tensor:
         if value.device.type != "meta" or isinstance(value, nn.Parameter):
             return value
         if id(value) not in self.zeros:
-            zeros = as_data(torch.zeros_like(value, device=self.place))
+            zeros = as_data(torch.zeros_like(value, device=self.device))
             self.zeros[id(value)] = value, zeros
         return self.zeros[id(value)][1]
 

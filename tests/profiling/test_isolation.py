@@ -20,7 +20,7 @@ from tests.training import assert_same, everything
 from zoo.chain import Chain, Steps
 from zoo.errors import PlanError
 from zoo.profiling.isolation import in_fork, isolated
-from zoo.tracing.ahead import TraceError
+from zoo.tracing.isolated_trace import TraceError
 
 # its stream is one of those that planning moves
 np = pytest.importorskip("numpy", reason="planning for a budget needs NumPy")

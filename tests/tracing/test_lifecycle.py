@@ -182,7 +182,7 @@ def test_threads_may_share_a_model(kind: str, monkeypatch: pytest.MonkeyPatch) -
     def forward(size: int) -> None:
         batch = torch.empty(size, 50 - size)
         if kind == "chain":
-            runner.settle(zoo.Chain(), steps, (batch,))
+            runner.plan_for(zoo.Chain(), steps, (batch,))
         else:
             patched._traces_for(patched._spec(Invocation((batch,))))
 

@@ -21,7 +21,7 @@ from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
 from zoo.profiling.chain_profile import Profile
 from zoo.profiling.peak_memory import trace
-from zoo.tracing.ahead import graph_of
+from zoo.tracing.isolated_trace import graph_of
 from zoo.tracing.partition import ModelSteps, block_paths, partition
 from zoo.tracing.tracer import Tracer, tensors_held_by
 

@@ -18,7 +18,7 @@ from zoo.invocation import Invocation
 from zoo.planner.plan import Plan
 from zoo.policy.budget import STREAM, BudgetPlanner
 from zoo.profiling.tensor_spec import tensors_in
-from zoo.tracing.ahead import TraceError
+from zoo.tracing.isolated_trace import TraceError
 from zoo.tracing.planned_forward import patched_forward
 
 

@@ -21,7 +21,7 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, runner_for
 from zoo.profiling.progress import shown
-from zoo.tracing.ahead import graph_of
+from zoo.tracing.isolated_trace import graph_of
 from zoo.tracing.partition import ModelSteps, check_switches, partition, paths_of
 from zoo.tracing.planned_forward import Patch, PatchedForward, named_steps, patched_forward
 from zoo.units import counted
@@ -116,7 +116,7 @@ def _attach(model: Chain, option: Any, inputs: Any, steps: Sequence[str] | None)
     runner = runner_for(*option)
     if inputs is not None and runner is not None:
         check_training(model, "zoo.checkpoint")
-        runner.settle(model, *capture_first_state(model, Invocation.of(inputs)))
+        runner.plan_for(model, *capture_first_state(model, Invocation.of(inputs)))
     model.runner = runner
 
 

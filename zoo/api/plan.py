@@ -38,8 +38,8 @@ from zoo.invocation import (
     Invocation,
     Loss,
     check_training,
+    device_of,
     nothing_trained,
-    place_of,
     title_of,
 )
 from zoo.planner.plan import Plan
@@ -382,7 +382,7 @@ def _shard(model: nn.Module) -> None:
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
-    mesh = init_device_mesh(place_of(model).type, (distributed.get_world_size(),))
+    mesh = init_device_mesh(device_of(model).type, (distributed.get_world_size(),))
     for path in block_paths(model):
         fully_shard(model.get_submodule(path), mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -41,7 +41,7 @@ from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.profiling.timeline import Timeline, compare
-from zoo.tracing.ahead import TraceError
+from zoo.tracing.isolated_trace import TraceError
 from zoo.tracing.planned_forward import named_steps, runner_of
 
 # see profiling.source_location
@@ -164,7 +164,7 @@ def _decided(
     try:
         with torch.enable_grad():
             found = steps_of(model, inputs.map(lambda tensor: tensor.to("meta")))
-            return runner.settle(model, found.outline, found.state)  # type: ignore[arg-type]
+            return runner.plan_for(model, found.outline, found.state)  # type: ignore[arg-type]
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise

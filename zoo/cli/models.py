@@ -26,7 +26,7 @@ from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.chain_axis import block_name
 from zoo.report.escaping import markdown_table
-from zoo.tracing.ahead import TraceError
+from zoo.tracing.isolated_trace import TraceError
 from zoo.tracing.partition import ModelSteps
 from zoo.units import counted, format_bytes
 

@@ -421,8 +421,8 @@ class Recording:
         tensor = found.tensor
         if not tensor.requires_grad and is_small(tensor):
             # one copy for all tensors of a storage, as long as nobody writes it
-            alike = (other for other in earlier_of(found) if other.version == found.version)
-            copy = next((other.copy for other in alike if other.copy is not None), None)
+            of_version = (other for other in earlier_of(found) if other.version == found.version)
+            copy = next((other.copy for other in of_version if other.copy is not None), None)
             found.hold(_copied(tensor.untyped_storage(), tensor) if copy is None else copy)
 
     def before_write(self, tensor: Tensor) -> None:

@@ -110,7 +110,7 @@ class Handle:
         else:
             self.is_written = True
 
-    def settle(self) -> None:
+    def look_for_writes(self) -> None:
         """Looks at the end of the forward whether the tensor was written after it was saved."""
         original = self.original()
         if original is not None:
@@ -381,7 +381,7 @@ def prune(segment: Segment) -> None:
     # a forward may turn to another segment inside of a vmap around a backward of its own
     with without_modes():
         for handle in handles:
-            handle.settle()
+            handle.look_for_writes()
         found = schedule(segment.backwards(), _goals(handles), ())
         segment.recording.close([node for node, _ in found])
     segment.scheduled, segment.scheduled_for = found, len(handles)

@@ -67,7 +67,7 @@ def _is_independent(optimizer: Optimizer, sparse: bool) -> bool:
     def twin() -> Optimizer:
         groups = optimizer.param_groups
         small = [{**group, "params": _small_parameters(group["params"])} for group in groups]
-        return alike(optimizer, small)
+        return optimizer_like(optimizer, small)
 
     whole, single = twins = twin(), twin()
     for number in range(STEPS):
@@ -89,7 +89,7 @@ def _written(optimizer: Optimizer) -> list[Any]:
     return pytree.tree_leaves([optimizer.param_groups, numbers])
 
 
-def alike(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def optimizer_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Returns an optimizer like this one for other groups, without state and hooks."""
     # torch leaves hooks out, but also what a class of the user's has beside its groups
     other = copy.copy(optimizer)

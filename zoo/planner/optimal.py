@@ -270,12 +270,12 @@ class DPTable:
         """Finds the values of a state in all of its rows for successive ends."""
         rows, places = self.space.rows[state], []
         # rows by the additional bytes that are held when the step is kept
-        alike: dict[int, list[int]] = {}
+        by_growth: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             first, own_first, _ = self.entries.place(state, number, ends.item(0))
             places.append(slice(first, first + len(ends)))
-            alike.setdefault(row.grown, []).append(number)
-        for numbers in alike.values():
+            by_growth.setdefault(row.grown, []).append(number)
+        for numbers in by_growth.values():
             self._keep(state, numbers, ends)
         number = self.space.own[state]
         own = self.values.of(places[number])

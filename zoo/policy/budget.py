@@ -28,7 +28,7 @@ from zoo.chain import Outline, State, step_names
 from zoo.engine.devices import counts_memory, free_bytes
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, Interrupted, needed, shortened
-from zoo.invocation import place_of, title_of, with_loss
+from zoo.invocation import device_of, title_of, with_loss
 from zoo.planner import schemes
 from zoo.planner.costs import Simulation, least_possible, simulate
 from zoo.planner.plan import Item, Plan, falling, thinned
@@ -79,12 +79,12 @@ class BudgetPlanner:
         self.names = tuple(step_names(model, outline.steps))
         self.steps = len(outline.steps)
         self.make, self.parameters = optimizer, tuple(model.parameters())
-        self.place = place_of(model)
+        self.model_device = device_of(model)
         self.device = device_named(device) if device is not None else None
         if not isinstance(optimizer, OptimizerBytes):
             optimizer = self._optimizer_bytes(optimizer_in_backward)
         self.optimizer = optimizer
-        block = block_of(self.device.kind if self.device is not None else self.place.type)
+        block = block_of(self.device.kind if self.device is not None else self.model_device.type)
         self.profile = Profile(model, with_loss(outline, loss), state, block)
         self.fixed = _fixed_bytes(model, state, optimizer, self.profile, block)
         self.kernels: Sequence[KernelCosts | None] = ()
@@ -92,7 +92,7 @@ class BudgetPlanner:
 
     def measured(self) -> "BudgetPlanner":
         """Returns a planner with measured kernels, unless its device is not here."""
-        is_here = self.device is None and self.place.type != "meta"
+        is_here = self.device is None and self.model_device.type != "meta"
         return self.changed(kernels=self.profile.kernels()) if is_here else self
 
     def in_backward(self) -> "BudgetPlanner":
@@ -188,13 +188,14 @@ class BudgetPlanner:
     def bytes_of(self, budget: Any) -> int:
         """Returns a budget in bytes."""
         if budget == "device":
-            kinds = {self.place.type, "cpu" if self.place.type == "meta" else self.place.type}
+            own = self.model_device
+            kinds = {own.type, "cpu" if own.type == "meta" else own.type}
             if self.device is not None and self.device.kind not in kinds:
                 raise ArgumentError(
                     "memory_budget='device' is the free memory of the model's device, "
-                    f"{self.place}, but device= plans for another one; give bytes such as '80GiB'"
+                    f"{own}, but device= plans for another one; give bytes such as '80GiB'"
                 )
-            return free_on(self.place) + self.fixed.parameters + self.fixed.buffers
+            return free_on(own) + self.fixed.parameters + self.fixed.buffers
         if isinstance(budget, float):
             return int(budget * self.baseline.peak)
         return parse_bytes(budget, "memory_budget")

@@ -27,7 +27,7 @@ from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError
 from zoo.invocation import InputSpec, Invocation
 from zoo.optimizer.in_backward import attached_to
-from zoo.optimizer.independence import alike
+from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, indices
@@ -108,7 +108,7 @@ class PlannedRunner:
         refused = None
         with without_modes():
             try:
-                plan = self.settle(chain, outline, inputs)
+                plan = self.plan_for(chain, outline, inputs)
             except StepError as error:
                 # the step's own error tells more
                 plan, refused = schemes.each_block(outline.blocks, outline.whole), error
@@ -117,7 +117,7 @@ class PlannedRunner:
             raise refused
         return outputs
 
-    def settle(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
+    def plan_for(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Puts the plan for inputs like these in force and returns it."""
         spec = _spec(chain, outline, inputs)
         # a copy, since other threads may add plans meanwhile
@@ -150,11 +150,11 @@ class PlannedRunner:
         outline: Outline,
         inputs: State,
         *,
-        foreseen: BudgetPlanner | None = None,
+        later_step: BudgetPlanner | None = None,
     ) -> Plan:
         """Returns the plan that the option chooses for a chain and its inputs.
 
-        `foreseen` is a later training step, whose inputs may not fit now: then `True` runs no
+        `later_step` is a later training step, whose inputs may not fit now: then `True` runs no
         kernels and takes workspaces from there.
         """
         option = self.checkpoint
@@ -167,7 +167,7 @@ class PlannedRunner:
             request = repr((*steps, _spec(chain, outline, inputs), *bounds))
             if option == "auto":
                 return _first_decided(request, lambda: self._planned(chain, outline, inputs))
-            return _first_decided(request, lambda: _least(chain, outline, inputs, foreseen))
+            return _first_decided(request, lambda: _least(chain, outline, inputs, later_step))
         if isinstance(option, int):
             return schemes.segments(outline.blocks, option)
         blocks = outline.blocks, outline.whole
@@ -209,7 +209,7 @@ def has_lazy(model: nn.Module) -> bool:
     return any(map(is_lazy, (*model.parameters(), *model.buffers())))
 
 
-def _least(chain: Chain, outline: Outline, inputs: State, foreseen: BudgetPlanner | None) -> Plan:
+def _least(chain: Chain, outline: Outline, inputs: State, later_step: BudgetPlanner | None) -> Plan:
     """Returns the plan with the least peak of the whole training step.
 
     The peak counts activations; gradients of parameters, from when the backward makes them to when
@@ -223,11 +223,11 @@ def _least(chain: Chain, outline: Outline, inputs: State, foreseen: BudgetPlanne
         return least_memory(replace(profile.costs(), returned=returned))
     is_here = profile.device.type != "meta" and active_fake_mode() is None
     kernels: Sequence[KernelCosts | None] = ()
-    if foreseen is not None:
-        kernels = foreseen.kernels_for(profile)
+    if later_step is not None:
+        kernels = later_step.kernels_for(profile)
     elif is_here and not is_profiling():
         kernels = profile.kernels(timed=False)
-    optimizer = _optimizer_in_backward(chain) if foreseen is None else foreseen.optimizer
+    optimizer = _optimizer_in_backward(chain) if later_step is None else later_step.optimizer
     updates = None if optimizer is None else optimizer.updates
     costs = profile.costs(kernels=kernels, updates=updates)
     return least_memory(replace(costs, returned=returned).with_parameter_gradients())
@@ -241,7 +241,7 @@ def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:
     try:
         group = attached.param_groups[0]
         return optimizer_bytes(
-            lambda parameters: alike(attached, [{**group, "params": parameters}]),
+            lambda parameters: optimizer_like(attached, [{**group, "params": parameters}]),
             chain.parameters(),
             in_backward=True,
         )
@@ -253,7 +253,7 @@ def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:
 def _settle_uncompiled(
     runner: PlannedRunner, chain: Chain, outline: Outline, inputs: State
 ) -> None:
-    torch.compiler.disable(runner.settle)(chain, outline, inputs)  # type: ignore[no-untyped-call]
+    torch.compiler.disable(runner.plan_for)(chain, outline, inputs)  # type: ignore[no-untyped-call]
 
 
 # torch.compiler.disable sets these on a function; to call it here would import the compiler

@@ -370,7 +370,7 @@ def _fake_buffer(fixes: FakeTensorFixes, buffer: Tensor) -> Tensor:
 
 
 @dataclass
-class _Place:
+class _ChainStep:
     """A step in the chain, and how the tensors and storages of its run are numbered there."""
 
     key: tuple[Hashable, StateSpec]  # its `step_key` and its inputs, numbered from 0
@@ -400,7 +400,7 @@ class _SpecPropagation:
         self.sizes = storages.sizes
         self.inputs = frozenset(range(len(self.sizes)))
         self.tensors = len({spec.tensor for spec in self.states[0] if spec is not None})
-        self.places: list[_Place] = []
+        self.steps: list[_ChainStep] = []
         self.known: dict[Hashable, StepRun] = {}
         # the first step of each key, and the ids of its parameters
         self.samples: dict[Hashable, tuple[Step, list[int]]] = {}
@@ -415,26 +415,26 @@ class _SpecPropagation:
         handed = tuple(map(self._storages, self.states))
         of_forward = map(self._held, held) if held else [frozenset[int]()] * len(steps)
         unread = map(operator.sub, handed[:-1], live[:-1])
-        places = self.places
+        ran = self.steps
         return ChainRun(
-            runs=tuple(place.run for place in places),
-            owners=tuple(place.owners for place in places),
+            runs=tuple(step.run for step in ran),
+            owners=tuple(step.owners for step in ran),
             handed=handed,
             live=live,
-            saved=tuple(place.numbers(place.run.saved) - self.inputs for place in places),
+            saved=tuple(step.numbers(step.run.saved) - self.inputs for step in ran),
             gradients=gradients,
             kernels=tuple(spec for _, spec in self.context.kernels.values()),
             casts=tuple(
-                tuple(place.storages[cast.storage] for cast in place.run.casts) for place in places
+                tuple(step.storages[cast.storage] for cast in step.run.casts) for step in ran
             ),
-            reads=tuple(place.numbers(place.run.read) for place in places),
-            reads_until_saved=tuple(place.numbers(place.run.read_until_saved) for place in places),
-            writes=tuple(place.numbers(place.run.written) for place in places),
-            copied=tuple(place.numbers(place.run.copied) for place in places),
-            kept=tuple(place.numbers(place.run.kept) for place in places),
+            reads=tuple(step.numbers(step.run.read) for step in ran),
+            reads_until_saved=tuple(step.numbers(step.run.read_until_saved) for step in ran),
+            writes=tuple(step.numbers(step.run.written) for step in ran),
+            copied=tuple(step.numbers(step.run.copied) for step in ran),
+            kept=tuple(step.numbers(step.run.kept) for step in ran),
             held=tuple(map(operator.or_, of_forward, unread)),
-            released=tuple(map(self._released, places)),
-            sums=tuple(place.sum for place in places),
+            released=tuple(map(self._released, ran)),
+            sums=tuple(step.sum for step in ran),
             sizes=tuple(self.sizes),
             outside=sum(size for _, size in self.context.outside.values()),
         )
@@ -467,7 +467,7 @@ class _SpecPropagation:
             spec and spec._replace(tensor=names[spec.tensor], storage=numbers[spec.storage])
             for spec in run.outputs
         )
-        self.places.append(_Place(key, given, made, run, names, numbers, owners))
+        self.steps.append(_ChainStep(key, given, made, run, names, numbers, owners))
         if isinstance(part, PassThrough):
             made = part.next_state(self.states[-1], made)
         self.states.append(made)
@@ -491,17 +491,17 @@ class _SpecPropagation:
         is_loss = bool(outputs) and not outputs[0].shape
         held = {s.tensor: self._own(s) for s in outputs if not (is_loss and s.shape)}
         found = [held]
-        for number, place in reversed([*enumerate(self.places)]):
-            self._measure_again(place, held)
+        for number, step in reversed([*enumerate(self.steps)]):
+            self._measure_again(step, held)
             before = {spec.tensor: spec for spec in self._trained(number)}
             after = held
             held = {tensor: after[tensor] for tensor in before if tensor in after}
-            for local, given in place.run.gives.items():
-                tensor, name = place.tensors[local], (number, given.storage)
+            for local, given in step.run.gives.items():
+                tensor, name = step.tensors[local], (number, given.storage)
                 held[tensor] = given._replace(storage=name)
                 if tensor in after:
                     held[tensor] = self._sum(before[tensor], after[tensor], given)
-                    place.sum = max(place.sum, held[tensor].bytes)
+                    step.sum = max(step.sum, held[tensor].bytes)
             found.append(held)
         storages = ({given.storage: given.bytes for given in held.values()} for held in found)
         return tuple(sum(sizes.values()) for sizes in storages)[::-1]
@@ -509,18 +509,18 @@ class _SpecPropagation:
     def _trained(self, number: int) -> list[TensorSpec]:
         return [spec for spec in self.states[number] if spec and spec.requires_grad]
 
-    def _measure_again(self, place: _Place, held: Mapping[int, GradientSpec]) -> None:
+    def _measure_again(self, step: _ChainStep, held: Mapping[int, GradientSpec]) -> None:
         """Runs a step again whose incoming gradients are no contiguous tensors of their own.
 
         Some are held elsewhere, some in more memory than they need: `col2im` returns a tensor in
         memory of the size of the columns.
         """
-        given = {spec.tensor for spec in place.given if spec}
-        made = {spec.tensor for spec in place.made if spec} - given
+        given = {spec.tensor for spec in step.given if spec}
+        made = {spec.tensor for spec in step.made if spec} - given
         others = {found.storage for tensor, found in held.items() if tensor not in made}
         gradients = (
             (output, self._alone(spec, held[spec.tensor]))
-            for output, spec in enumerate(place.made)
+            for output, spec in enumerate(step.made)
             if spec and spec.tensor in made and spec.tensor in held
         )
         incoming = tuple(
@@ -529,7 +529,7 @@ class _SpecPropagation:
             if found.stride is not None or found.storage in others
         )
         if incoming:
-            place.run = self._run(place.key, incoming)
+            step.run = self._run(step.key, incoming)
 
     def _alone(self, spec: TensorSpec, gradient: GradientSpec) -> GradientSpec:
         """Returns a gradient with its strides if it is a part of its memory."""
@@ -548,9 +548,9 @@ class _SpecPropagation:
             self.sizes.append(sum(rounded_up(size, self.context.block) for size in held.others))
         return frozenset(storages - self.inputs)
 
-    def _released(self, place: _Place) -> tuple[tuple[int, int], ...]:
+    def _released(self, step: _ChainStep) -> tuple[tuple[int, int], ...]:
         """Returns when the backward of a step releases inputs that it saved, and their bytes."""
-        released = ((place.storages[number], event) for number, event in place.run.released)
+        released = ((step.storages[number], event) for number, event in step.run.released)
         return tuple((event, -self.sizes[n]) for n, event in released if n not in self.inputs)
 
     def _own(self, spec: TensorSpec) -> GradientSpec:
@@ -576,11 +576,11 @@ class _SpecPropagation:
 
         Without those that are only passed on since the chain returns them, such as a cache of keys.
         """
-        read = {spec.tensor for spec in self.places[-1].made if spec} if self.places else set()
+        read = {spec.tensor for spec in self.steps[-1].made if spec} if self.steps else set()
         found = [self._storages(self.states[-1], read)]
-        for place, state in zip(reversed(self.places), reversed(self.states[:-1]), strict=True):
-            read -= {spec.tensor for spec in place.made if spec}
-            read |= {spec.tensor for spec in place.given if spec}
+        for step, state in zip(reversed(self.steps), reversed(self.states[:-1]), strict=True):
+            read -= {spec.tensor for spec in step.made if spec}
+            read |= {spec.tensor for spec in step.given if spec}
             found.append(self._storages(state, read))
         return tuple(reversed(found))
 

@@ -64,7 +64,7 @@ from zoo.engine.recompute import observed
 from zoo.engine.recording import thread
 from zoo.engine.sharded import sharded_modules
 from zoo.errors import ArgumentError, shortened
-from zoo.invocation import check_module, place_of
+from zoo.invocation import check_module, device_of
 from zoo.optimizer import in_backward, independence
 from zoo.profiling.fake_results import LIFT
 from zoo.profiling.fake_tensors import DEVICE
@@ -118,7 +118,7 @@ class Tracker(ContextDecorator):
         allocator: bool,
     ) -> None:
         check_module(model, "tracking")
-        self.device = place_of(model)
+        self.device = device_of(model)
         if optimizer is not None and not is_optimizer(optimizer):
             raise ArgumentError(
                 "optimizer= takes the optimizer that steps in the block; got "

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from zoo._torch import allocator_history
 from zoo.engine import devices
-from zoo.invocation import place_of
+from zoo.invocation import device_of
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.tensor_spec import storages_of, tensors_in
 
@@ -120,21 +120,21 @@ class StepMemory:
 
 def trace(function: Callable[[], object], device: torch.device | str = "cpu") -> MemoryTrace:
     """Collects garbage, runs a function and records the events of a device's allocator."""
-    place = torch.device(device)
+    chosen = torch.device(device)
     gc.collect()
-    if place.type == "cpu":
+    if chosen.type == "cpu":
         with devices.cpu_events() as events:
             function()
         return MemoryTrace.within((address, size) for _, address, size in events)
-    devices.check_counts_memory(place)
-    place = devices.indexed(place)
-    devices.synchronize(place)
-    devices.reset_peak(place)
-    start = devices.allocated(place)
-    with allocator_history(place) as history:
+    devices.check_counts_memory(chosen)
+    chosen = devices.indexed(chosen)
+    devices.synchronize(chosen)
+    devices.reset_peak(chosen)
+    start = devices.allocated(chosen)
+    with allocator_history(chosen) as history:
         function()
-        devices.synchronize(place)
-    most = devices.peak(place) - start
+        devices.synchronize(chosen)
+    most = devices.peak(chosen) - start
     record = MemoryTrace.within(history_events(history))
     # another allocator has no history, only a peak
     return record if record.events or not most else MemoryTrace(((0, most),), has_history=False)
@@ -180,18 +180,18 @@ def spending(device: str | None = None) -> Iterator[Spending]:
 
     spent = Spending()
     before: dict[torch.device, int] = {}
-    for place in asked():
-        devices.synchronize(place)
-        devices.reset_peak(place)
-        before[place] = devices.allocated(place)
+    for counted in asked():
+        devices.synchronize(counted)
+        devices.reset_peak(counted)
+        before[counted] = devices.allocated(counted)
     with devices.cpu_events() if on_cpu else contextlib.nullcontext() as events:
         yield spent
     if events is not None:
         record = MemoryTrace.within((address, size) for _, address, size in events)
         spent.peaks["cpu"], spent.largest["cpu"] = record.peak, record.blocks_at_peak()
-    for place in asked():
+    for counted in asked():
         # without an entry the block is the first to use the device
-        spent.peaks[str(place)] = devices.peak(place) - before.get(place, 0)
+        spent.peaks[str(counted)] = devices.peak(counted) - before.get(counted, 0)
 
 
 def measure_step(
@@ -206,7 +206,7 @@ def measure_step(
     """
     model.zero_grad(set_to_none=True)
     before = resident_bytes(model, optimizer, inputs)
-    record = trace(step, place_of(model))
+    record = trace(step, device_of(model))
     return StepMemory(
         peak=before.parameters + before.buffers + before.optimizer + before.inputs + record.peak,
         activation_peak=(

@@ -63,8 +63,8 @@ def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
         for run in runs
     ]
     # groups of adjacent blocks whose names differ only after the last dot
-    alike = groupby(enumerate(labels), lambda entry: entry[1].text.rpartition(".")[0] or entry[0])
-    groups = [[label for _, label in group] for _, group in alike]
+    named = groupby(enumerate(labels), lambda entry: entry[1].text.rpartition(".")[0] or entry[0])
+    groups = [[label for _, label in group] for _, group in named]
     numbers = [
         label._replace(text=match[0])
         for group in groups

@@ -199,9 +199,9 @@ class _Search:
         A step that runs out of memory does not tell how much was missing, so from then on the limit
         is bisected between that size's bytes and those of one that fits, at first the smallest.
         """
-        place = self.first.place
-        is_counted = place.type == "cpu" or counts_memory(place)
-        room = free_on(place) if verify is not False and is_counted else 0
+        device = self.first.model_device
+        is_counted = device.type == "cpu" or counts_memory(device)
+        room = free_on(device) if verify is not False and is_counted else 0
         target, low, excess = self.budget, 0, 0
         high: int | None = None
         ran_out: Largest | None = None
@@ -285,7 +285,7 @@ class _Search:
             return BudgetError(
                 f"memory ran out in a real training step of size {ran_out.size}, the smallest, "
                 f"which is predicted to take {exact_bytes(ran_out.predicted_peak)}; the budget is "
-                f"{exact_bytes(self.budget)}. Free memory on {self.first.place}, or pass "
+                f"{exact_bytes(self.budget)}. Free memory on {self.first.model_device}, or pass "
                 "verify=False to rely on the prediction.",
                 self.budget,
             )
@@ -315,7 +315,7 @@ class _Search:
             try:
                 step = CopiedStep(
                     estimates.model,
-                    estimates.make_inputs(candidate.size, self.first.place),
+                    estimates.make_inputs(candidate.size, self.first.model_device),
                     estimates.optimizer,
                     estimates.loss or mean_of,
                     fake=False,

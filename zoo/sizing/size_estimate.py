@@ -27,7 +27,7 @@ from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import KernelSpec
-from zoo.tracing.ahead import TraceError
+from zoo.tracing.isolated_trace import TraceError
 from zoo.tracing.planned_forward import runner_of
 from zoo.units import format_bytes
 
@@ -67,7 +67,7 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
             if runner is not None:
                 chain: Any = model
                 given = chain, planner.outline, planner.state
-                plan = runner.decide(*given, foreseen=planner)
+                plan = runner.decide(*given, later_step=planner)
             return planner.of_model(planner.point(plan))
         except BudgetError as error:
             raise ArgumentError(
@@ -103,7 +103,7 @@ class SizeEstimates:
         with shown(f"size {count * self.unit}"):
             if (planner := self.trace(count)) is None:
                 return None
-            is_here = self.device is None and planner.place.type != "meta"
+            is_here = self.device is None and planner.model_device.type != "meta"
             # a limit on the overhead needs measured seconds
             is_timed = is_here and self.max_overhead is not None and not planner.kernels_measured
             peak = (planner.least if is_timed else self.policy(planner, None)).peak

@@ -39,7 +39,7 @@ from torch.fx.node import map_aggregate
 from zoo._torch import DisableAutocast, FakeTensorMode
 from zoo.chain import Held, NamedStep, Outline, PassThrough, Source, State, Step
 from zoo.errors import ArgumentError, nearest
-from zoo.invocation import place_of
+from zoo.invocation import device_of
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.tracing.tracer import Call, Graph, GraphValue
 
@@ -142,7 +142,7 @@ def partition(model: nn.Module, graph: Graph, blocks: Sequence[str]) -> ModelSte
 
 class _Partition:
     def __init__(self, model: nn.Module, graph: Graph) -> None:
-        self.graph, self.device = graph, place_of(model)
+        self.graph, self.device = graph, device_of(model)
         self.modules = dict(model.named_modules())
         self.views = _views_of_owned(graph)
         self.calls, self.loss_calls = (

@@ -38,7 +38,7 @@ from zoo.planner.schemes import SegmentsError
 from zoo.policy.budget import Budget
 from zoo.policy.options import Checkpoint, PlannedRunner, has_lazy, runner_for
 from zoo.profiling.progress import shown
-from zoo.tracing.ahead import TraceError, graph_of
+from zoo.tracing.isolated_trace import TraceError, graph_of
 from zoo.tracing.partition import check_switches, partition, paths_of
 from zoo.tracing.tracer import Graph, Tracer
 
@@ -327,7 +327,7 @@ class PatchedForward(Patch):
         module = self.module()
         with without_modes(), torch.enable_grad():
             steps = partition(module, graph, paths_of(module, self.patterns))
-            plan = self.runner().settle(module, steps.outline, steps.state)  # type: ignore[arg-type]
+            plan = self.runner().plan_for(module, steps.outline, steps.state)  # type: ignore[arg-type]
         return Script(operators, steps.boundaries, plan, visits)
 
 

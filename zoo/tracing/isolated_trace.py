@@ -28,9 +28,9 @@ from zoo.invocation import (
     Invocation,
     Loss,
     UnknownTargets,
+    device_of,
     kernel_device,
     own_loss,
-    place_of,
     with_loss_errors,
 )
 from zoo.profiling.fake_tensors import (
@@ -126,7 +126,7 @@ class _Forward:
     def on_fakes(self, is_apart: bool) -> Graph | None:
         """Traces on fake tensors; None if the forward needs values that these do not have."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        on_meta = place_of(self.model).type == "meta"
+        on_meta = device_of(self.model).type == "meta"
         fixes = FakeTensorFixes(mode, strict=True, moves_meta=on_meta)
         fake = functools.cache(functools.partial(self._fake, fixes))
         owned = (*self.model.parameters(), *self.model.buffers())

@@ -19,8 +19,8 @@ from tests.tracing.runs import Deciding, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.profiling.isolation import Failed
-from zoo.tracing import ahead
-from zoo.tracing.ahead import graph_of
+from zoo.tracing import isolated_trace
+from zoo.tracing.isolated_trace import graph_of
 
 TABLE: list[int] = []
 
@@ -140,11 +140,11 @@ def test_numbers_that_are_not_there_are_those_of_zeros_where_all_is_small() -> N
 def test_numbers_that_are_not_there_are_refused_where_it_is_large(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "LARGEST", 10)
+    monkeypatch.setattr(isolated_trace, "LARGEST", 10)
     with pytest.raises(ArgumentError, match=r"reads numbers out of tensors.*first training step"):
         graph_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
-    monkeypatch.setattr(ahead, "LARGEST", 1 << 20)
-    monkeypatch.setattr(ahead, "MOST_MADE", 10)
+    monkeypatch.setattr(isolated_trace, "LARGEST", 1 << 20)
+    monkeypatch.setattr(isolated_trace, "MOST_MADE", 10)
     with pytest.raises(ArgumentError, match="reads numbers out of tensors"):
         graph_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
 
@@ -186,7 +186,8 @@ class Failing(nn.Module):
 def test_what_a_forward_raises_is_told_with_its_line() -> None:
     given = Invocation((torch.rand(4, 5),))
     with pytest.raises(
-        ArgumentError, match=r"Failing does not take.*KeyError: 'no such word' \(.*ahead.py:\d+"
+        ArgumentError,
+        match=r"Failing does not take.*KeyError: 'no such word' \(.*isolated_trace.py:\d+",
     ):
         graph_of(Failing("raises"), given)
     with pytest.raises(ArgumentError, match=r"RuntimeError: .*\[4, 5\] X \[6, 6\]"):
