@@ -220,9 +220,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "kernels of lists count versions where the plan keeps",
-            "            return self._run_outside(kernel, effects, written, args, kwargs)\n"
-            "        node =",
-            "            return kernel(*args, **kwargs)\n        node =",
+            "        if effects.lists:\n",
+            "        if effects.lists and self.recording is not None:\n",
             "test_kernel_segments",
         ),
         (

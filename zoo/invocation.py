@@ -116,14 +116,14 @@ class InputSpec(NamedTuple):
         """Describes arguments; values that are no tensors count by their types.
 
         A model of which more is trained, or in another type, is planned for anew; so is one under
-        autocast, and one with an optimizer in the backward, which frees gradients.
+        another autocast, and one with an optimizer in the backward, which frees gradients.
         """
         leaves, tree = pytree.tree_flatten((given.args, given.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = tuple((t.numel(),) if t.is_nested else tuple(t.shape) for t in tensors)
         autocast = tuple(
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-            for device in sorted({tensor.device.type for tensor in tensors})
+            for device in sorted({device_of(model).type, *(t.device.type for t in tensors)})
             if torch.amp.is_autocast_available(device)
         )
         in_backward = attached_to(model.parameters()) is not None

@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import re
+import threading
 
 import pytest
 import torch
@@ -158,6 +159,27 @@ def test_a_loss_that_is_a_method_of_the_model_is_that_of_the_copy(device):
     before = copy.deepcopy(everything(model))
     zoo.anatomy(model, batch, loss=model.loss, device=device)
     assert_same(everything(model), before)
+
+
+class Locked:
+    """A loss that cannot be copied, and need not be."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, output):
+        with self.lock:
+            return output.square().mean()
+
+
+@pytest.mark.parametrize("loss", [Locked(), Locked().__call__])
+def test_a_loss_that_is_no_module_is_called_as_it_is(loss):
+    assert zoo.anatomy(nn.Linear(4, 4), torch.rand(8, 4), loss=loss).baseline.peak > 0
+
+
+def test_complex_outputs_have_a_mean():
+    model = nn.Linear(4, 4, dtype=torch.complex64)
+    assert zoo.anatomy(model, torch.rand(8, 4, dtype=torch.complex64)).baseline.peak > 0
 
 
 def test_nothing_of_the_models_size_is_allocated_for_meta_inputs():

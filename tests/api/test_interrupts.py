@@ -15,7 +15,7 @@ from tests.training import Residuals, assert_same, everything, images
 from zoo.cli.main import run
 from zoo.errors import Interrupted
 from zoo.profiling import progress
-from zoo.profiling.progress import Part
+from zoo.profiling.progress import WorkPart
 
 Interrupt = Callable[[str, int], list[str]]
 
@@ -30,7 +30,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
     def at(name: str, number: int) -> list[str]:
         begun: list[str] = []
 
-        class Interrupting(Part):
+        class Interrupting(WorkPart):
             def __setattr__(self, attribute: str, value: Any) -> None:
                 super().__setattr__(attribute, value)
                 if attribute == "name":
@@ -45,7 +45,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
                 ):
                     raise KeyboardInterrupt
 
-        monkeypatch.setattr(progress, "Part", Interrupting)
+        monkeypatch.setattr(progress, "WorkPart", Interrupting)
         return begun
 
     return at

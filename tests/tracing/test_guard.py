@@ -134,12 +134,20 @@ def test_autocast_is_a_kind_of_its_own() -> None:
     assert_same(one, other)
 
 
-def test_a_budget_is_kept_to_under_autocast_that_came_later() -> None:
-    model = zoo.checkpoint(Net(), memory_budget="64MiB")
+class OfANumber(Net):
+    """Makes its own images."""
+
+    def forward(self, size: Any) -> Tensor:
+        return super().forward(images() if isinstance(size, int) else size)
+
+
+@pytest.mark.parametrize("make", [images, lambda: 2])
+def test_a_budget_is_kept_to_under_autocast_that_came_later(make: Callable[[], Any]) -> None:
+    model = zoo.checkpoint(OfANumber(), memory_budget="64MiB")
     plans = []
     for enabled in (False, True, True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            model(images())
+            model(make())
         plans.append(planned_forward.patched_forward(model).latest)
     without, first, second, again = plans
     assert first is second

@@ -56,9 +56,10 @@ def checkpoint(
     runs block by block and is traced, and the plan is in force from the next one on. A budget and a
     plan of your own are in force from the first one on: for them the forward is traced ahead, on
     fake tensors in a forked process. Where `inputs` are given (a tensor, a tuple of arguments or a
-    dict of keyword arguments), this call does so and plans for them, whatever the option. `steps`
-    names the modules that count as blocks, with `*` for any name: `["encoder.layers.*"]`. A
-    `zoo.Chain` has its own blocks, and plans at its first training forward or for `inputs`.
+    dict of keyword arguments), this call does so and plans for them, whatever the option; call it
+    under the autocast that the training has, if any. `steps` names the modules that count as
+    blocks, with `*` for any name: `["encoder.layers.*"]`. A `zoo.Chain` has its own blocks, and
+    plans at its first training forward or for `inputs`.
 
     A budget counts the state of AdamW, or that of the optimizer that steps in the backward, and
     nothing of a loss outside of the model: `zoo.plan` takes the optimizer and the loss, and the

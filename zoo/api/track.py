@@ -36,7 +36,7 @@ from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
-from zoo.profiling.optimizer_memory import MakeOptimizer, made_by
+from zoo.profiling.optimizer_memory import MakeOptimizer, check_maker, made_by
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
@@ -194,8 +194,10 @@ class CopiedStep:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         own = functools.partial(_own, self.mode, device)
         fakes = {} if self.mode is None else _fakes(model, own, device)
-        # at once: a loss that is a method of the model, or has state, stays with its model
-        self.model, loss = copy.deepcopy((model, loss), fakes)
+        self.model = copy.deepcopy(model, fakes)
+        if _is_of_module(loss):
+            # its modules that are the model's are the copy's
+            loss = copy.deepcopy(loss, fakes)
         self.loss = with_loss_errors(loss, device)
         if wrap is not None:
             wrap(self.model)
@@ -278,7 +280,9 @@ def optimizer_of(
 ) -> torch.optim.Optimizer | None:
     """Makes an optimizer of what is trained; with `in_backward` SGD where there is no `make`."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    make = make or (torch.optim.SGD if in_backward else None)
+    make = torch.optim.SGD if make is None and in_backward else make
+    if make is not None:
+        check_maker(make)
     return made_by(make, trained) if make is not None and trained else None
 
 
@@ -295,6 +299,13 @@ def stepping_in_backward(
             # a backward may have raised
             handle.reset()
             handle.remove()
+
+
+def _is_of_module(loss: Any) -> bool:
+    """Says whether a loss is a module, or a method of one, which may be the model."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return isinstance(getattr(loss, "__self__", loss), nn.Module)
 
 
 def own_copy(inputs: Invocation) -> Invocation:
@@ -314,7 +325,9 @@ def mean_of(outputs: Any) -> Tensor:
     own = own_loss(outputs)
     if isinstance(own, Tensor) and own.numel() == 1:
         return own
-    floating = (tensor for tensor in tensors_in(outputs) if tensor.is_floating_point())
+    found = tensors_in(outputs)
+    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in found)
+    floating = (tensor for tensor in numbers if tensor.is_floating_point())
     means = [tensor.mean() if tensor.ndim else tensor for tensor in floating]
     if not means:
         raise ArgumentError(NO_LOSS)

@@ -166,7 +166,7 @@ def records() -> bool:
 
 @contextlib.contextmanager
 def observed(observer: Callable[[], Any]) -> Iterator[None]:
-    """Asks inside the block where each recorded kernel was called, for `origin` in its replay."""
+    """Asks inside the block where each kernel was called; in its replay `thread.origin` says it."""
     earlier, thread.observer = thread.observer, observer
     try:
         yield

@@ -584,7 +584,7 @@ class KernelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Recorder(KernelMode):
-    """Records the kernels of an outermost segment."""
+    """Records the kernels of an outermost segment, and runs others as they are."""
 
     # what a compiled block saves is kept
     keeps_compiled = True
@@ -707,7 +707,7 @@ class Recorder(KernelMode):
             self.before_write(tensor)
         out = kernel(*args, **kwargs)
         if effects.lists:
-            # a kernel of lists does not count them below a mode
+            # below a mode a kernel of lists does not count the versions that it makes
             torch.autograd.graph.increment_version(written_by(effects, args, kwargs))
         return out
 

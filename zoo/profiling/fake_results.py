@@ -39,6 +39,7 @@ from zoo._torch import (
     unset_fake_temporarily,
 )
 from zoo.engine.operator_effects import effects_of, is_view
+from zoo.errors import LONGEST, in_a_line
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_in
 
 _aten = torch.ops.aten
@@ -87,7 +88,7 @@ def result_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         raise
     except RuntimeError:
         made = _specs_of_results(func, args, kwargs)
-        if made is None:
+        if not isinstance(made, list):
             raise
         fakes = [_empty(mode, s.shape, s.stride, s.dtype, args[0].device) for s in made]
         return fakes[0] if len(func._schema.returns) == 1 else tuple(fakes)
@@ -95,12 +96,12 @@ def result_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     return result if correct is None else correct(mode, result, *args)
 
 
-# what kernels return where torch's rules do not say it, by the repr of the call's spec
-_results: dict[str, list[TensorSpec] | None] = {}
+# what kernels return where torch's rules do not say it, or raise; by the repr of the call's spec
+_results: dict[str, list[TensorSpec] | str] = {}
 
 
-def _specs_of_results(func: Any, args: Any, kwargs: Any) -> list[TensorSpec] | None:
-    """Returns specs of what the CPU's kernel returns for real; None if that raises, too."""
+def _specs_of_results(func: Any, args: Any, kwargs: Any) -> list[TensorSpec] | str | None:
+    """Returns specs of what the CPU's kernel returns for real, or the error; None if not tried."""
     spec = KernelSpec.of(func, args, kwargs) if effects_of(func).simple else None
     if spec is None or not isinstance(args[0], Tensor):
         return None
@@ -110,8 +111,8 @@ def _specs_of_results(func: Any, args: Any, kwargs: Any) -> list[TensorSpec] | N
             operator, args, kwargs = spec.prepared()
             try:
                 made = tensors_in(operator(*args, **kwargs))
-            except Exception:
-                _results[repr(spec)] = None
+            except Exception as error:
+                _results[repr(spec)] = in_a_line(error, LONGEST)
             else:
                 _results[repr(spec)] = [TensorSpec.of(tensor) for tensor in made]
     return _results[repr(spec)]
@@ -351,8 +352,8 @@ def _lstm(mode: FakeTensorMode, result: Any, *args: Any) -> Any:
         # it makes none, and an undefined tensor is None
         return (*outputs, None)
     made = _specs_of_results(LSTM, args, {})
-    if made is None:
-        raise RuntimeError("this LSTM fails on real tensors, so that its workspace is unknown")
+    if not isinstance(made, list):
+        raise RuntimeError(f"this LSTM, whose workspace is unknown, fails on real tensors: {made}")
     size = sum(spec.bytes for spec in made[len(outputs) :])
     return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
 

@@ -41,7 +41,7 @@ NO_FORK = "fork-based multiprocessing"
 PATIENCE = 30
 # packages that start processes and wait for them
 STARTING = ("subprocess", "multiprocessing", "concurrent")
-# modules that fake tensors need, which it takes up to 0.2 s to import each
+# modules that fake tensors need; each takes up to 0.2 s to import
 FOR_FAKES = (
     "torch.fx.experimental.symbolic_shapes",
     "torch._functorch.config",

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Task:
+class WorkPart:
     """A part of the work: its name, and the items that it counts, if any."""
 
     name: str
@@ -44,7 +44,7 @@ class _Local(threading.local):
     """The nested parts that a thread is in, the outermost first."""
 
     def __init__(self) -> None:
-        self.parts: list[Task] = []
+        self.parts: list[WorkPart] = []
 
 
 _local = _Local()
@@ -59,7 +59,7 @@ def shown(name: str) -> Iterator[None]:
     parts, ended = _local.parts, threading.Event()
     thread = threading.Thread(target=_show, args=(parts, ended, sys.stderr), daemon=True)
     is_shown = not parts and is_wanted()
-    parts.append(Task(name))
+    parts.append(WorkPart(name))
     try:
         if is_shown:
             thread.start()
@@ -73,7 +73,7 @@ def shown(name: str) -> Iterator[None]:
 
 def each(counted: str, items: Collection[T]) -> Iterator[T]:
     """Yields items; shows how many are done in the innermost `shown` block, if there is one."""
-    part = _local.parts[-1] if _local.parts else Task("")
+    part = _local.parts[-1] if _local.parts else WorkPart("")
     part.counted, part.total = counted, len(items)
     for part.done, item in enumerate(items):
         yield item
@@ -89,7 +89,7 @@ def is_wanted() -> bool:
     return multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
 
 
-def _show(parts: Sequence[Task], ended: threading.Event, file: TextIO) -> None:
+def _show(parts: Sequence[WorkPart], ended: threading.Event, file: TextIO) -> None:
     start, latest = time.time(), ""
     if ended.wait(DELAY):
         return
@@ -100,7 +100,7 @@ def _show(parts: Sequence[Task], ended: threading.Event, file: TextIO) -> None:
             now = [*parts]
             words = _words(now)
             if bar is not None:
-                last = now[-1] if now else Task("")
+                last = now[-1] if now else WorkPart("")
                 bar.bar_format = BAR if last.counted else WITHOUT_COUNT
                 if last.total not in (0, bar.total):
                     bar.reset(last.total)
@@ -128,7 +128,7 @@ def _bar(file: TextIO) -> Any:
     return kind(total=1, file=file, leave=False, dynamic_ncols=True, bar_format=WITHOUT_COUNT)
 
 
-def _words(parts: Sequence[Task]) -> str:
+def _words(parts: Sequence[WorkPart]) -> str:
     """Joins the names of the parts and their counts; the innermost count is only in the bar."""
     words: list[str] = []
     for part in parts:

@@ -194,7 +194,7 @@ class ModelRow:
         )
 
     def cells(self, shown: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the cells of a report's table of some variants, by column: texts and Cells."""
+        """Returns the texts and TableCells of a report's table of some variants, by column."""
         parameters = MISSING if self.parameters is None else f"{self.parameters / 1e6:.2f} M"
         times = {f"step time: {name}": self.time_cell(kind) for kind, name in shown.items()}
         return {

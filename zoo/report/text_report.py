@@ -122,8 +122,8 @@ def show(rows: Sequence[ModelRow], title: str, console: Console) -> None:
     If the table is too wide, the numbers of a cell go below each other; if that is still too wide,
     some columns are left out. The report on disk has them all.
     """
-    tables = [(LEFT_OUT_FIRST[:count], True) for count in range(len(LEFT_OUT_FIRST) + 1)]
-    for left_out, broken in ((), False), *tables:
+    tries = [(LEFT_OUT_FIRST[:count], True) for count in range(len(LEFT_OUT_FIRST) + 1)]
+    for left_out, broken in ((), False), *tries:
         table = _table(rows, title, left_out, broken)
         # the full width, not the one to which rich would shrink it
         unlimited = console.options.update(max_width=1000)

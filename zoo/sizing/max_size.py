@@ -18,7 +18,7 @@ from torch import nn
 from zoo.api.track import CopiedStep, mean_of
 from zoo.engine.devices import counts_memory, random_state_restored
 from zoo.errors import ArgumentError, BudgetError, Interrupted
-from zoo.invocation import Inputs, Loss, check_module
+from zoo.invocation import Inputs, Loss, check_loss, check_module
 from zoo.planner.plan import Plan
 from zoo.policy.budget import free_on, only_in_backward, ways_out
 from zoo.policy.options import Checkpoint
@@ -152,6 +152,7 @@ def largest(
         OptimizerError: a real step's optimizer cannot step in the backward.
     """
     check_module(model, "zoo.largest")
+    check_loss(loss)
     if isinstance(memory_budget, float):
         raise ArgumentError(
             f"memory_budget={memory_budget}: a float is a fraction of the baseline's peak, which "
