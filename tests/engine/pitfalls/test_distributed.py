@@ -249,12 +249,22 @@ CHECKS: dict[str, Callable[[], None]] = OTHERS | {
 }
 
 
+DIFFERS = pytest.mark.skipif(
+    torch.__version__ < (2, 14),
+    reason="before torch 2.14 two runs of the baseline differ: a pipeline infers shapes by a run "
+    "on memory that nobody wrote, whose numbers stay in the statistics of norms",
+)
+NAMES = [
+    pytest.param(name, marks=DIFFERS if name.startswith("pipeline") else ()) for name in CHECKS
+]
+
+
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Failures:
     return failures_in(2, __name__, tmp_path_factory.mktemp("processes"))
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_holds_in_each_of_two_processes(name: str, failures: Failures) -> None:
     """By name: DDP default, with unused parameters (longformer#63, pytorch#24005,
     transformers#4659), with a static graph; one block twice (FocalNet#4, pytorch#24005); with
