@@ -7,6 +7,7 @@ that are the streams of torch, Python and NumPy. Both runs start from the same s
 """
 
 import dataclasses
+import math
 import random
 import threading
 from collections import Counter, deque
@@ -154,6 +155,8 @@ def compare(found: Any, expected: Any, where: str = "") -> None:
         assert len(found) == len(expected), where
         for number, value in enumerate(expected):
             compare(found[number], value, f"{where}.{number}")
+    elif isinstance(expected, float) and math.isnan(expected):
+        assert math.isnan(found), where
     else:
         assert found == expected, where
 
