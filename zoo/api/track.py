@@ -193,11 +193,11 @@ class CopiedStep:
         self.names, self.in_backward = named_steps(model), in_backward
         self.mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         own = functools.partial(_own, self.mode, device)
-        fakes = {} if self.mode is None else _fakes(model, own, device)
-        self.model = copy.deepcopy(model, fakes)
+        copies = {} if self.mode is None else _fakes(model, own, device)
+        self.model = copy.deepcopy(model, copies)
         if _is_of_module(loss):
             # its modules that are the model's are the copy's
-            loss = copy.deepcopy(loss, fakes)
+            loss = copy.deepcopy(loss, copies)
         self.loss = with_loss_errors(loss, device)
         if wrap is not None:
             wrap(self.model)
@@ -279,11 +279,12 @@ def optimizer_of(
     make: MakeOptimizer | None, model: nn.Module, in_backward: bool = False
 ) -> torch.optim.Optimizer | None:
     """Makes an optimizer of what is trained; with `in_backward` SGD where there is no `make`."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     make = torch.optim.SGD if make is None and in_backward else make
-    if make is not None:
-        check_maker(make)
-    return made_by(make, trained) if make is not None and trained else None
+    if make is None:
+        return None
+    check_maker(make)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return made_by(make, trained) if trained else None
 
 
 @contextlib.contextmanager

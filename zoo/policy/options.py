@@ -102,7 +102,7 @@ class PlannedRunner:
             return fold(outline.steps, inputs)
         if torch.compiler.is_compiling():
             if not self.compiled or self.compiled[-1][-1] != len(outline.steps) - 1:
-                _settle_uncompiled(self, chain, outline, inputs)
+                _plan_uncompiled(self, chain, outline, inputs)
             assert self.plan is not None
             return run_compiled(self.plan, self.compiled, outline.steps, inputs)
         refused = None
@@ -250,14 +250,12 @@ def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:
         return optimizer_bytes(torch.optim.AdamW, chain.parameters(), in_backward=True)
 
 
-def _settle_uncompiled(
-    runner: PlannedRunner, chain: Chain, outline: Outline, inputs: State
-) -> None:
+def _plan_uncompiled(runner: PlannedRunner, chain: Chain, outline: Outline, inputs: State) -> None:
     torch.compiler.disable(runner.plan_for)(chain, outline, inputs)  # type: ignore[no-untyped-call]
 
 
 # torch.compiler.disable sets these on a function; to call it here would import the compiler
-vars(_settle_uncompiled).update(
+vars(_plan_uncompiled).update(
     _torchdynamo_disable=True,
     _torchdynamo_disable_msg="zoo decides a plan at the first training forward. For fullgraph=True "
     "run one before compiling, or pass checkpoint= a Plan.",

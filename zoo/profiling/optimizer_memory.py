@@ -67,12 +67,11 @@ def is_optimizer(value: object) -> bool:
 
 
 def made_by(make: MakeOptimizer, parameters: list[Any]) -> torch.optim.Optimizer:
-    """Returns the optimizer that `make` makes of parameters.
+    """Returns the optimizer that `make`, which was checked, makes of parameters.
 
     Raises:
         ArgumentError: it makes none, or does not take a list of parameters.
     """
-    check_maker(make)
     try:
         found = make(parameters)
     except TypeError as error:

@@ -175,8 +175,8 @@ def spending(device: str | None = None) -> Iterator[Spending]:
         devices.check_counts_memory(chosen)
 
     def asked() -> list[torch.device]:
-        places = filter(devices.counts_memory, devices.devices_in_use())
-        return [p for p in places if device is None or chosen in (p, torch.device(p.type))]
+        found = filter(devices.counts_memory, devices.devices_in_use())
+        return [one for one in found if device is None or chosen in (one, torch.device(one.type))]
 
     spent = Spending()
     before: dict[torch.device, int] = {}
