@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.documents import ROOT, Snippet, anchor, leads_somewhere, prose, run, snippets
+from zoo._torch import OLDEST
 
 PAGES = (
     *("budgets", "cuda", "distributed", "errors", "exactness", "guide", "how-it-works"),
@@ -96,5 +97,6 @@ def test_the_oldest_torch_that_is_named_is_the_one_that_is_run() -> None:
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert f"'torch=={bound}'" in recipe
+    assert bound == OLDEST
     for page in ("README.md", "README.zh-CN.md"):
         assert f"torch >= {bound} " in (ROOT / page).read_text("utf-8")

@@ -1,6 +1,7 @@
 """What cannot be done is said in an error of zoo's: what was given, and what to write instead."""
 
 import functools
+import runpy
 import sys
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import zoo
+import zoo._torch
 from tests.training import real_peak
 from zoo.errors import ArgumentError, BudgetError
 from zoo.invocation import Invocation
@@ -189,3 +191,15 @@ def test_planning_for_ranks_leaves_how_errors_are_reported(monkeypatch: Any) -> 
         with pytest.raises(ArgumentError, match="made no optimizer"):
             rank(network(), images, world_size=2, optimizer=nothing)
         assert sys.excepthook is hook
+
+
+def test_an_older_torch_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
+    with pytest.raises(ImportError, match=r"needs torch 2\.11 or later; this is 2\.10\.1"):
+        runpy.run_path(str(zoo._torch.__file__))
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0a0+nv26.06", "2.15.0"])
+def test_later_ones_and_prereleases_are_not(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert "OLDEST" in runpy.run_path(str(zoo._torch.__file__))

@@ -16,6 +16,11 @@ from typing import Any
 
 import torch
 
+OLDEST = "2.11"
+_WAY_OUT = f"Install torch {OLDEST} or later, or a newer zoo"
+if torch.torch_version.TorchVersion(torch.__version__) < f"{OLDEST}.0a0":
+    raise ImportError(f"zoo needs torch {OLDEST} or later; this is {torch.__version__}")
+
 try:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as no_transforms
     from torch._guards import active_fake_mode
@@ -44,8 +49,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        f"zoo uses a private name that torch {torch.__version__} does not have: {error}. "
-        "Install a torch that setup.cfg names, 2.13 or later, or a newer zoo"
+        f"zoo uses a private name that torch {torch.__version__} does not have: {error}. {_WAY_OUT}"
     ) from error
 
 
@@ -54,8 +58,7 @@ def _private(path: str) -> Any:
         return operator.attrgetter(path)(torch)
     except AttributeError as error:
         raise ImportError(
-            f"zoo uses torch.{path}, which torch {torch.__version__} does not have. Install a "
-            "torch that setup.cfg names, 2.13 or later, or a newer zoo"
+            f"zoo uses torch.{path}, which torch {torch.__version__} does not have. {_WAY_OUT}"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import zoo
 from zoo._torch import sequence_number
-from zoo.profiling.autograd_interpreter import gradients_of
+from zoo.profiling.autograd_interpreter import HeldTensor, gradients_of
 
 
 def tower() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -88,10 +89,10 @@ def test_a_saved_tensor_goes_with_its_node() -> None:
     alive: list[int] = []
     saved: list[weakref.ref[Tensor]] = []
 
-    def kept(tensor: Tensor) -> Tensor:
+    def kept(tensor: Tensor) -> HeldTensor:
         made = tensor.detach()
         saved.append(weakref.ref(made))
-        return made
+        return HeldTensor(made)
 
     class Count(torch.autograd.Function):
         @staticmethod
@@ -103,7 +104,7 @@ def test_a_saved_tensor_goes_with_its_node() -> None:
             alive.append(sum(reference() is not None for reference in saved))
             return gradients[0]
 
-    with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(kept, attrgetter("tensor")):
         value = Count.apply(weight).sin()
         roots = [Count.apply(value).sin().sum()]
     del value

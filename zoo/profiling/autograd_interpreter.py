@@ -9,7 +9,7 @@ is counted as if recomputed for each of its saved tensors.
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +24,36 @@ class LeafGradient(NamedTuple):
     is_behind: bool
 
 
+class HeldTensor:
+    """A tensor that autograd saves, as hooks of saved tensors pack it.
+
+    `on_release` is called when its node has run, where the node lives on.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.on_release: Callable[[], object] | None = None
+
+    def release(self) -> None:
+        """Lets go of the tensor."""
+        self.tensor = None
+        if self.on_release is not None:
+            self.on_release()
+
+
 class _Pending:
-    """A node that will run: the gradients of its outputs so far, and how many are missing."""
+    """A node that will run: the gradients of its outputs so far, and how many are missing.
+
+    `owners` are what the graph owns the node by. Python does not own the node of an
+    `autograd.Function`, so that without them it is gone before it runs (torch 2.11).
+    """
 
     def __init__(self, node: Any) -> None:
         self.metadata = node._input_metadata
         self.gradients: list[Tensor | None] = [None] * len(self.metadata)
         self.missing = 0
         self.is_behind = False
+        self.owners: list[Any] = []
 
     def fitted(self, gradient: Tensor | None, number: int) -> Tensor | None:
         """Returns a gradient of an output in the output's shape and dtype, as the engine does."""
@@ -64,6 +86,7 @@ def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient
     node = root.grad_fn
     pending = _pending(node)
     pending[node].gradients[root.output_nr] = torch.ones_like(root)
+    pending[node].owners.append(root)
     del root
     order = itertools.count()
     ready: list[tuple[int, int, Any]] = [(0, next(order), node)]
@@ -71,20 +94,25 @@ def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient
         node = heapq.heappop(ready)[-1]
         given = pending.pop(node)
         # an autograd.Function may have an attribute named `variable`
-        leaf = None if hasattr(node, "apply") else getattr(node, "variable", None)
+        leaf = None if _is_function(node) else getattr(node, "variable", None)
         if leaf is not None:
             if given.gradients[0] is not None:
                 yield LeafGradient(leaf, given.gradients[0], given.is_behind)
             continue
-        made = _run(node, given.gradients)
+        made = _run(node, given)
         is_behind = given.is_behind or node._sequence_nr() < earlier
         following = node.next_functions
         fitted = [
             behind and pending[behind].fitted(gradient, number)
             for (behind, number), gradient in zip(following, made, strict=True)
         ]
+        functions = [behind for behind, _ in following if behind and _is_function(behind)]
+        for behind in functions:
+            pending[behind].owners.append((node, given.owners))
+        if functions:
+            _drop_saved_tensors(node)
         # a name would keep the node alive; its saved tensors go before gradients are added up
-        del given, made, node
+        del given, made, node, functions
         for (behind, number), gradient in zip(following, fitted, strict=True):
             if behind is not None:
                 pending[behind].add(gradient, number)
@@ -109,15 +137,34 @@ def _pending(root: Any) -> dict[Any, _Pending]:
     return found
 
 
-def _run(node: Any, given: list[Tensor | None]) -> Sequence[Tensor | None]:
+def _is_function(node: Any) -> bool:
+    """Says whether a node is of an `autograd.Function`."""
+    return hasattr(node, "apply")
+
+
+def _drop_saved_tensors(node: Any) -> None:
+    """Has a node that ran, and that stays as an owner, hold no tensor that a HeldTensor packs."""
+    if _is_function(node):
+        vars(node).clear()
+    names = (name for name in dir(node) if name.startswith("_raw_saved_"))
+    for name in names:
+        found = getattr(node, name)
+        for saved in found if isinstance(found, tuple) else (found,):
+            packed = saved.data
+            if isinstance(packed, HeldTensor):
+                packed.release()
+
+
+def _run(node: Any, pending: _Pending) -> Sequence[Tensor | None]:
     """Runs a node; returns a gradient or None for each of its next nodes."""
-    if not hasattr(node, "apply"):
+    given = pending.gradients
+    if not _is_function(node):
         made = node(*given)
         return made if isinstance(made, tuple) else (made,)
     # an autograd.Function gets zeros for a missing gradient
     gradients = (
         torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device) if one is None else one
-        for one, kind in zip(given, node._input_metadata, strict=True)
+        for one, kind in zip(given, pending.metadata, strict=True)
     )
     made = node.apply(*gradients)
     every = made if isinstance(made, tuple) else (made,)

@@ -21,7 +21,7 @@ from zoo.chain import Step
 from zoo.engine.operands import detached
 from zoo.engine.operator_effects import Effects, effects_of
 from zoo.engine.recording import SMALL, KernelMode, written_by
-from zoo.profiling.autograd_interpreter import gradients_of
+from zoo.profiling.autograd_interpreter import HeldTensor, gradients_of
 from zoo.profiling.caching_allocator import rounded_up
 from zoo.profiling.fake_results import LIFT
 from zoo.profiling.fake_tensors import QUESTIONS, as_data
@@ -294,13 +294,6 @@ def _ones(shape: torch.Size, options: dict[str, Any], gradient: GradientSpec | N
     return numbers.as_strided(shape, gradient.stride)
 
 
-class _Saved:
-    """Holds a tensor for autograd."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 class _SavedTensors:
     """Records the storages, except parameters', that autograd saves in a step's forward.
 
@@ -321,9 +314,9 @@ class _SavedTensors:
         self._given = len(storages.sizes)
         self._writer = 0
 
-    def pack(self, tensor: Tensor) -> "_Saved":
+    def pack(self, tensor: Tensor) -> HeldTensor:
         """Records a saved tensor; holds one without a reference cycle through its own grad_fn."""
-        saved = _Saved(tensor if tensor.is_leaf else detached(tensor))
+        saved = HeldTensor(tensor if tensor.is_leaf else detached(tensor))
         key = tensor.untyped_storage()._cdata
         is_outside = key in self.mode.context.outside
         if tensor.grad_fn is not None:
@@ -338,7 +331,8 @@ class _SavedTensors:
                 self.kept |= {number, self.storages.add(self.storages.sizes[number])}
             self.last = self.mode.now
             if number < self._given:
-                weakref.finalize(saved, self._release, number).atexit = False
+                saved.on_release = finalizer = weakref.finalize(saved, self._release, number)
+                finalizer.atexit = False
         return saved
 
     def _release(self, number: int) -> None:

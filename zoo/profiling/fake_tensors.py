@@ -9,6 +9,7 @@ kernels return on fake tensors is the business of `fake_results`.
 """
 
 import contextlib
+import functools
 import logging
 import sys
 import weakref
@@ -24,8 +25,10 @@ from zoo._torch import (
     DispatchKey,
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    disable_current_modes,
     dispatch_modes,
     fake_of,
     pytree,
@@ -261,17 +264,40 @@ def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
     if not (isinstance(x, FakeTensor) and is_valid):
         return ONE_HOT._op_dk(DispatchKey.CompositeImplicitAutograd, x, num_classes)  # type: ignore[no-any-return]
     if x.device == CPU:
-        numbers = torch.aminmax(x)
-        # only checked, where the number of classes is given
-        for mode in _active() if is_given else ():
-            mode.know(numbers.min, UNUSED)
-            mode.know(numbers.max, UNUSED)
-        _, highest = (number.item() for number in numbers)
+        for number in _least_and_highest(x):
+            # only checked, where the number of classes is given
+            for mode in _active() if is_given else ():
+                mode.know(number, UNUSED)
+            highest = number.item()
     elif not is_given:
         highest = x.max().item()
     classes = num_classes if is_given else int(highest) + 1
     zeros = torch.zeros((*x.shape, classes), dtype=x.dtype, device=x.device)
     return zeros.scatter_(-1, x.unsqueeze(-1), 1)
+
+
+def _least_and_highest(x: Tensor) -> Iterator[Tensor]:
+    """Yields the least and the highest number of a tensor by the kernels of `one_hot`."""
+    if _takes_both_at_once():
+        yield from torch.aminmax(x)
+    else:
+        yield x.min()
+        yield x.max()
+
+
+@functools.cache
+def _takes_both_at_once() -> bool:
+    """Returns whether this torch's `one_hot` calls `aminmax`, as 2.14 does and 2.11 does not."""
+    operators: list[Any] = []
+
+    class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operators.append(func)
+            return func(*args, **kwargs or {})
+
+    with disable_current_modes(), Names():
+        torch.nn.functional.one_hot(UNUSED)
+    return torch.ops.aten.aminmax.default in operators
 
 
 def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
