@@ -295,7 +295,7 @@ def _takes_both_at_once() -> bool:
             operators.append(func)
             return func(*args, **kwargs or {})
 
-    with disable_current_modes(), Names():
+    with disable_current_modes(), Names():  # type: ignore[no-untyped-call]
         torch.nn.functional.one_hot(UNUSED)
     return torch.ops.aten.aminmax.default in operators
 
