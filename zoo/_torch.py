@@ -130,6 +130,15 @@ precision_of: Any = _private("_C._get_fp32_precision_getter")
 set_precision: Any = _private("_C._set_fp32_precision_setter")
 queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
 is_profiling: Any = _private("autograd._profiler_enabled")
+_private("compiler._is_exporting_flag")
+
+
+def is_exporting() -> bool:
+    """Returns whether `torch.export` runs.
+
+    The compiler of torch 2.11 takes `torch.compiler.is_exporting()` for True wherever it is asked.
+    """
+    return bool(torch.compiler._is_exporting_flag)
 
 
 @contextlib.contextmanager

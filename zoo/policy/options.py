@@ -19,7 +19,12 @@ import torch
 from torch import distributed, nn
 from torch.nn.parameter import is_lazy
 
-from zoo._torch import active_fake_mode, are_functorch_transforms_active, is_profiling
+from zoo._torch import (
+    active_fake_mode,
+    are_functorch_transforms_active,
+    is_exporting,
+    is_profiling,
+)
 from zoo.chain import Chain, Outline, State, Step, fold, step_names
 from zoo.engine.recompute import run_compiled, run_plan
 from zoo.engine.replay import without_modes
@@ -98,7 +103,7 @@ class PlannedRunner:
         Under `torch.compile` it runs by the latest plan for as many steps. Choosing a plan is a
         graph break, and so is a chain that cannot be compiled whole.
         """
-        if are_functorch_transforms_active() or torch.compiler.is_exporting():
+        if are_functorch_transforms_active() or is_exporting():
             return fold(outline.steps, inputs)
         if torch.compiler.is_compiling():
             if not self.compiled or self.compiled[-1][-1] != len(outline.steps) - 1:

@@ -23,6 +23,7 @@ from zoo.profiling.chain_step_profile import (
     UpdateBytes,
     form_of,
 )
+from zoo.profiling.fake_results import CPU
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import import_for_fakes, isolated
 from zoo.profiling.tensor_spec import tensors_in
@@ -120,7 +121,13 @@ def optimizer_bytes(
 def _on_fakes(
     make: MakeOptimizer, tensors: list[Tensor], in_backward: bool, device: str | None, block: int
 ) -> OptimizerBytes:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
+    # numbers that an optimizer keeps for itself, as the count of its steps, are real ones
+    here = torch.get_default_device()
+    with (
+        torch.device(CPU if here.type == "meta" else here),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        FakeTensorFixes(mode),
+    ):
         # not fakes of the parameters: these share their version counters, which a graph may check
         fakes = [
             nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
