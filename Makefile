@@ -35,16 +35,17 @@ test-device: $(installed)
 # make gpu DEVICE=cuda PART=speed; tests, families, budgets, speed and batches are all in turn.
 # On the software accelerator models are small, nothing stops, and the page is build/gpu.md
 SECONDS = 170
+here = PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 ROWS = build/gpu-$(DEVICE).jsonl
 gpu: $(installed)
-	PYTHONPATH=. $(python) benchmarks/gpu.py $(PART) --device $(DEVICE) --rows $(ROWS) \
+	$(here) $(python) benchmarks/gpu.py $(PART) --device $(DEVICE) --rows $(ROWS) \
 		--tests "$(ON_DEVICE)" $(if $(COMMIT),--commit "$(COMMIT)") \
 		$(if $(filter soft,$(DEVICE)),--fresh,--seconds $(SECONDS))
-	$(if $(filter soft,$(DEVICE)),PYTHONPATH=. $(python) docs/gpu.py $(ROWS) --to build/gpu.md)
+	$(if $(filter soft,$(DEVICE)),$(here) $(python) docs/gpu.py $(ROWS) --to build/gpu.md)
 
 # docs/gpu.md from the rows that are there; ROWS=build/gpu-cuda.jsonl takes those of a run over first
 gpu-page: $(installed)
-	PYTHONPATH=. $(python) docs/gpu.py $(if $(filter command line,$(origin ROWS)),$(ROWS))
+	$(here) $(python) docs/gpu.py $(if $(filter command line,$(origin ROWS)),$(ROWS))
 
 # a part of them, on any processor as on one whose instructions end with AVX2: oneDNN then chooses
 # other kernels, which take other workspaces, and has none for some types

@@ -39,6 +39,8 @@ NEEDED = {
 }
 # a case is not begun with fewer seconds left; a probe of the device takes at most so many
 LEAST, PATIENCE = 8.0, 120.0
+# what pytest ends with where it could not begin: an error inside, wrong options
+UNUSABLE = (3, 4)
 Function = Callable[..., None]
 
 
@@ -251,6 +253,10 @@ class Run:
             pytest.kill()
             pytest.wait()
             reason = f"a test did not end within {left:.0f} s of the part"
+            self.rows.write(part="tests", case="all", error=reason)
+            return
+        if pytest.returncode in UNUSABLE:
+            reason = f"pytest ended with code {pytest.returncode}, and printed why"
             self.rows.write(part="tests", case="all", error=reason)
 
 
