@@ -143,6 +143,10 @@ def device_facts(kind: str) -> tuple[str, dict[str, Any]]:
     )
 
 
+def allocator_settings() -> str:
+    return os.environ.get(CONF, os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+
+
 def start(method: str, function: Function, *given: Any) -> Any:
     child: Any = multiprocessing.get_context(method).Process(target=function, args=given)
     child.start()
@@ -178,12 +182,12 @@ class Run:
     def part(self, part: str) -> None:
         """Runs the jobs of a part one after the other."""
         parts = importlib.import_module("gpu_parts")
-        conf = os.environ.get(CONF, os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-        waiting = list(parts.jobs(part, self.device, conf, small=self.device == SOFTWARE))
+        small = self.device == SOFTWARE
+        waiting = list(parts.jobs(part, self.device, allocator_settings(), small=small))
         while waiting:
             job = waiting.pop(0)
             if reason := self.reason_to_skip(job):
-                self.rows.write(part=part, case=job.case, skipped=reason)
+                self.rows.write(part=part, case=job.case, skipped=reason, conf=job.conf)
                 continue
             left = self.without_known(job)
             if left.variants and not self.done(parts.measure, left):
@@ -216,7 +220,7 @@ class Run:
             return False
         if child.exitcode:
             reason = f"its process ended with code {child.exitcode}"
-            self.rows.write(part=job.part, case=job.case, error=reason)
+            self.rows.write(part=job.part, case=job.case, error=reason, conf=job.conf)
         return True
 
     def without_known(self, job: Job) -> Job:
@@ -236,12 +240,8 @@ class Run:
         left = self.until - time.monotonic()
         command = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-p", "gpu_tests", "-q"]
         command += ["--device", self.device, "--continue-on-collection-errors"]
-        command += [
-            "--rows",
-            str(self.rows.path.absolute()),
-            "--facts",
-            json.dumps(self.rows.facts),
-        ]
+        facts = json.dumps(self.rows.facts | {"conf": allocator_settings()})
+        command += ["--rows", str(self.rows.path.absolute()), "--facts", facts]
         command += ["--seconds", str(left)]
         paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

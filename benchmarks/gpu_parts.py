@@ -97,7 +97,7 @@ def families(job: Job, write: Write) -> None:
     case = gpu_cases.FAMILIES[job.case]
     expected: dict[Any, Any] = {}
     for variant in job.variants:
-        with row_of(job, variant, write) as row:
+        with row_of(job, variant, write, case) as row:
             training, took = begun(case, variant, job)
             row.update(took)
             losses = [float(training.step(step)) for step in range(1, STEPS)]
@@ -111,7 +111,7 @@ def families(job: Job, write: Write) -> None:
                 for key, value in training.state(loss).items()
                 if key[0] != left_out
             }
-            row.update(size=case.size, dtype=dtype_of(case), losses=[*losses, float(loss)])
+            row.update(losses=[*losses, float(loss)])
             del training
             state["losses", ""] = row["losses"]
             if variant == BASELINE:
@@ -137,13 +137,11 @@ def budgets(job: Job, write: Write) -> None:
     """Plans for shares of the baseline's peak and trains by the plans."""
     case, _ = gpu_cases.BUDGETS[job.case]
     for variant in job.variants:
-        with row_of(job, variant, write) as row:
+        with row_of(job, variant, write, case) as row:
             training = built(case, job)
             started = time.perf_counter()
             report = planned(training, float(variant), job)
             row.update(
-                size=case.size,
-                dtype=dtype_of(case),
                 share=float(variant),
                 plan_s=round(time.perf_counter() - started, 2),
                 asked=report.budget,
@@ -162,9 +160,9 @@ def speed(job: Job, write: Write) -> None:
     """Times steps: until the last kernel was launched, and until all are done."""
     case = gpu_cases.SPEED[job.case]
     for variant in job.variants:
-        with row_of(job, variant, write) as row:
+        with row_of(job, variant, write, case) as row:
             training, took = begun(case, variant, job)
-            row.update(size=case.size, dtype=dtype_of(case), **took)
+            row.update(took)
             row["first_s"] = round(timed(partial(training.step, 0), job.device)[1], 2)
             for step in range(1, STEPS):
                 training.step(step)
@@ -186,15 +184,17 @@ def batches(job: Job, write: Write) -> None:
     for method in job.variants:
         if method == peers.OWN and model.switch is None:
             continue
-        with row_of(job, method, write) as row:
-            found = largest_batch.search(ask(method))
-            row.update(size=model.size, budget=budget, **found)
+        with row_of(job, method, write, model) as row:
+            row.update(budget=budget, **largest_batch.search(ask(method)))
 
 
 @contextmanager
-def row_of(job: Job, variant: str, write: Write) -> Iterator[dict[str, Any]]:
+def row_of(
+    job: Job, variant: str, write: Write, model: Case | peers.Model
+) -> Iterator[dict[str, Any]]:
     """Writes a row when the block ends; an error is a row, too, and the next variant follows."""
-    row: dict[str, Any] = {"case": job.case, "variant": variant}
+    dtype = str(model.dtype or torch.float32).removeprefix("torch.")
+    row: dict[str, Any] = {"case": job.case, "variant": variant, "size": model.size, "dtype": dtype}
     row |= {"deterministic": True} if job.deterministic else {}
     try:
         yield row
@@ -231,10 +231,6 @@ def planned(training: peers.Training, share: float, job: Job) -> zoo.PlanReport:
         if not job.small:
             raise
         return peers.by_budget(training, (error.least + error.baseline) // 2)
-
-
-def dtype_of(case: Case) -> str:
-    return str(case.dtype or torch.float32).removeprefix("torch.")
 
 
 def timed(step: Callable[[], object], device: str) -> tuple[float, float]:

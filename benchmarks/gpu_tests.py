@@ -68,8 +68,10 @@ class Writer:
             self.counts[report.outcome] += 1
         if report.failed:
             crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
-            text = crash or str(report.longrepr)
-            self.rows.write(part="tests", case=report.nodeid, error=" ".join(text.split())[:300])
+            lines = (crash or str(report.longrepr)).strip().splitlines()
+            # of an error in another process the last line says what it was
+            told = lines[-1] if "Traceback" in crash else " ".join(lines)
+            self.rows.write(part="tests", case=report.nodeid, error=" ".join(told.split())[:300])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

@@ -132,10 +132,15 @@ def cases(rows: Rows) -> dict[tuple[str, ...], dict[str, Row]]:
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         name = f"{row['case']}{', deterministic' if row.get('deterministic') else ''}"
-        found.setdefault((name, row.get("size", "")), {})[row.get("variant", "")] = row
-    if any(row.get("size") for row in rows):
+        found.setdefault((name, size_of(row)), {})[row.get("variant", "")] = row
+    if any(map(size_of, rows)):
         return found
     return {(name,): variants for (name, _), variants in found.items()}
+
+
+def size_of(row: Row) -> str:
+    """Returns the size of a case's inputs and its dtype, as far as they are known."""
+    return ", ".join(filter(None, (row.get("size"), row.get("dtype"))))
 
 
 def by_variant(rows: Rows, names: Iterable[str], cell: Callable[[Row, dict[str, Row]], str]) -> str:
@@ -156,11 +161,10 @@ def by_variant(rows: Rows, names: Iterable[str], cell: Callable[[Row, dict[str, 
 def left_out(rows: Rows) -> str:
     """Returns the sentences of what was skipped, and of what failed."""
     told = [f"- Left out: {row['skipped']}." for row in rows if "skipped" in row]
-    told += [
-        f"- {row['case']}, {row.get('variant', '')}: failed: {row['error'].rstrip('.')}."
-        for row in rows
-        if "error" in row
-    ]
+    for row in rows:
+        if "error" in row:
+            name = ", ".join(filter(None, (row["case"], row.get("variant"))))
+            told.append(f"- {name}: failed: {row['error'].rstrip('.')}.")
     return "\n\n" + "\n".join(told) if told else ""
 
 
@@ -178,8 +182,21 @@ def exactness(rows: Rows) -> str:
         return f"{row['differing']} of {row['of']} differ" if row["differing"] else equal
 
     names = ("baseline again", "True", "True, optimizer in the backward", "blocks", "4 segments")
-    text = by_variant(rows, (*names, "2 segments", "switch", "baseline"), cell)
-    return text.replace("| baseline again ", "| the baseline repeats itself ")
+    compared = [row for row in rows if row.keys() & {"differing", "repeats", "error", "skipped"}]
+    text = by_variant(compared, (*names, "2 segments", "switch", "baseline"), cell)
+    return text.replace("| baseline again ", "| the baseline repeats itself ") + peaks(rows)
+
+
+def peaks(rows: Rows) -> str:
+    """Returns the peaks of the last step that was compared; '' where none were measured."""
+
+    def cell(row: Row, _: dict[str, Row]) -> str:
+        return f"{format_bytes(row['allocated'])} ({format_bytes(row['reserved'])})"
+
+    measured = [row for row in rows if "allocated" in row]
+    names = ("baseline", "True", "True, optimizer in the backward", "switch")
+    told = "The peak of the last of these steps, allocated (reserved):"
+    return f"\n\n{told}\n\n{by_variant(measured, names, cell)}" if measured else ""
 
 
 def speed(rows: Rows) -> str:
@@ -205,7 +222,7 @@ def budgets(rows: Rows) -> str:
             sizes = ("baseline", "asked", "predicted", "allocated", "reserved")
             shown = [f"{row[name] / 2**20:,.0f}" for name in sizes]
             shown.insert(4, f"{over:+.1%}")
-            lines.append((row["case"], row.get("size", ""), f"{row['share']:g}", *shown))
+            lines.append((row["case"], size_of(row), f"{row['share']:g}", *shown))
     if not lines:
         return left_out(rows).strip()
     head = ("model", "size", "share", "baseline, predicted, MiB", "asked", "predicted", "taken")
