@@ -16,9 +16,6 @@ from tests.training import Record, Residuals, images, needs_numpy, train
 from zoo.engine import devices
 from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError
-from zoo.harness.comparison_cells import expand
-from zoo.harness.config import config_folder, read
-from zoo.harness.worker import work
 from zoo.policy.budget import free_on
 from zoo.profiling.isolation import can_fork
 from zoo.profiling.optimizer_memory import optimizer_bytes
@@ -352,6 +349,11 @@ FAMILIES = ("densenet100", "vnet", "vit_tiny_patch16", "gpt2_small")
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_compared_on_the_device(name: str) -> None:
+    pytest.importorskip("pydantic", reason="the comparison needs pydantic")
+    from zoo.harness.comparison_cells import expand  # noqa: PLC0415
+    from zoo.harness.config import config_folder, read  # noqa: PLC0415
+    from zoo.harness.worker import work  # noqa: PLC0415
+
     config = replace(read(config_folder() / "quick.yaml", (), {}), device=KIND)
     number = [model.name for model in config.models].index(name)
     model, cells = config.models[number], expand(config)[number]

@@ -350,10 +350,10 @@ def test_a_recorded_snapshot_is_played_again_block_for_block(tmp_path: Path) -> 
     assert [replay.allocator.allocated.now, replay.allocator.reserved.now] == counted
 
 
-def test_the_table_of_the_page_is_what_torch_saves_here() -> None:
+def test_the_table_of_the_module_is_what_torch_saves_here() -> None:
     if reason := cuda_runtime.missing():
         pytest.skip(reason)
-    page = (cuda_runtime.ROOT / "docs" / "cuda.md").read_text("utf-8")
+    assert saved_on_cuda.__doc__ is not None
     # what an LSTM saves on the CPU goes by the processor
     rows = [row for row in saved_on_cuda.table() if "LSTM" not in row]
-    assert [row for row in rows if row not in page.splitlines()] == []
+    assert [row for row in rows if row not in saved_on_cuda.__doc__.splitlines()] == []
