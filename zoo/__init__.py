@@ -66,6 +66,7 @@ from zoo.errors import (
     ArgumentError as ArgumentError,
     BudgetError as BudgetError,
     ConfigError as ConfigError,
+    DeterminismError as DeterminismError,
     FileError as FileError,
     InputError as InputError,
     Interrupted as Interrupted,

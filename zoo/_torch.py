@@ -257,6 +257,11 @@ def _fills_a_storage(tensor: torch.Tensor) -> bool:
     )
 
 
+def compiler_settings() -> Any:
+    """Returns the settings of torch's compiler, whose first import takes a second."""
+    return importlib.import_module("torch._inductor.config")
+
+
 def fake_store() -> Any:
     """Makes a store for a process group of which no other process need be here."""
     # a module of tests, which imports much

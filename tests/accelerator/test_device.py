@@ -347,20 +347,23 @@ def test_autocast_on_the_device_is_exact(dtype: torch.dtype) -> None:
 FAMILIES = ("densenet100", "vnet", "vit_tiny_patch16", "gpt2_small")
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_compared_on_the_device(name: str) -> None:
+def test_a_family_is_compared_on_the_device(name: str, is_deterministic: bool) -> None:
     pytest.importorskip("pydantic", reason="the comparison needs pydantic")
     from zoo.harness.comparison_cells import expand  # noqa: PLC0415
     from zoo.harness.config import config_folder, read  # noqa: PLC0415
     from zoo.harness.worker import work  # noqa: PLC0415
 
-    config = replace(read(config_folder() / "quick.yaml", (), {}), device=KIND)
+    quick = read(config_folder() / "quick.yaml", (), {})
+    config = replace(quick, device=KIND, deterministic=is_deterministic)
     number = [model.name for model in config.models].index(name)
     model, cells = config.models[number], expand(config)[number]
     kinds = [kind for kind in cells if kind != "timing"]
     # data and cells say where their tensors are
     with torch.device("cpu"):
         measured = {kind: work(cells[kind], also=lambda *_: {}) for kind in kinds}
+    assert torch.get_deterministic_debug_mode() == 0
     records = {kind: {"status": "done", **measured[kind]} for kind in kinds}
     (row,) = rows([{"model": asdict(model), **records, "timing": {"status": "done"}}])
     assert row.exact

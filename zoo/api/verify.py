@@ -3,7 +3,7 @@
 Two copies of a model train side by side from the same random state, one without and one with a
 plan, and all state that a step of training leaves is compared bit for bit:
 
-    baseline against itself          differs  ->  not deterministic; checkpointing is not judged
+    baseline against itself          differs  ->  nothing is compared; `deterministic` may help
     baseline against checkpointed    differs  ->  the first tensor, and the first step of the model
                                      equal    ->  exact
 
@@ -38,6 +38,7 @@ from zoo.policy.plan_report import PlanReport
 from zoo.profiling.optimizer_memory import MakeOptimizer
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
+from zoo.verification.determinism import deterministic_algorithms
 from zoo.verification.state_comparison import Record, first_difference, record, same_bits
 from zoo.verification.verdict import Difference, Place, Report
 
@@ -54,6 +55,7 @@ def verify(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     optimizer_in_backward: bool = False,
+    deterministic: bool = False,
 ) -> Report:
     """Trains copies of a model with and without `checkpoint=` and compares every bit.
 
@@ -72,9 +74,12 @@ def verify(
         optimizer: is called with the list of parameters; SGD with momentum by default.
         optimizer_in_backward: the copy with `checkpoint=` trains with
             `zoo.optimizer_in_backward`; the state of the optimizer is compared, too.
+        deterministic: all train by torch's deterministic algorithms, for a model that does not
+            repeat its own numbers; its settings are restored afterwards.
 
     Raises:
         ArgumentError: no module, one in eval mode, or other arguments that cannot be verified.
+        DeterminismError: torch has no deterministic algorithm for an operator of the model.
         OptimizerError: this optimizer cannot step in the backward.
         RecomputeError: the engine itself refuses to train this model.
     """
@@ -88,6 +93,7 @@ def verify(
         )
     runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
     with (
+        deterministic_algorithms(deterministic),
         random_state_restored() as streams,
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -97,17 +103,16 @@ def verify(
         given = model, loss or weighted_sum, optimizer or MOMENTUM, streams
         training = functools.partial(_Training, *given, in_backward=optimizer_in_backward)
         first, plans, compared = _train_pair(training(), training(), batches)
-        deterministic = first is None
-        if deterministic:
+        does_repeat = first is None
+        if does_repeat:
             first, plans, compared = _train_pair(training(), training(checkpoint), batches)
         if first is not None:
-            other = training(False if deterministic else None)
+            other = training(False if does_repeat else None)
             place = _place(training(), other, plans, batches, first)
             first = dataclasses.replace(first, place=place)
     option = checkpoint.plan if isinstance(checkpoint, PlanReport) else checkpoint
     return Report(
-        exact=first is None,
-        deterministic=deterministic,
+        exact=first is None if does_repeat else None,
         steps=steps,
         compared=compared,
         plan=plans[-1],
@@ -115,6 +120,7 @@ def verify(
         model=type(model).__name__,
         checkpoint=repr(Plan(option).text() if isinstance(option, tuple | list) else option),
         optimizer_in_backward=optimizer_in_backward,
+        deterministic=deterministic,
     )
 
 

@@ -93,7 +93,8 @@ def _models(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
             entry[_of("time_ratio_lower_quartile", kind)] = lower
             entry[_of("time_ratio_upper_quartile", kind)] = upper
         entry["time_pairs"] = len(row.time_ratios("checkpointed"))
-        yield {**entry, "exact": row.exact, "faults": row.faults}
+        verdict = {"exact": row.exact, "baseline_repeats": row.baseline_repeats}
+        yield {**entry, **verdict, "faults": row.faults}
 
 
 def _of(name: str, kind: str) -> str:
