@@ -161,8 +161,8 @@ def _read(operator: Any) -> Effects:
     )
 
 
-# cuDNN's networks share a state for their dropout on a device. torch makes it in the first call after
-# a program seeds, from a number that it draws, and in none of the calls that follow
+# cuDNN's networks share a state for their dropout on a device. torch makes it in the first call
+# after a program seeds, from a number that it draws, and in none of the calls that follow
 DROPOUT_STATE = torch.ops.aten._cudnn_init_dropout_state.default
 EMPTY_NUMBER = torch.ops.aten.empty.memory_format
 DRAWN_NUMBER = torch.ops.aten.random_.default

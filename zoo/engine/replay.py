@@ -100,7 +100,9 @@ def _run(found: Iterable[Scheduled]) -> None:
             _call(node, drops)
     finally:
         thread.origin = None
-        for restore in (*streams.values(), *reversed(settings)):
+        for bring_back in streams.values():
+            bring_back()
+        for restore in reversed(settings):
             restore()
         set_grad_enabled(trains)
 

@@ -403,7 +403,7 @@ class AllocationMode(KernelMode):
         if starts_kernel:
             self._reads |= dict.fromkeys(given - self._reads.keys(), self.now)
             count = flop_formulas().get(func._overloadpacket)
-            flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+            flops = count(*args, **kwargs, out_val=result) if count is not None else 0
             moved = sum(bytes_moved(tensor) for tensor in (*inputs, *outputs))
             states = written if effects.dropping is not None else ()
             copies = list(map(self.context.bytes_in, states))

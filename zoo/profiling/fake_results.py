@@ -114,8 +114,9 @@ def _specs_of_results(func: Any, args: Any, kwargs: Any) -> list[TensorSpec] | s
     if repr(spec) not in _results:
         # without grad mode an LSTM makes no workspace
         with unset_fake_temporarily(), torch.enable_grad():
-            operator, args, kwargs = spec.prepared()
             try:
+                # fails, too, where the device is not here
+                operator, args, kwargs = spec.prepared()
                 made = tensors_in(operator(*args, **kwargs))
             except Exception as error:
                 _results[repr(spec)] = in_a_line(error, LONGEST)
@@ -275,10 +276,7 @@ def _batch_norm_backward(
     )
 
 
-def _set_storage(
-    mode: FakeTensorMode, tensor: Tensor, storage: Any, offset: int = 0, size: Any = None,
-    stride: Any = (),
-) -> Any:  # fmt: skip
+def _set_storage(mode: FakeTensorMode, tensor: Tensor, storage: Any, *geometry: Any) -> Any:
     """Gives a fake tensor a storage: for a real one that of the fakes of its tensors."""
     if type(tensor) is not FakeTensor:
         return NotImplemented
@@ -289,9 +287,9 @@ def _set_storage(
             made = torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
             converter.storage_memo[key] = made
         storage = converter.storage_memo[key]
-    size = (storage.nbytes() // tensor.itemsize,) if size is None else size
+    offset, *sizes = geometry or (0, (storage.nbytes() // tensor.itemsize,))
     with in_kernel_invocation(mode):
-        _aten.set_.source_Storage_storage_offset(tensor, storage, offset, size, stride)
+        _aten.set_.source_Storage_storage_offset(tensor, storage, offset, *sizes)
     return tensor
 
 
@@ -348,14 +346,12 @@ def _weights_in(
 ) -> list[Tensor]:
     """Returns tensors like weights in a new flat buffer; without biases in memory of their own."""
     places = list(itertools.chain.from_iterable(network.offsets))
+    pairs = list(zip(weights, places, strict=False))
     if len(places) != len(weights):
         return [_contiguous(mode, one.shape, one.dtype, one.device) for one in weights]
     with DisableTorchDispatch():
-        storage = torch.empty(flat.shape, dtype=flat.dtype, device="meta").untyped_storage()
-        parts = [
-            torch.empty(0, dtype=one.dtype, device="meta").set_(storage, place, one.shape)
-            for one, place in zip(weights, places, strict=True)
-        ]
+        whole = torch.empty(flat.shape, dtype=flat.dtype, device="meta")
+        parts = [whole.as_strided(one.shape, one.stride(), place).detach() for one, place in pairs]
     return [FakeTensor(mode, part, flat.device) for part in parts]
 
 

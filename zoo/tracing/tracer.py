@@ -480,7 +480,9 @@ class Tracer(KernelMode):
             # a view of a parameter requires a gradient, whatever it is made under
             self._add(Call(DETACH, (GraphValue(first),), {}, *place), [tensor])
             first = self._numbers[tensor]
-        self._add(Call(f"aten.{operator}.default", (GraphValue(first), *args), {}, *place), [tensor])
+        self._add(
+            Call(f"aten.{operator}.default", (GraphValue(first), *args), {}, *place), [tensor]
+        )
         return GraphValue(self._numbers[tensor])
 
     def _number(self, tensor: Tensor) -> int:
