@@ -35,6 +35,7 @@ from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, runner_for
 from zoo.policy.plan_report import PlanReport
+from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.optimizer_memory import MakeOptimizer
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
@@ -174,6 +175,7 @@ class _Training:
                 f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
                 "Verify it before its first forward, or detach the tensors that it keeps"
             ) from error
+        flattened(self.model)
         self.streams, self.recorder = streams, _StepRecorder()
         self.optimizer = optimizer_of(make, self.model)
         groups = self.optimizer.param_groups if self.optimizer is not None else ()

@@ -20,7 +20,7 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Generator, Tensor
@@ -323,12 +323,54 @@ def is_same_state(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other)
 
 
-def draw_as(draws: Kept, restore: dict[int, Callable[[], object]]) -> None:
-    """Sets streams to recorded states; what sets each as it was goes into `restore`, by its id."""
+class PutAside:
+    """The state of a stream, put aside while others are written; a call brings it back.
+
+    A state that is written counts as a seed: after one, cuDNN's networks draw and make the state of
+    their dropout anew. So the stream of a CUDA device is given another object for its state, and
+    then its own again, which nothing has written.
+    """
+
+    def __init__(self, stream: RandomStream) -> None:
+        self.stream = self.written = stream
+        self.own: Any = None
+        if _swaps_state(stream):
+            self.own = stream.graphsafe_get_state()
+            self.written = stream.clone_state()
+            stream.graphsafe_set_state(self.written)
+        else:
+            self.state = stream.get_state()
+
+    def write(self, state: Tensor) -> None:
+        """Sets another state."""
+        self.written.set_state(state)
+
+    def __call__(self) -> None:
+        """Brings the state back."""
+        if self.own is None:
+            self.stream.set_state(self.state)
+        else:
+            self.stream.graphsafe_set_state(self.own)  # type: ignore[union-attr]
+
+
+def _swaps_state(stream: RandomStream) -> TypeGuard[Generator]:
+    """Says whether a stream takes another object for its state, which a capture does not allow."""
+    is_of_cuda = isinstance(stream, Generator) and stream.device.type == "cuda"
+    return is_of_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def draw_as(draws: Kept, restore: dict[int, PutAside]) -> None:
+    """Sets streams to recorded states; what brings each back goes into `restore`, by its id."""
     for stream, packed in draws:
         if id(stream) not in restore:
-            restore[id(stream)] = functools.partial(stream.set_state, stream.get_state())
-        stream.set_state(packed.state())
+            restore[id(stream)] = PutAside(stream)
+        restore[id(stream)].write(packed.state())
+
+
+def count_as_seeded(device: torch.device) -> None:
+    """Has cuDNN's networks make the state of their dropout anew, as after a seed."""
+    stream = restorable_stream(device)
+    stream.set_state(stream.get_state())
 
 
 def read_streams() -> dict[str, Any]:
@@ -347,10 +389,13 @@ def set_streams(states: Mapping[str, Any]) -> None:
 def random_state_restored() -> Iterator[dict[str, Any]]:
     """Yields the states of all global random streams and restores them at the end."""
     states = read_streams()
+    aside = {str(device): PutAside(restorable_stream(device)) for device in devices_in_use()}
     try:
         yield states
     finally:
-        set_streams(states)
+        for bring_back in aside.values():
+            bring_back()
+        set_streams({name: state for name, state in states.items() if name not in aside})
 
 
 def _global_streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zoo._torch import sequence_number, top_saved_tensors_hooks
 from zoo.engine.operands import Outside, alive, parts_of
+from zoo.engine.operator_effects import makes_dropout_state
 from zoo.engine.recompute import HOOKS, records
 from zoo.engine.recording import (
     Recorder,
@@ -105,7 +106,9 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         is_look = getattr(func, "namespace", "") == "prim"
         if is_look or thread.replaying or not all(map(has_own_storage, types)):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        self._advance(func)
+        # what one forward does and the next does not is in no script
+        if not makes_dropout_state(func, args, kwargs):
+            self._advance(func)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self._sequence = sequence_number()
         return out

@@ -61,6 +61,8 @@ UNDECLARED: dict[str, tuple[Argument, ...]] = {
     "aten::batch_norm_gather_stats": RUNNING,
     "aten::batch_norm_gather_stats_with_counts": RUNNING,
 }
+# of these where they have a rate, at this place, and train, at the next: else they draw nothing
+DROPPING = {"aten::_cudnn_rnn": 11}
 # of kernels that call operators, and are called by functions for which autocast may cast: these
 CALLERS: dict[str, tuple[str, ...]] = {
     "aten::_cdist_forward": ("aten::cdist",),
@@ -93,6 +95,7 @@ class Effects:
     overwrites: bool = False  # it does not read what it writes
     leaf: bool = False  # its kernel is known to call no operator for which autocast casts
     simple: bool = False  # it makes its results and does nothing else
+    dropping: int | None = None  # the place of a rate without which it writes no argument
 
 
 # by the ids of operators, whose hash is a Python function; the second holds them
@@ -154,7 +157,27 @@ def _read(operator: Any) -> Effects:
         ),
         leaf=name in LEAVES,
         simple=not (written or seeded or name in NORMS or name in EMPTY),
+        dropping=DROPPING.get(name),
     )
+
+
+# cuDNN's networks share a state for their dropout on a device. torch makes it in the first call
+# after a program seeds, from a number that it draws, and in none of the calls that follow
+DROPOUT_STATE = torch.ops.aten._cudnn_init_dropout_state.default
+EMPTY_NUMBER = torch.ops.aten.empty.memory_format
+DRAWN_NUMBER = torch.ops.aten.random_.default
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
+def makes_dropout_state(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Says whether an operator is one of those that make the state of cuDNN's dropout."""
+    if operator is EMPTY_NUMBER:
+        # none of the arguments is a tensor
+        dtype, device = kwargs.get("dtype"), kwargs.get("device")
+        return dtype is torch.int64 and not args[0] and device is not None and device.type == "cuda"
+    if operator is DRAWN_NUMBER or operator is READ_NUMBER:
+        return args[0].dtype is torch.int64 and not args[0].shape and bool(args[0].is_cuda)
+    return operator is DROPOUT_STATE
 
 
 # their product is 0 where this thread takes denormal numbers for it

@@ -848,6 +848,9 @@ def flat(out: Any) -> Sequence[Any]:
 def written_by(effects: Effects, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the tensors that a kernel writes, as far as that is known."""
     found: list[Tensor] = []
+    rate = effects.dropping
+    if rate is not None and not all(args[rate : rate + 2]):
+        return found
     for position, name in effects.writes:
         value = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(value, Tensor):

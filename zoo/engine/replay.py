@@ -27,7 +27,7 @@ from zoo._torch import (
     no_transforms,
     set_grad_enabled,
 )
-from zoo.engine.devices import draw_as
+from zoo.engine.devices import PutAside, draw_as
 from zoo.engine.operands import REFERENCES, Geometry, Listed, Outside, Reference, Value, View
 from zoo.engine.operator_effects import read_settings, write_settings
 from zoo.engine.recording import Node, flat, thread
@@ -83,7 +83,7 @@ def replay(found: Iterable[Scheduled]) -> None:
 
 def _run(found: Iterable[Scheduled]) -> None:
     settings: list[Callable[[], object]] = []
-    streams: dict[int, Callable[[], object]] = {}
+    streams: dict[int, PutAside] = {}
     trains = torch.is_grad_enabled()
     set_grad_enabled(True)
     try:
@@ -100,7 +100,9 @@ def _run(found: Iterable[Scheduled]) -> None:
             _call(node, drops)
     finally:
         thread.origin = None
-        for restore in (*streams.values(), *reversed(settings)):
+        for bring_back in streams.values():
+            bring_back()
+        for restore in reversed(settings):
             restore()
         set_grad_enabled(trains)
 

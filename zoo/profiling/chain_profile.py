@@ -348,13 +348,14 @@ def _copies(
 
 
 def _recurrent_parameters(chain: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
-    """Returns fakes for the LSTMs' and GRUs' parameters on the meta device, by id.
+    """Returns fakes for the LSTMs' and GRUs' parameters that are not on the CPU, by id.
 
-    Their operators compare devices before anything is dispatched, where tensors of all others are
-    moved. Other parameters stay, since a step may hold one itself and is identified by it.
+    Their operators compare devices before anything is dispatched, where tensors on the meta device
+    are moved, and on CUDA addresses: those of weights that lie in one storage, as fakes of them do.
+    Other parameters stay, since a step may hold one itself and is identified by it.
     """
     layers = (module for module in chain.modules() if isinstance(module, nn.RNNBase))
-    weights = [p for layer in layers for p in layer.parameters() if p.is_meta and not is_spread(p)]
+    weights = [p for layer in layers for p in layer.parameters() if not (p.is_cpu or is_spread(p))]
     return {id(p): nn.Parameter(fake_of(mode, p.detach()), p.requires_grad) for p in weights}
 
 

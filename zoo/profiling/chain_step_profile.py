@@ -167,7 +167,7 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
         value = step(*leaves)
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
-    kept = saved.kept | storages.numbers_of(mode.made_once)
+    kept = saved.kept | storages.numbers_of(mode.made_once) | set(map(storages.add, mode.copies))
     ends = _ends(outputs, incoming)
     held: list[Tensor] = []
     roots: list[Tensor] = [_Root.apply([*ends.values()], held, *ends)] if ends else []
@@ -360,6 +360,8 @@ class AllocationMode(KernelMode):
         self.blank: set[int] = set()  # of storages that were made and not written yet
         # storages of what operators made that run once under every plan
         self.made_once: weakref.WeakSet[Any] = weakref.WeakSet()
+        # bytes of what a segment copies before a kernel writes it, as a dropout its state
+        self.copies: list[int] = []
         self.casts: list[tuple[int, Tensor]] = []  # ids of weights, and their cached casts
         self._births: dict[int, int] = {}
         # whether the source of a conversion was a view, by the event that allocated the result
@@ -401,9 +403,15 @@ class AllocationMode(KernelMode):
         if starts_kernel:
             self._reads |= dict.fromkeys(given - self._reads.keys(), self.now)
             count = flop_formulas().get(func._overloadpacket)
-            flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+            flops = count(*args, **kwargs, out_val=result) if count is not None else 0
             moved = sum(bytes_moved(tensor) for tensor in (*inputs, *outputs))
+            states = written if effects.dropping is not None else ()
+            copies = list(map(self.context.bytes_in, states))
+            self.copies += copies
+            # a recomputation writes a copy of the copy
+            self.events += [(-1, size) for size in copies]
             self.events.append(Kernel(number, flops, moved))
+            self.events += [(-1, -size) for size in copies]
         return result
 
     def _number(self, func: Any, args: Any, kwargs: Any) -> int:

@@ -158,17 +158,27 @@ class Curve:
 
 @functools.cache
 def flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """Returns torch's formulas for floating-point operations, by operator.
+    """Returns torch's formulas for floating-point operations, by operator; two are corrected.
 
     For the gradient of a weight torch's own counts every pair of an input and an output channel, so
     of g groups g times the operations: 65 forwards for the backward of a depthwise convolution of
-    64 channels, which takes two.
+    64 channels, which takes two. Those for attention refuse grouped queries, whose heads of keys
+    and values are used by several heads of queries each.
+
+    A formula that raises an error for a call returns 0, as for an operator without one: the
+    kernel's time is then measured, or estimated from the bytes that it moves.
     """
     # imported late because it imports triton: 0.2 s that `import zoo` does not need
-    from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
+    from torch.utils.flop_counter import (  # noqa: PLC0415
+        flop_registry,
+        sdpa_backward_flop_count,
+        sdpa_flop_count,
+    )
 
     backward = torch.ops.aten.convolution_backward
     by_torch = flop_registry[backward]
+    forward: Callable[..., int] = sdpa_flop_count
+    by_gradient: Callable[..., int] = sdpa_backward_flop_count
 
     def convolution_backward(*args: Any, **kwargs: Any) -> int:
         *given, groups, (of_input, of_weight, _) = args
@@ -176,7 +186,38 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
         inputs, weights = (by_torch(*given, groups, mask, **kwargs) for mask in masks)
         return int(inputs + weights // groups)
 
-    return {**flop_registry, backward: convolution_backward}
+    def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(forward(query.shape, *_shapes_by_query(query, key, value)))
+
+    def attention_backward(
+        gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+    ) -> int:
+        shapes = query.shape, *_shapes_by_query(query, key, value)
+        return int(by_gradient(gradient.shape, *shapes))
+
+    known = {**flop_registry, backward: convolution_backward}
+    for packet in flop_registry:
+        name = getattr(packet, "__name__", "")
+        if name.startswith("_scaled_dot_product"):
+            known[packet] = attention_backward if name.endswith("_backward") else attention
+    return {packet: _zero_if_raised(formula) for packet, formula in known.items()}
+
+
+def _shapes_by_query(query: Any, *others: Any) -> list[tuple[int, ...]]:
+    """Returns shapes of keys and values (N, heads, L, C) with the heads of the queries."""
+    heads = query.shape[1]
+    shapes = [tuple(other.shape) for other in others]
+    return [(n, heads if heads % h == 0 else h, *more) for n, h, *more in shapes]
+
+
+def _zero_if_raised(formula: Callable[..., int]) -> Callable[..., int]:
+    def counted(*args: Any, **kwargs: Any) -> int:
+        try:
+            return int(formula(*args, **kwargs))
+        except Exception:
+            return 0
+
+    return counted
 
 
 # by the repr of the call's spec, the settings that select the kernel, and whether it was timed
