@@ -13,13 +13,14 @@ For a budget or a user's own plan the first forward is traced ahead instead. A d
 keeps the option and plans anew; a shallow copy runs as it is written.
 """
 
+import functools
 import inspect
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class ForwardOfClass:
         self.owner = owner
         # a TorchScript module has its forward on the instance only
         self.forward: Any = inspect.getattr_static(owner, "forward", None)
+        self.is_function = isinstance(self.forward, FunctionType)
         # a builtin such as `forward = torch.relu` is not bound
         self.is_bound = hasattr(type(self.forward), "__get__")
 
@@ -64,6 +66,10 @@ class ForwardOfClass:
         if self.is_bound:
             return self.forward.__get__(module, self.owner)  # type: ignore[no-any-return]
         return self.forward  # type: ignore[no-any-return]
+
+    def compiled(self, module: nn.Module) -> Callable[..., Any]:
+        """Returns the same for code that is compiled: torch 2.11 compiles no `__get__`."""
+        return functools.partial(self.forward, module) if self.is_function else self.of(module)
 
 
 class Patch:
@@ -98,7 +104,7 @@ class Patch:
         owner = type(module)
         # looked up before, since a compiled forward comes here and the compiler warns of `inspect`
         found = self.class_forward if self.class_forward.owner is owner else ForwardOfClass(owner)
-        return found.of(module)
+        return found.compiled(module) if torch.compiler.is_compiling() else found.of(module)
 
     def of_copy(self, frame: FrameType) -> Callable[..., Any] | None:
         """Returns the original forward of a copy that shares this patch; None if none is called.
