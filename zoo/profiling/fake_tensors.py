@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zoo._torch import (
+    DisableTorchDispatch,
     DispatchKey,
     FakeTensor,
     FakeTensorMode,
@@ -144,6 +145,13 @@ class FakeTensorFixes(KernelMode):
                 raise NumbersNeeded
             return real
 
+        def array(fake: Tensor, **_: Any) -> Any:
+            real = read(fake)
+            # as of a real tensor, which a mode would make a fake one, without numbers
+            fake.detach()
+            with DisableTorchDispatch():
+                return real.numpy()
+
         def is_unknown(value: Any) -> bool:
             return isinstance(value, FakeTensor) and self._real_of(value) is None
 
@@ -151,7 +159,7 @@ class FakeTensorFixes(KernelMode):
         utils = sys.modules.get("transformers.utils.import_utils")
         with (
             replace(FakeTensor, "tolist", lambda fake: read(fake).tolist()),
-            replace(FakeTensor, "numpy", lambda fake, **_: read(fake).numpy()),
+            replace(FakeTensor, "numpy", array),
             replace(utils, "is_fake_tensor", is_unknown) if utils else contextlib.nullcontext(),
         ):
             yield
