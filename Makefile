@@ -25,7 +25,8 @@ test: .venv/.installed
 # of their own; DEVICE=cuda, xpu, ... for one that is here
 DEVICE ?= soft
 ON_DEVICE = tests/accelerator tests/engine/test_generators.py tests/engine/test_executor.py \
-	tests/engine/test_recompute.py tests/engine/test_replay.py \
+	tests/engine/test_recompute.py tests/engine/test_replay.py tests/engine/test_replay_check.py \
+	tests/engine/test_nondeterministic_kernels.py \
 	tests/engine/pitfalls/test_randomness.py tests/engine/pitfalls/test_statistics.py \
 	tests/test_groups.py
 test-device: $(installed)

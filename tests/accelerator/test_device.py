@@ -325,6 +325,44 @@ def test_a_chain_is_planned_whose_norms_read_a_counter_on_the_device() -> None:
     assert_same(trained(True), trained(False))
 
 
+class Routed(nn.Module):
+    """Picks by `topk`, and sums by kernels whose results are kept: of a gather, and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up, self.down = nn.Linear(64, 8), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = self.router(x).softmax(-1).topk(2)
+        rows = torch.arange(len(x), device=x.device)
+        y = self.down(self.up(x).sin().exp().sin())
+        y = torch.zeros_like(x).scatter_add(0, (rows // 3)[:, None].expand_as(x), y)
+        y = torch.zeros_like(x).index_add_(0, rows // 2, y * weights.sum(-1, keepdim=True))
+        return x + (y.sin().exp() * (experts.sum(-1, keepdim=True) + 1)).sin()
+
+
+@needs_numpy
+@needs_software
+@pytest.mark.parametrize("share", [0.5, 0.35])
+def test_a_budget_counts_results_that_no_replay_may_make(share: float) -> None:
+    place = device(COUNT - 1)
+    model = nn.Sequential(*(Routed() for _ in range(6)), nn.Linear(64, 1)).to(place)
+    x = torch.randn(512, 64, device=place)
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    report = zoo.plan(model, x, memory_budget=share, optimizer=make)
+    zoo.checkpoint(model, report)
+    optimizer = make(model.parameters())
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    taken = measure_step(step, model, optimizer, [x]).peak
+    assert 0.999 * report.predicted_peak <= taken <= report.predicted_peak
+
+
 def test_a_process_that_uses_the_device_is_not_forked() -> None:
     torch.ones(1, device=device(0))
     assert not can_fork()

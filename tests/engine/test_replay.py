@@ -26,7 +26,7 @@ from tests.engine.pitfalls.program import (
     rows,
     state_of,
 )
-from zoo.engine.operator_effects import read_settings
+from zoo.engine.kernel_settings import read_settings
 from zoo.engine.recording import thread as of_engine
 from zoo.profiling.peak_memory import trace
 

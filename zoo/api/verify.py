@@ -28,6 +28,7 @@ from zoo.api.track import NO_LOSS, optimizer_of, own_copy, train_step
 from zoo.chain import Chain, Outline, Runner, State, fold, step_names
 from zoo.engine.devices import random_state_restored, read_streams, set_streams
 from zoo.engine.operands import without_fingerprints
+from zoo.engine.replay_check import OTHER_NUMBERS, checking
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.errors import ArgumentError, RecomputeError
 from zoo.invocation import Invocation, Loss, check_training
@@ -106,7 +107,11 @@ def verify(
         first, plans, compared = _train_pair(training(), training(), batches)
         does_repeat = first is None
         if does_repeat:
-            first, plans, compared = _train_pair(training(), training(checkpoint), batches)
+            with checking() as check:
+                first, plans, compared = _train_pair(training(), training(checkpoint), batches)
+            if first is None and (differing := check.take()):
+                note = f"it {OTHER_NUMBERS.partition('.')[0]}"
+                first = Difference("replayed tensor", str(differing[0]), steps, note=note)
         if first is not None:
             other = training(False if does_repeat else None)
             place = _place(training(), other, plans, batches, first)

@@ -28,8 +28,8 @@ from zoo._torch import (
     set_grad_enabled,
 )
 from zoo.engine.devices import PutAside, draw_as
+from zoo.engine.kernel_settings import read_settings, write_settings
 from zoo.engine.operands import REFERENCES, Geometry, Listed, Outside, Reference, Value, View
-from zoo.engine.operator_effects import read_settings, write_settings
 from zoo.engine.recording import Node, flat, thread
 
 # a node to replay, and the values that nobody reads after it

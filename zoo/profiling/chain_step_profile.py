@@ -373,6 +373,7 @@ class AllocationMode(KernelMode):
             return func(*args, **kwargs)
         inputs, outside = tensors_in((args, kwargs)), self.context.outside
         effects = effects_of(func)
+        is_kept = effects.keeps_results(args, kwargs)
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
         given = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
         for tensor in inputs:
@@ -393,9 +394,12 @@ class AllocationMode(KernelMode):
             if is_outside:
                 outside.setdefault(storage._cdata, (storage, 0))
             elif storage._cdata not in given:
-                self._note(storage, effects)
+                self._note(storage, effects, is_kept)
         written = written_by(effects, args, kwargs)
         addresses = {storage._cdata for tensor in written for storage in storages_of(tensor)}
+        if is_kept:
+            # what it wrote was made otherwise, and no recomputation makes it so
+            self.made_once.update(one for tensor in written for one in storages_of(tensor))
         self.blank -= addresses
         self.written |= addresses
         if self.context.caches_casts and _is_cached(func, args, result):
@@ -418,14 +422,14 @@ class AllocationMode(KernelMode):
         spec, known = KernelSpec.of(func, args, kwargs), self.context.kernels
         return known.setdefault(repr(spec), (len(known), spec))[0]
 
-    def _note(self, storage: Any, effects: Effects) -> None:
+    def _note(self, storage: Any, effects: Effects, is_kept: bool) -> None:
         key = storage._cdata
         if key not in self._births and key not in self.context.outside:
             birth = self._births[key] = self.now
             size = self.context.bytes_of(storage)
             self.events.append((birth, size))
             weakref.finalize(storage, self._free, key, size).atexit = False
-            if effects.opaque:
+            if is_kept:
                 self.made_once.add(storage)
             if effects.empty:
                 self.blank.add(key)

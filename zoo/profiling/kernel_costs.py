@@ -28,7 +28,7 @@ import torch
 from zoo._torch import DisableAutocast, disable_current_modes
 from zoo.engine import devices
 from zoo.engine.devices import random_state_restored
-from zoo.engine.operator_effects import Settings, read_settings
+from zoo.engine.kernel_settings import Settings, read_settings
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.profiling.progress import each
 from zoo.profiling.tensor_spec import KernelSpec

@@ -155,7 +155,7 @@ class Call:
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             if self.stands_in is not None:
                 results = _StandIn.apply(self.stands_in, *args)
-                if effects_of(resolved(self.operator)).opaque:
+                if effects_of(resolved(self.operator)).keeps_results(args, kwargs):
                     note_made_once(results)
                 return results
             made = (REPLACED.get(self.operator) or resolved(self.operator))(*args, **kwargs)

@@ -23,7 +23,8 @@ class Difference:
 
     Attributes:
         kind: output, loss, input gradient, parameter gradient, buffer, parameter, optimizer state,
-            attribute or random state; they are compared in this order.
+            attribute or random state; they are compared in this order. Where all of them are equal,
+            a replayed tensor on an accelerator, of which 64 bytes are compared.
         name: which one, as `named_parameters` and the like name it.
         training_step: the step of training after which it was seen, from 1.
         differing, elements: how many numbers differ in a bit, of how many.
