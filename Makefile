@@ -26,7 +26,7 @@ test: .venv/.installed
 DEVICE ?= soft
 ON_DEVICE = tests/accelerator tests/engine/test_generators.py tests/engine/test_executor.py \
 	tests/engine/test_recompute.py tests/engine/test_replay.py tests/engine/test_replay_check.py \
-	tests/engine/test_nondeterministic_kernels.py \
+	tests/engine/test_nondeterministic_kernels.py tests/engine/test_kernel_segments.py \
 	tests/engine/pitfalls/test_randomness.py tests/engine/pitfalls/test_statistics.py \
 	tests/test_groups.py
 test-device: $(installed)

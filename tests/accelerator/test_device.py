@@ -386,6 +386,9 @@ FAMILIES = ("densenet100", "vnet", "vit_tiny_patch16", "gpt2_small")
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
+# what CUDA says of a kernel for which it has no deterministic algorithm
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
+@pytest.mark.filterwarnings("ignore:.*a non-deterministic algorithm")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_compared_on_the_device(name: str, is_deterministic: bool) -> None:
     pytest.importorskip("pydantic", reason="the comparison needs pydantic")
