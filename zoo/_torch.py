@@ -173,6 +173,21 @@ def is_exporting() -> bool:
     return bool(torch.compiler._is_exporting_flag)
 
 
+def clear_blas_workspaces() -> None:
+    """Frees the workspaces that cuBLAS holds; its next product allocates one.
+
+    A build without CUDA has none.
+    """
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+
+
+def has_expandable_segments(device: torch.device) -> bool:
+    """Returns whether the allocator of a device, which is in use, has expandable segments."""
+    memory: Any = getattr(torch.get_device_module(device), "memory", None)
+    snapshot: Any = getattr(memory, "_snapshot", dict)
+    return bool(snapshot().get("allocator_settings", {}).get("expandable_segments"))
+
+
 @contextlib.contextmanager
 def allocator_history(device: torch.device) -> Iterator[list[dict[str, Any]]]:
     """Yields a list, in the end of what a device's caching allocator did in the block.

@@ -66,7 +66,8 @@ def track(
 
     The timeline is filled when the block ends, also by an exception. As a decorator, its latest one
     is the `timeline` of what `track` returned. Works for real tensors on any device and for fake
-    ones; changes no number and leaves nothing behind.
+    ones; changes no number and leaves nothing behind. On a device whose allocator reserves memory
+    `timeline.reserved_peak` tells how much at most, for which torch's peak counters are reset.
 
     Args:
         model: its parameters, buffers, steps and modules name the bytes.

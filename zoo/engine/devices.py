@@ -26,7 +26,7 @@ import torch
 from torch import Generator, Tensor
 from torch.autograd.profiler import profile
 
-from zoo._torch import DisableTorchDispatch, is_profiling
+from zoo._torch import DisableTorchDispatch, has_expandable_segments, is_profiling
 from zoo.errors import ArgumentError
 
 # bytes of a state of the CPU's generator, and of what stands before and behind its words
@@ -199,9 +199,36 @@ def peak(device: torch.device) -> int:
     return int(_asked(device, "max_memory_allocated")())
 
 
+def reserved_peak(device: torch.device) -> int | None:
+    """Returns the most bytes that a device's allocator reserved since `reset_peak`, if it counts.
+
+    None on the CPU, which reserves nothing, and where the device's module does not tell.
+    """
+    if not counts_memory(device):
+        return None
+    try:
+        return int(_asked(device, "max_memory_reserved")())
+    except ArgumentError:
+        return None
+
+
 def reset_peak(device: torch.device) -> None:
-    """Has `peak` begin with the bytes that are in use now."""
+    """Has `peak` and `reserved_peak` begin with the bytes that are in use and reserved now."""
     _asked(device, "reset_peak_memory_stats")()
+
+
+def release_cached(device: torch.device) -> None:
+    """Releases the memory that a device's allocator has cached, as far as it lets a caller."""
+    getattr(_module(device), "empty_cache", lambda: None)()
+
+
+def splits_all_blocks(device: torch.device) -> bool:
+    """Returns whether a device is in use and its allocator loses no rests of blocks.
+
+    That is so with `PYTORCH_ALLOC_CONF=expandable_segments:True`.
+    """
+    is_here = device.type == accelerator() and device in devices_in_use()
+    return is_here and has_expandable_segments(device)
 
 
 def total_bytes(device: torch.device) -> int:

@@ -82,9 +82,10 @@ OPTIONAL = {
     "parameters": Bytes,
     "plan": Annotated[str, AfterValidator(Plan.parse)] | None,
     # older results lack the tensors' two peaks; a device whose allocator keeps no history has no
-    # activation peak
+    # activation peak, and the CPU's reserves nothing
     "memory": _mapping(
-        {"activation_peak": Bytes | None, "tensor_peak": Bytes, "tensor_activation_peak": Bytes},
+        {"activation_peak": Bytes | None}
+        | dict.fromkeys(("tensor_peak", "tensor_activation_peak", "reserved_peak"), Bytes),
         peak=Bytes,
     ),
     "digests": list[dict[str, str]],

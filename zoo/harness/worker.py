@@ -107,6 +107,9 @@ def _measure(cell: Cell, also: Also) -> Result:
         "digests": [*digests, step_digests(model, losses[0])],
         "memory": asdict(memory) | tensors,
     }
+    if memory.reserved_peak is None:
+        # absent on the CPU, where nothing is reserved
+        del result["memory"]["reserved_peak"]
     if cell.kind == "optimizer_in_backward":
         # the allocator's events do not show which blocks were gradients
         del result["memory"]["activation_peak"]

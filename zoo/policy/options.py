@@ -26,11 +26,12 @@ from zoo._torch import (
     is_profiling,
 )
 from zoo.chain import Chain, Outline, State, Step, fold, step_names
+from zoo.engine.devices import splits_all_blocks
 from zoo.engine.recompute import run_compiled, run_plan
 from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError
-from zoo.invocation import InputSpec, Invocation
+from zoo.invocation import InputSpec, Invocation, device_of
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
@@ -38,6 +39,7 @@ from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
 from zoo.policy.plan_report import PlanReport
+from zoo.profiling.caching_allocator import rounding_of
 from zoo.profiling.chain_profile import Profile, StepError
 from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
@@ -221,7 +223,9 @@ def _least(chain: Chain, outline: Outline, inputs: State, later_step: BudgetPlan
     an optimizer in the backward frees them; and kernel workspaces, for which each different kernel
     runs once. Gradients of parameters that are spread over processes are left out.
     """
-    profile = Profile(chain, outline, inputs)
+    device = device_of(chain)
+    rounding = rounding_of(device.type, splits_all=splits_all_blocks(device))
+    profile = Profile(chain, outline, inputs, rounding)
     # a training loop's variable holds the output beyond the backward
     returned = profile.found.handed[-1]
     if any(map(is_spread, chain.parameters())):

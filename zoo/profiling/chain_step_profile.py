@@ -22,7 +22,7 @@ from zoo.engine.operands import detached
 from zoo.engine.operator_effects import Effects, effects_of
 from zoo.engine.recording import SMALL, KernelMode, written_by
 from zoo.profiling.autograd_interpreter import HeldTensor, gradients_of
-from zoo.profiling.caching_allocator import rounded_up
+from zoo.profiling.caching_allocator import Rounding, as_requested
 from zoo.profiling.fake_results import LIFT
 from zoo.profiling.fake_tensors import QUESTIONS, as_data
 from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas
@@ -39,7 +39,7 @@ _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_fo
 class StepContext:
     """The context that the steps of a chain share while they run."""
 
-    block: int = 1  # storages are rounded up to multiples of so many bytes
+    rounding: Rounding = as_requested  # how the bytes of a storage are counted
     caches_casts: bool = False  # autocast holds casts of weights until the forward ends
     # storages that are not the step's, by their addresses, and the bytes to count: 0 for
     # parameters, buffers, inputs and fakes of real tensors; all for others, such as targets
@@ -48,8 +48,8 @@ class StepContext:
     kernels: dict[str, tuple[int, KernelSpec | None]] = field(default_factory=dict)
 
     def bytes_of(self, storage: Any) -> int:
-        """Returns the bytes of a storage, rounded up to blocks."""
-        return rounded_up(storage.nbytes(), self.block)
+        """Returns the bytes of a storage as they are counted."""
+        return self.rounding(storage.nbytes())
 
     def bytes_in(self, tensor: Tensor) -> int:
         """Returns the bytes of the storages of a tensor; sparse ones have several."""
@@ -157,7 +157,7 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
     Storages and tensors are numbered from 0 in order. New kernels, and tensors that are not the
     step's, are added to the context.
     """
-    storages = Storages(context.block)
+    storages = Storages(context.rounding)
     leaves = storages.empty(state)
     given = len(storages.sizes)
     mode = AllocationMode(context)
@@ -172,7 +172,7 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
     held: list[Tensor] = []
     roots: list[Tensor] = [_Root.apply([*ends.values()], held, *ends)] if ends else []
     incoming_bytes = sum(
-        rounded_up(output.nbytes, context.block) if gradient is None else gradient.bytes
+        context.rounding(output.nbytes) if gradient is None else gradient.bytes
         for output, gradient in ends.items()
     )
     casts = [(weight, storages.number(cast), mode.births_of([cast])) for weight, cast in mode.casts]

@@ -17,7 +17,7 @@ from zoo._torch import is_traceable_wrapper_subclass, pytree
 from zoo.engine.operands import parts_of, parts_of_wrapper
 from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, KERNELS, resolved
 from zoo.optimizer.in_backward import FreedGradient
-from zoo.profiling.caching_allocator import rounded_up
+from zoo.profiling.caching_allocator import Rounding, as_requested
 
 # types that hold no tensor
 VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -93,11 +93,11 @@ StateSpec = tuple[TensorSpec | None, ...]
 class Storages:
     """Numbers storages in the order in which they are made here or first seen.
 
-    `sizes` are their bytes, rounded up to multiples of `block`.
+    `sizes` are their bytes, counted by `rounding`.
     """
 
-    def __init__(self, block: int = 1) -> None:
-        self.block = block
+    def __init__(self, rounding: Rounding = as_requested) -> None:
+        self.rounding = rounding
         self.sizes: list[int] = []
         self._numbers: Any = weakref.WeakKeyDictionary()
 
@@ -105,7 +105,7 @@ class Storages:
         """Returns the number of a tensor's storage."""
         storage = tensor.untyped_storage()
         if storage not in self._numbers:
-            self._numbers[storage] = self.add(rounded_up(storage.nbytes(), self.block))
+            self._numbers[storage] = self.add(self.rounding(storage.nbytes()))
         return int(self._numbers[storage])
 
     def numbers_of(self, storages: Iterable[Any]) -> set[int]:

@@ -23,7 +23,7 @@ VARIANTS = {
     "checkpointed": "checkpointed",
     "optimizer_in_backward": "+ optimizer in backward",
 }
-PEAKS = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak")
+PEAKS = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak", "reserved_peak")
 # the way out for a baseline that does not repeat its own numbers, and where it was taken
 WAY_OUT = "--deterministic has torch choose kernels that repeat theirs"
 TAKEN = "torch's deterministic algorithms were on"
@@ -53,6 +53,11 @@ DEFINITIONS = {
     "of tensors alone": (
         "the activation peak without kernel workspaces, which differ from processor to processor "
         "and with the threads"
+    ),
+    "reserved": (
+        "the most bytes that the device's allocator reserved, of which the step peak is a part: "
+        "what runs out; PYTORCH_ALLOC_CONF=expandable_segments:True leaves few gaps; absent on "
+        "the CPU, whose allocator reserves nothing"
     ),
     "(ratio)": "of what stands in front of it to the baseline",
     "step time": (
@@ -134,7 +139,9 @@ class ModelRow:
         largest_ratio: the largest accepted ratio of "checkpointed"'s step peak to the baseline's.
         peaks: bytes by name and variant. "peak" and "activation_peak" are the allocator's, with
             kernel workspaces, which differ from processor to processor; "tensor_peak" and
-            "tensor_activation_peak" are of tensors alone, None in older results without them.
+            "tensor_activation_peak" are of tensors alone, None in older results without them;
+            "reserved_peak" is None on the CPU.
+        shows_reserved: whether any row of the table has a "reserved_peak".
         step_seconds, fits: by variant, as far as measured.
         exact: whether all trainings are equal; None where one is missing, or nothing can be
             compared.
@@ -156,6 +163,7 @@ class ModelRow:
     exact: bool | None
     baseline_repeats: bool | None
     faults: tuple[str, ...]
+    shows_reserved: bool = False
 
     @property
     def label(self) -> str:
@@ -214,6 +222,11 @@ class ModelRow:
             **{f"step peak: {name}": self.peak_cell(kind) for kind, name in shown.items()},
             "activation peak": self.peak_cell(*KINDS, peak="activation_peak"),
             "of tensors alone": self.peak_cell(*KINDS, peak="tensor_activation_peak"),
+            **(
+                {"reserved": self.peak_cell(*KINDS, peak="reserved_peak")}
+                if self.shows_reserved
+                else {}
+            ),
             **dict([*times.items()][1:]),
             "exact": "baseline varies" if self.baseline_repeats is False else exact,
         }
@@ -242,7 +255,11 @@ def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Headi
 
 def rows(comparisons: Sequence[Comparison]) -> list[ModelRow]:
     """Returns a row for each comparison."""
-    return [_row(number, comparison) for number, comparison in enumerate(comparisons)]
+    found = [_row(number, comparison) for number, comparison in enumerate(comparisons)]
+    reserved = any(
+        size is not None for row in found for size in row.peaks["reserved_peak"].values()
+    )
+    return [replace(row, shows_reserved=reserved) for row in found]
 
 
 def variants(rows: Sequence[ModelRow]) -> dict[str, str]:
