@@ -12,7 +12,9 @@ from typing import Any
 import peers
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from peers import Built
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import zoo
@@ -48,10 +50,15 @@ def images(name: str, batch: int, side: int, **arguments: Any) -> Built:
     return peers.classifier(zoo.create(name, classes=100, **arguments), (batch, 3, side, side))
 
 
-def volumes(batch: int, *sides: int, **arguments: Any) -> Built:
+def volumes(batch: int, *sides: int, loss: Callable[..., Tensor], **arguments: Any) -> Built:
     model = zoo.create("vnet", classes=3, **arguments)
     targets = torch.randint(0, 3, (batch, *sides))
-    return model, (torch.randn(batch, 1, *sides),), {}, partial(F.cross_entropy, target=targets)
+    return model, (torch.randn(batch, 1, *sides),), {}, partial(loss, target=targets)
+
+
+def loss_of_voxels(logits: Tensor, target: Tensor) -> Tensor:
+    """Returns the cross entropy of voxels in a row, whose sum repeats its bits on CUDA."""
+    return F.cross_entropy(rearrange(logits, "n c ... -> (n ...) c"), target.flatten())
 
 
 def tokens(batch: int, length: int, vocabulary: int, **arguments: Any) -> Built:
@@ -109,8 +116,9 @@ def vit(batch: int) -> Case:
     return Case(f"{batch}×3×224×224", large, small, "adamw")
 
 
-def vnet(batch: int) -> Case:
-    large, small = partial(volumes, batch, 128, 128, 64), partial(volumes, 1, 32, 32, 32, width=8)
+def vnet(batch: int, loss: Callable[..., Tensor] = F.cross_entropy) -> Case:
+    large = partial(volumes, batch, 128, 128, 64, loss=loss)
+    small = partial(volumes, 1, 32, 32, 32, loss=loss, width=8)
     return Case(f"{batch}×1×128×128×64", large, small, small_dtype=None, share=0.75)
 
 
@@ -182,7 +190,7 @@ FAMILIES: dict[str, Case] = {
     "resnet50": resnet50(32),
     "lstm": recurrent("lstm", 35, 20),
     "gpt2_small": gpt2(4, 512),
-    "vnet": vnet(1),
+    "vnet": vnet(1, loss_of_voxels),
     "densenet121": densenet121(16),
     "vit_base_patch16": vit(16),
     "gru": recurrent("gru", 35, 20),
