@@ -252,7 +252,9 @@ def test_a_cut_anywhere_in_a_backward_inside_of_a_forward_is_exact(create: bool)
             y = forward()
         assert not conductor.lost
         assert conductor.path == (1,), f"cut at {start}"
-        compare(frozen(list(torch.autograd.grad(y.sum(), x))), frozen([expected]), f"cut at {start}")
+        compare(
+            frozen(list(torch.autograd.grad(y.sum(), x))), frozen([expected]), f"cut at {start}"
+        )
 
 
 def test_a_segment_of_the_model_is_none_where_a_plan_is_in_force() -> None:
