@@ -343,7 +343,7 @@ class Routed(nn.Module):
 
 @needs_numpy
 @needs_software
-@pytest.mark.parametrize("share", [0.5, 0.35])
+@pytest.mark.parametrize("share", [0.5, 0.36, 0.34])
 def test_a_budget_counts_results_that_no_replay_may_make(share: float) -> None:
     place = device(COUNT - 1)
     model = nn.Sequential(*(Routed() for _ in range(6)), nn.Linear(64, 1)).to(place)
@@ -360,7 +360,7 @@ def test_a_budget_counts_results_that_no_replay_may_make(share: float) -> None:
 
     step()
     taken = measure_step(step, model, optimizer, [x]).peak
-    assert 0.999 * report.predicted_peak <= taken <= report.predicted_peak
+    assert 0.998 * report.predicted_peak <= taken <= report.predicted_peak
 
 
 def test_a_process_that_uses_the_device_is_not_forked() -> None:

@@ -412,11 +412,11 @@ class _Clock:
         self.given_away -= saved - given
 
     def copies(self, item: Item) -> int:
-        """Returns the bytes of a segment's copies of its inputs."""
+        """Returns the bytes of a segment's copies of its inputs, and of what it keeps and reads."""
         if not self.costs.copied or isinstance(item, int):
             return 0
         copied = frozenset().union(*(self.costs.copied[step] for step in indices(item)))
-        return self.costs.bytes_of(copied - self.made_by(item))
+        return self.costs.bytes_of(copied - (self.made_by(item) - self.kept_by(item)))
 
     def kept_by(self, item: Item) -> frozenset[int]:
         """Returns the storages that a segment keeps."""
