@@ -162,7 +162,7 @@ def test_random_plans_are_exact(plan: Plan, frozen: bool, eval_mode: bool, grad:
 def test_autocast_is_exact_with_the_backward_outside_and_inside(plan: str) -> None:
     def record(forward: Any, model: Residuals, inside: bool) -> Any:
         torch.manual_seed(0)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             loss = forward(images()).square().mean()
             if inside:
                 loss.backward()
