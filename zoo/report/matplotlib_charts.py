@@ -46,6 +46,7 @@ STYLE: Any = {
 PEAK = (
     *("parameters", "buffers", "inputs", "optimizer-state", "gradients"),
     *("kept", "recomputed-once", "temporaries", "at-work", "kernel-workspace"),
+    "kernel-workspace",  # of libraries; there are none on most devices
 )
 # where a name may be written: points from its mark, and sides in the order of preference
 DISTANCES = (9, 20, 36, 60)
@@ -284,7 +285,7 @@ def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -
     most = max(total, *limits.values())
     divisor, unit = unit_of(most)
     left = 0
-    for (name, size), color in zip(peak.items(), PEAK, strict=True):
+    for (name, size), color in zip(peak.items(), PEAK, strict=False):
         # parts too thin to be seen are only in the table
         if size > total / 1000:
             label = f"{name} {format_bytes(size)}"
