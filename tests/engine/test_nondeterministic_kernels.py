@@ -14,7 +14,13 @@ import zoo
 from tests.engine.kernels import replayed
 from tests.engine.pitfalls.program import Call, assert_exact
 from zoo._torch import FakeTensorMode
-from zoo.engine.nondeterministic_kernels import GRAIN, TABLE, Nondeterminism, nondeterminism_of
+from zoo.engine.nondeterministic_kernels import (
+    GRAIN,
+    TABLE,
+    Nondeterminism,
+    _tell_of_benchmark,
+    nondeterminism_of,
+)
 from zoo.engine.operator_effects import effects_of, resolved
 
 KIND = torch.get_default_device().type
@@ -22,6 +28,13 @@ on_accelerator = pytest.mark.skipif(KIND == "cpu", reason="needs one: pytest --d
 on_cpu = pytest.mark.skipif(KIND != "cpu", reason="concerns the CPU's kernels")
 
 INDEX = (0, 2, 2, 1, 0, 3)
+
+
+@pytest.fixture(autouse=True)
+def _chooses_freely() -> Iterator[None]:
+    """Other tests on a GPU ask cuDNN for algorithms that repeat themselves."""
+    with torch.backends.cudnn.flags(deterministic=False):
+        yield
 
 
 def index() -> Tensor:
@@ -147,6 +160,7 @@ def deterministic() -> Iterator[None]:
 
 
 @on_accelerator
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_in_deterministic_mode_it_is_replayed_where_that_helps(name: str) -> None:
     x = torch.rand(6, 5, requires_grad=True)
@@ -190,6 +204,36 @@ def test_a_transposed_convolution_is_replayed_where_cudnn_is_deterministic() -> 
                 x.to(dtype),
             )
         assert replayed(y.sum().backward)["convolution"] == expected  # fmt: skip
+
+
+@on_accelerator
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_convolution_is_kept_where_each_thread_chooses_its_algorithm(
+    is_deterministic: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _tell_of_benchmark.cache_clear()
+    x = torch.rand(6, 5, requires_grad=True)
+    for is_tuned in (True, True, False):
+        with torch.backends.cudnn.flags(benchmark=is_tuned, deterministic=is_deterministic):
+            y = zoo.recompute(
+                lambda x: F.conv1d(x.sin()[:, :, None], torch.ones(2, 5, 1)).exp().sin(), x
+            )
+        assert replayed(y.sum().backward)["convolution"] == (not is_tuned)
+    (warning,) = caplog.messages
+    assert "cudnn.benchmark is on" in warning
+
+
+@on_accelerator
+def test_a_product_with_a_sparse_matrix_is_kept() -> None:
+    x = torch.rand(5, 4, requires_grad=True)
+    try:
+        matrix = torch.rand(6, 5).relu().to_sparse()
+    except (NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"no sparse tensors on {KIND}: {str(error)[:60]}")
+    loss = zoo.recompute(lambda x: torch.sparse.mm(matrix, x.sin()).exp().sin(), x).sum()
+    names = replayed(loss.backward)
+    assert "exp" in names
+    assert not {"mm", "addmm", "_sparse_mm", "_sparse_addmm"} & set(names)
 
 
 @on_accelerator

@@ -5,6 +5,7 @@ A replay calls a kernel again with the same arguments, and most return the same 
     sum       floats added by atomics: the order of threads decides how the sum is rounded
     choice    one of equal numbers: a router that picks another expert is no rounding error
     write     several numbers for one element: the last thread wins
+    tuning    an algorithm chosen by measuring: cuDNN's benchmark chooses anew on each thread
 
 On accelerators all of them are kept, on the CPU those that threads share. torch's deterministic
 mode has another kernel for some, which is replayed. Kept results cost memory and change no number.
@@ -14,12 +15,17 @@ are indices, small beside what they are taken from, whose ties no documentation 
 (`cumprod`, `logcumsumexp`, `cummax`, `cummin`) go through that of `cumsum`, whose deterministic
 form is for sums alone. On an H200, torch 2.11, the database of operators found two that differ:
 `cummin`, and `conv_transpose3d` in float32, whose forward is a convolution's backward
-(pytorch#75363); an LSTM of cuDNN's, GPT-2 and ViT repeated themselves there and are left out. On
-the CPU with four threads torch 2.14 repeated neither `index_put` into float32, `put` nor
+(pytorch#75363); an LSTM of cuDNN's, GPT-2 and ViT repeated themselves there and are left out. With
+`torch.backends.cudnn.benchmark` there, each of five `conv2d` on another thread had other bits than
+on its own, as a replay on autograd's thread has; `torch.sparse.mm` did not repeat itself in 20
+calls, in deterministic mode neither (a product with a sparse tensor is kept where it is recorded).
+On the CPU with four threads torch 2.14 repeated neither `index_put` into float32, `put` nor
 `index_copy`, and with one thread not the median of an expanded tensor.
 """
 
+import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +37,7 @@ Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 Condition = Callable[[Args, Kwargs], bool]
 
+_log = logging.getLogger("zoo")
 # numbers from which the CPU shares a kernel among threads
 GRAIN = 1 << 15
 # the masks by which a tensor may be indexed, which name no element twice
@@ -92,13 +99,30 @@ def _multiplies_floats(args: Args, kwargs: Kwargs) -> bool:
     return _adds_floats(args, kwargs) and args[4] == "prod"
 
 
-def _is_transposed(args: Args, kwargs: Kwargs) -> bool:
+def _is_tuned_or_transposed(args: Args, kwargs: Kwargs) -> bool:
+    if torch.backends.cudnn.benchmark:
+        _tell_of_benchmark()
+        return True
     wide = args[0].dtype in (torch.float32, torch.float64)
-    return wide and bool(args[6]) and not torch.backends.cudnn.deterministic
+    return wide and bool(args[6]) and not _are_convolutions_deterministic()
 
 
-def _is_convolution(args: Args, kwargs: Kwargs) -> bool:
-    return not torch.backends.cudnn.deterministic
+def _is_tuned_or_free(args: Args, kwargs: Kwargs) -> bool:
+    return torch.backends.cudnn.benchmark or not _are_convolutions_deterministic()
+
+
+def _are_convolutions_deterministic() -> bool:
+    return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+@functools.cache
+def _tell_of_benchmark() -> None:
+    """Says once that a setting has convolutions kept."""
+    _log.warning(
+        "torch.backends.cudnn.benchmark is on: cuDNN chooses algorithms on each thread, so that a "
+        "convolution that the backward recomputes may have other bits. The results of convolutions "
+        "are kept, and a plan saves less. Set it to False to have them recomputed"
+    )
 
 
 def _puts(args: Args, kwargs: Kwargs) -> bool:
@@ -162,7 +186,7 @@ _SUMS = {
     **_named("scatter_reduce", _reduces_floats),
     **_named("index_reduce", _reduces_floats, is_avoidable=False),
     **_named("nll_loss2d_forward", _always, is_avoidable=False),
-    **_named("convolution", _is_transposed),
+    **_named("convolution", _is_tuned_or_transposed, is_avoidable=False),
 }
 _WRITES = {
     **_named("index_put _index_put_impl _unsafe_index_put", _puts, varies_on_cpu=_puts_on_cpu),
@@ -190,7 +214,7 @@ _GRADIENTS = {
              "_scaled_dot_product_flash_attention_backward "
              "_scaled_dot_product_efficient_attention_backward "
              "_scaled_dot_product_cudnn_attention_backward", _always),
-    **_named("convolution_backward", _is_convolution),
+    **_named("convolution_backward", _is_tuned_or_free, is_avoidable=False),
     **_named("_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
              "adaptive_max_pool2d_backward adaptive_max_pool3d_backward avg_pool3d_backward "
              "fractional_max_pool2d_backward fractional_max_pool3d_backward "

@@ -742,11 +742,14 @@ class Recorder(KernelMode):
                 node.reads.append(found)
             elif type(found) is View:
                 node.reads.append(found.value)
-            elif not found.is_read:
-                if value.is_inference():
+            else:
+                if type(found) is Sparse and not value.is_cpu:
+                    # products with it add by atomics
+                    node.is_kept = True
+                if not found.is_read and value.is_inference():
                     # it may be written later, and nothing would tell
                     node.is_kept = True
-                else:
+                elif not found.is_read:
                     self.recording.before_read(found)
             return found
         if type(value) is torch.device:
