@@ -147,6 +147,7 @@ def deterministic() -> Iterator[None]:
 
 
 @on_accelerator
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_in_deterministic_mode_it_is_replayed_where_that_helps(name: str) -> None:
     x = torch.rand(6, 5, requires_grad=True)
