@@ -46,8 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
         software.offer()
     if device != "cpu":
         torch.set_default_device(device)
-        # two trainings are compared: cuDNN may choose kernels that do not repeat their numbers
-        torch.backends.cudnn.deterministic = True
 
 
 def pytest_collection_finish() -> None:

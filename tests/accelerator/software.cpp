@@ -418,7 +418,10 @@ void check_as_cuda(const c10::OperatorHandle& operation, const torch::jit::Stack
   const auto name = std::string_view(operation.schema().name()).substr(6);
   TORCH_CHECK_NOT_IMPLEMENTED(name.find("mkldnn") == name.npos, "Could not run 'aten::", name,
                               "' with arguments from the accelerator: it is the CPU's");
-  if (NONDETERMINISTIC.contains(name)) at::globalContext().alertNotDeterministic(name);
+  // with indices, of which there may be several
+  const bool is_median = name == "median" && operation.schema().overload_name() == "dim";
+  if (NONDETERMINISTIC.contains(name) || is_median)
+    at::globalContext().alertNotDeterministic(name);
   OneDevice device;
   for (const auto& value : torch::jit::last(stack, operation.schema().arguments().size())) {
     TORCH_CHECK(!value.isGenerator() || value.toGenerator().device().type() == TYPE,

@@ -18,7 +18,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -210,7 +210,9 @@ class Profile:
 
     @property
     def _like_inputs(self) -> Device:
-        return DEVICES["cpu" if self.device.type in ("cpu", "meta") else "a100"]
+        like = DEVICES["cpu" if self.device.type in ("cpu", "meta") else "a100"]
+        # cuBLAS holds workspaces on CUDA alone
+        return like if self.device.type == "cuda" else replace(like, workspace=0)
 
     def _backwards(self, updates: UpdateBytes | None, *, releases: bool = False) -> list[Curve]:
         """Returns the curve of each step's backward, in which an optimizer may step.
