@@ -12,9 +12,16 @@ import pytest
 import torch
 
 from zoo.errors import ConfigError
+from zoo.harness import processes
 from zoo.harness.comparison_cells import expand
 from zoo.harness.config import Config, ModelConfig
-from zoo.harness.processes import check_limit, limited, outcome, ran_out
+from zoo.harness.processes import (
+    ALLOCATOR_SETTINGS,
+    check_limit,
+    limited,
+    outcome,
+    ran_out,
+)
 from zoo.harness.run import run_cell
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA are Linux's")
@@ -86,6 +93,30 @@ def test_what_it_said_is_kept_and_stays_off_the_screen(capfd):
     assert "on standard output" in result["printed"]
     assert "Traceback" in result["printed"]
     assert capfd.readouterr() == ("", "")
+
+
+def tells_its_settings(cell):
+    return {name: os.environ.get(name) for name in ALLOCATOR_SETTINGS}
+
+
+@pytest.mark.parametrize("name", [None, *ALLOCATOR_SETTINGS])
+def test_a_process_has_expandable_segments_unless_the_user_sets_the_allocator(name, monkeypatch):
+    for known in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(known, raising=False)
+    if name is not None:
+        monkeypatch.setenv(name, "backend:native")
+    processes._use_expandable_segments()
+    expected = ("expandable_segments:True", None)
+    if name is not None:
+        expected = tuple(
+            "backend:native" if known == name else None for known in ALLOCATOR_SETTINGS
+        )
+    assert tuple(tells_its_settings(None).values()) == expected
+
+
+def test_a_process_of_a_cell_sets_the_allocator():
+    found = outcome(tells_its_settings, "a cell", 300)
+    assert any(found.values())
 
 
 def test_a_process_that_hangs_is_ended():

@@ -122,6 +122,24 @@ def test_for_a_cuda_device_each_storage_takes_whole_blocks_and_on_the_cpu_its_by
     assert any(size % 512 for size in (*here.costs.forward, *here.costs.backward))
 
 
+def test_where_blocks_leave_gaps_an_error_names_the_setting_that_closes_them() -> None:
+    model, x = nn.Sequential(nn.Linear(13, 515), nn.GELU(), nn.Linear(515, 3)), torch.rand(31, 13)
+    for device, is_named in (("a100", True), ("cpu", False)):
+        with pytest.raises(BudgetError, match="needs at least") as caught:
+            zoo.plan(model, x, memory_budget="1KiB", device=device)
+        assert ("PYTORCH_ALLOC_CONF=expandable_segments:True" in str(caught.value)) is is_named
+
+
+def test_outputs_that_no_variable_holds_do_not_count_in_the_backward() -> None:
+    """The backward of a wide last layer, with its output and without."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4000)), torch.rand(50, 8)
+    held, dropped = (
+        planner_for(model, x, optimizer=None, device="cpu", holds_outputs=holds)
+        for holds in (True, False)
+    )
+    assert held.baseline.peak - dropped.baseline.peak == 4 * 50 * 4000
+
+
 class Equal(Chain):
     """Steps that each save as much as they return: the less is kept, the deeper a plan nests."""
 
@@ -573,7 +591,9 @@ def test_with_the_optimizer_in_the_backward_gradients_are_not_counted_twice() ->
         assert first.least.peak - planner.least.peak >= 8 * size
         assert planner.fixed.gradients == planner.fixed.scratch == 0
     model[5].weight = model[0].weight
-    tied = planner_for(model, x, optimizer=sgd, loss=scores, optimizer_in_backward=True)
+    tied = planner_for(
+        model, x, optimizer=sgd, loss=scores, device="a100", optimizer_in_backward=True
+    )
     assert tied.least.peak - other.least.peak >= -2 * size + size, "it lives until the first layer"
 
 

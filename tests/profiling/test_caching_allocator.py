@@ -368,6 +368,31 @@ def test_workspaces_of_libraries_are_measured_where_the_model_is(major: str, siz
     assert planned[2][0] == 0
 
 
+RESERVED = """
+import zoo
+from torch import nn
+from zoo.profiling.peak_memory import measure_step
+
+model, x = nn.Linear(2000, 2000), torch.rand(300, 2000)
+def tracked(model, x):
+    with zoo.track(model, inputs=x) as timeline:
+        model(x).sum().backward()
+    counted = measure_step(lambda: model(x).sum().backward(), model, None, [x])
+    return [timeline.reserved_peak, counted.reserved_peak, "reserved" in timeline.heading]
+found = [tracked(model, x), tracked(model.cuda(), x.cuda())]
+print(json.dumps([found, torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()]))
+"""
+
+
+def test_reserved_memory_is_told_where_there_is_any() -> None:
+    if reason := cuda_runtime.missing():
+        pytest.skip(reason)
+    (on_cpu, on_cuda), reserved, allocated = cuda_runtime.run(RESERVED)
+    assert on_cpu == [None, None, False]
+    assert on_cuda == [reserved, reserved, True]
+    assert reserved > allocated
+
+
 def test_the_workspace_of_cublas_is_larger_on_hopper() -> None:
     if reason := cuda_runtime.missing():
         pytest.skip(reason)

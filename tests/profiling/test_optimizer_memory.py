@@ -86,6 +86,19 @@ def test_for_a_gpu_that_is_not_here_the_step_takes_a_copy_of_the_weights(
     assert (found.step >= weights) == (device == "cuda")
 
 
+@pytest.mark.parametrize("device", ["cuda", None])
+@pytest.mark.parametrize("option", [{}, {"foreach": False}, {"fused": True}])
+def test_counters_of_steps_count_where_they_are(device: str | None, option: Any) -> None:
+    """On the CPU, unless the optimizer is fused (or capturable, which cannot step there)."""
+    parameters = [nn.Parameter(torch.zeros(64)) for _ in range(3)]
+    make = functools.partial(torch.optim.AdamW, **option)
+    found = optimizer_bytes(make, parameters, device=device)
+    on_device = device is None or "fused" in option
+    a_counter = (512 if device else 4) * on_device
+    states = 2 * (512 if device else 256)
+    assert found.state == 3 * (states + a_counter)
+
+
 @pytest.mark.parametrize("make", MAKES)
 def test_many_equal_layers_take_no_more_steps_than_one(
     make: MakeOptimizer, monkeypatch: pytest.MonkeyPatch

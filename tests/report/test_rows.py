@@ -73,6 +73,17 @@ def table(page, name):
     return list(csv.DictReader(page.with_name(name).read_text().splitlines()))
 
 
+def test_reserved_memory_stands_beside_allocated_where_the_device_has_it():
+    baseline, checkpointed = record(1000), record(250)
+    baseline["memory"]["reserved_peak"], checkpointed["memory"]["reserved_peak"] = 4000, 1000
+    given = [comparison(baseline=baseline, checkpointed=checkpointed), comparison()]
+    first, other = map(cells, rows(given))
+    assert (first["reserved"], other["reserved"]) == ("3.91 KiB → 1000 B (0.250)", "— → —")
+    (on_cpu,) = rows([comparison()])
+    assert "reserved" not in cells(on_cpu)
+    assert on_cpu.peaks["reserved_peak"] == dict.fromkeys(VARIANTS)
+
+
 def test_numbers_are_those_of_the_records():
     (row,) = rows([comparison()])
     assert (row.model, row.batch, row.parameters) == ("resnet50", "4×224×224", 25_557_032)
