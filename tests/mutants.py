@@ -154,7 +154,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what a kernel makes of a tensor without a version is kept",
-            "                if value.is_inference():\n",
+            "                if not found.is_read and value.is_inference():\n",
             "                if False:\n",
             "pitfalls/test_unseen_writes",
         ),

@@ -97,8 +97,8 @@ print(len(files))
 @pytest.mark.parametrize(
     ("build", "start", "most"),
     [
-        ("model = zoo.resnet50(checkpoint=True)", "model", 25),
-        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 29),
+        ("model = zoo.resnet50(checkpoint=True)", "model", 27),
+        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 31),
     ],
 )
 def test_a_first_step_passes_few_files(build: str, start: str, most: int) -> None:

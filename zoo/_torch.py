@@ -6,6 +6,7 @@ tensors and modules (`_version`, `_parameters`) and operators of `torch.ops` are
 """
 
 import contextlib
+import functools
 import importlib.util
 import operator
 import sys
@@ -163,14 +164,9 @@ set_precision: Any = _private("_C._set_fp32_precision_setter")
 queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
 is_profiling: Any = _private("autograd._profiler_enabled")
 _private("compiler._is_exporting_flag")
-
-
-def is_exporting() -> bool:
-    """Returns whether `torch.export` runs.
-
-    The compiler of torch 2.11 takes `torch.compiler.is_exporting()` for True wherever it is asked.
-    """
-    return bool(torch.compiler._is_exporting_flag)
+# whether `torch.export` runs: the compiler of torch 2.11 takes torch's own question for True
+# wherever it is asked
+is_exporting = functools.partial(getattr, torch.compiler, "_is_exporting_flag")
 
 
 def clear_blas_workspaces() -> None:

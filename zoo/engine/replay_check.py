@@ -121,24 +121,19 @@ class ReplayCheck:
             )
 
 
-# the one in force on all threads, since a device's backward has its own
-_checks: list[ReplayCheck] = []
-
-
-def present() -> ReplayCheck | None:
-    """Returns the check that is in force."""
-    return _checks[-1] if _checks else None
+# the last is in force, on all threads, since a device's backward has its own
+CHECKS: list[ReplayCheck] = []
 
 
 @contextlib.contextmanager
 def checking(every: int | None = None) -> Iterator[ReplayCheck]:
     """Has replays be compared in the block, and yields their flags, which nobody has read yet."""
     check = ReplayCheck(every)
-    _checks.append(check)
+    CHECKS.append(check)
     try:
         yield check
     finally:
-        _checks.remove(check)
+        CHECKS.remove(check)
 
 
 @contextlib.contextmanager
@@ -163,8 +158,8 @@ def check_replays(*, every: int | None = None) -> Iterator[None]:
 
 
 def sample_of(tensor: Tensor) -> Tensor | None:
-    """Returns a sample of a tensor on an accelerator, where a check is in force."""
-    if not _checks or not _is_dense(tensor):
+    """Returns a sample of a tensor on an accelerator; None for one that is not dense."""
+    if not _is_dense(tensor):
         return None
     with torch.inference_mode(False), DisableTorchDispatch():
         return _view(tensor).clone()

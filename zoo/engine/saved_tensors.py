@@ -32,7 +32,7 @@ from zoo.engine.operands import (
 from zoo.engine.operator_effects import name_of_kernel
 from zoo.engine.recording import Segment, has_own_storage, storage_of, thread
 from zoo.engine.replay import outside_of, replay, schedule, without_modes
-from zoo.engine.replay_check import OTHER_NUMBERS, Compared, Replayed, present
+from zoo.engine.replay_check import CHECKS, OTHER_NUMBERS, Compared, Replayed
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
 
@@ -349,8 +349,8 @@ def _fill(segment: Segment) -> None:
         thread.replaying = True
         replay(found)
         compared = [one for handle in waiting if (one := handle.fill()) is not None]
-        if compared and (check := present()) is not None:
-            check.compare(compared)
+        if compared and CHECKS:
+            CHECKS[-1].compare(compared)
         for part, values in needs.items():
             there = [(value, value.made) for value in values]
             part.given = {value: (made, made._version) for value, made in there if made is not None}
@@ -385,8 +385,8 @@ def _end_backward(backward: int, segments: list[weakref.ref[Segment]]) -> None:
         if (segment := reference()) is not None:
             with segment.recording.lock:
                 clear(segment)
-    if (check := present()) is not None:
-        check.end_backward(backward)
+    if CHECKS:
+        CHECKS[-1].end_backward(backward)
 
 
 def prune(segment: Segment) -> None:

@@ -40,7 +40,8 @@ ALONE = 10 * MIB
 # in KiB, in parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp; 32 MiB on Hopper
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) << 10
 # of the blocks that share large segments this part is lost to rests, 0.3 MiB of each segment of
-# 20 MiB: the least power of two with which no recorded budget on a GPU is exceeded (docs/cuda.md)
+# 20 MiB: an estimate, chosen by the recorded steps of tests/policy/recorded_steps.py, of which none
+# takes more than predicted with it (docs/cuda.md)
 RESTS = 64
 
 # from the bytes of a storage to those that an allocator counts for it
