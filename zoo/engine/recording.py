@@ -660,11 +660,10 @@ class Recorder(KernelMode):
         if keeps or (effects.seeded and draws is None):
             return self._run_outside(kernel, effects, written, args, kwargs)
         values = [recording.target(tensor, effects) for tensor in written]
-        if written and not effects.makes and not any(values):
-            # all that it writes comes from outside and is there
-            return self._run_outside(kernel, effects, written, args, kwargs)
-        if None in values and _is_given_twice(written, values, args, kwargs):
-            # it may read what it wrote, which a replay has a copy of for each argument
+        # all that it writes comes from outside and is there
+        is_there = bool(written) and not effects.makes and not any(values)
+        # or it may read what it wrote, of which each argument has a copy in a replay
+        if is_there or (None in values and _is_given_twice(written, values, args, kwargs)):
             return self._run_outside(kernel, effects, written, args, kwargs)
         targets = [*zip(written, values, strict=True)]
         node = Node(kernel, recording.count, recording.settings_for(effects), args)

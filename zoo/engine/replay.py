@@ -144,8 +144,8 @@ def _call(node: Node, drops: Sequence[Value]) -> None:
     else:
         given = node.kwargs.items()
         out = node.kernel(*args, **{n: v.now() if type(v) in REFERENCES else v for n, v in given})
-    for value, tensor in before:
-        value.made = tensor
+    for written, tensor in before:
+        written.made = tensor
     parts = (out,) if isinstance(out, Tensor) else flat(out)
     # of a kernel that only writes the results are its arguments
     for value, tensor in zip(node.outs, parts, strict=False):
