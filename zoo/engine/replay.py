@@ -77,32 +77,51 @@ def outside_of(found: Iterable[Scheduled]) -> Iterator[Tensor]:
 
 def replay(found: Iterable[Scheduled]) -> None:
     """Calls the operators of scheduled nodes again; what they make lies in `made` of its value."""
-    with DisableAutocast(), BelowAutograd():
-        _run(found)
-
-
-def _run(found: Iterable[Scheduled]) -> None:
-    settings: list[Callable[[], object]] = []
-    streams: dict[int, Callable[[], object]] = {}
-    trains = torch.is_grad_enabled()
-    set_grad_enabled(True)
+    changed = Changes()
     try:
+        with DisableAutocast(), BelowAutograd():
+            _run(found, changed)
+    finally:
+        # once more, where an interrupt has cut it short
+        changed.restore()
+
+
+class Changes:
+    """What a replay changes for its kernels, and how it was before."""
+
+    def __init__(self) -> None:
+        self.trains = torch.is_grad_enabled()
+        self.settings: list[Callable[[], object]] = []
+        self.streams: dict[int, Callable[[], object]] = {}
+        self.are_restored = False
+
+    def restore(self) -> None:
+        """Restores all of it, unless it was."""
+        if self.are_restored:
+            return
+        thread.origin = None
+        for restore in (*self.streams.values(), *reversed(self.settings)):
+            restore()
+        set_grad_enabled(self.trains)
+        self.are_restored = True
+
+
+def _run(found: Iterable[Scheduled], changed: Changes) -> None:
+    try:
+        set_grad_enabled(True)
         present = read_settings()
         for node, drops in found:
             if node.settings is not present:
                 if node.settings != present:
-                    write_settings(node.settings, settings)
+                    write_settings(node.settings, changed.settings)
                 present = node.settings
             if node.draws:
-                draw_as(node.draws, streams)
+                draw_as(node.draws, changed.streams)
             if node.origin is not None:
                 thread.origin = node.origin
             _call(node, drops)
     finally:
-        thread.origin = None
-        for restore in (*streams.values(), *reversed(settings)):
-            restore()
-        set_grad_enabled(trains)
+        changed.restore()
 
 
 def without_modes() -> Any:

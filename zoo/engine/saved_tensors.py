@@ -151,9 +151,14 @@ class Handle:
             check_history(self.original())
         with self.segment.recording.lock:
             if self.tensor is None and not self.is_written:
-                # the kernels ran outside of a vmap that is around the backward
-                with without_modes():
-                    fill(self.segment)
+                around = thread.replaying
+                try:
+                    # the kernels ran outside of a vmap that is around the backward
+                    with without_modes():
+                        fill(self.segment)
+                finally:
+                    # once more, where an interrupt has cut it short
+                    thread.replaying = around
             if self.is_written:
                 raise RecomputeError(WRITTEN)
             tensor = self.tensor
