@@ -4,8 +4,14 @@
 # It needs python3 (3.11 or later) and is repeated only when what is installed changes.
 
 python := .venv/bin/python
+installed := .venv/.installed
+# `make gpu PYTHON=python3` takes a python as it is: on a machine with a GPU and no network, say
+ifeq ($(origin PYTHON),command line)
+python := $(PYTHON)
+installed :=
+endif
 
-.PHONY: compare test test-avx2 package lint notebooks check-notebooks fuzz operators mutants oldest newest test-device gpu clean
+.PHONY: compare test test-avx2 package lint notebooks check-notebooks fuzz operators mutants oldest newest test-device gpu gpu-page clean
 
 compare: .venv/.compare
 	$(python) test_memory_optimized.py
@@ -19,16 +25,28 @@ test: .venv/.installed
 # of their own; DEVICE=cuda, xpu, ... for one that is here
 DEVICE ?= soft
 ON_DEVICE = tests/accelerator tests/engine/test_generators.py tests/engine/test_executor.py \
-	tests/engine/test_recompute.py tests/engine/test_replay.py \
+	tests/engine/test_recompute.py tests/engine/test_replay.py tests/engine/test_replay_check.py \
+	tests/engine/test_nondeterministic_kernels.py tests/engine/test_kernel_segments.py \
 	tests/engine/pitfalls/test_randomness.py tests/engine/pitfalls/test_statistics.py \
 	tests/test_groups.py
-test-device: .venv/.installed
-	OMP_NUM_THREADS=1 $(python) -m pytest --device $(DEVICE) $(ON_DEVICE)
+test-device: $(installed)
+	OMP_NUM_THREADS=1 $(python) -m pytest -p no:benchmark --device $(DEVICE) $(ON_DEVICE)
 
-# the same, the comparison of the families and the search for the largest batch, whose tables become
-# docs/gpu.md; on the software accelerator at small sizes, into build/
-gpu: test-device
-	PYTHONPATH=. $(python) docs/gpu.py $(DEVICE) $(if $(filter soft,$(DEVICE)),build/gpu.md)
+# measures there, in parts that each stop after some minutes on a GPU, and goes on where it stopped:
+# make gpu DEVICE=cuda PART=speed; tests, families, budgets, speed and batches are all in turn.
+# On the software accelerator models are small, nothing stops, and the page is build/gpu.md
+SECONDS = 170
+here = PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
+ROWS = build/gpu-$(DEVICE).jsonl
+gpu: $(installed)
+	$(here) $(python) benchmarks/gpu.py $(PART) --device $(DEVICE) --rows $(ROWS) \
+		--tests "$(ON_DEVICE)" $(if $(COMMIT),--commit "$(COMMIT)") \
+		$(if $(filter soft,$(DEVICE)),--fresh,--seconds $(SECONDS))
+	$(if $(filter soft,$(DEVICE)),$(here) $(python) docs/gpu.py $(ROWS) --to build/gpu.md)
+
+# docs/gpu.md from the rows that are there; ROWS=build/gpu-cuda.jsonl takes those of a run over first
+gpu-page: $(installed)
+	$(here) $(python) docs/gpu.py $(if $(filter command line,$(origin ROWS)),$(ROWS))
 
 # a part of them, on any processor as on one whose instructions end with AVX2: oneDNN then chooses
 # other kernels, which take other workspaces, and has none for some types

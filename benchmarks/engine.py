@@ -3,6 +3,7 @@
     python benchmarks/engine.py               # all
     python benchmarks/engine.py resnet50      # at batch 32
     python benchmarks/engine.py overhead      # what a segment and a kernel cost beside the work
+    python benchmarks/engine.py check         # what zoo.check_replays costs on the accelerator here
 
 Every block is a segment in both; a round runs them in the order A B B A, and the ratio is that of
 their seconds in a round: median, and in brackets the quartiles. torch's updates running statistics
@@ -14,12 +15,16 @@ less a plain one and a forward without gradients. Per kernel: recorded over a di
 does nothing, and replayed over called directly. Then the backward of a small transformer, each of
 its 12 blocks a segment.
 
+`check` trains ResNet-50 by blocks, with and without the check in the order A B B A, and waits for
+the device after each step. Operators and bytes are those of one step beyond one without the check.
+
 On Linux at large batches most of a step may be the kernel's, giving pages that the last step gave
 back. These let the process keep them, and the ratios stand still:
 
     MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=99999999999 python benchmarks/engine.py resnet50
 """
 
+import contextlib
 import functools
 import statistics
 import sys
@@ -29,14 +34,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zoo
 from zoo.chain import Chain, fold, outline
+from zoo.engine.devices import accelerator, allocated, is_available, synchronize
 from zoo.engine.recompute import run_plan, segment
 from zoo.engine.recording import thread
 from zoo.engine.replay import Scheduled, replay
+from zoo.engine.replay_check import checking
 from zoo.planner.schemes import each_block
 from zoo.profiling.peak_memory import trace
 from zoo.units import format_bytes
@@ -228,7 +236,58 @@ def overhead() -> None:
     transformer()
 
 
+CHECKED = {"aten::clone", "aten::cat", "aten::ne", "aten::logical_or_"}
+
+
+def check(rounds: int = 8, shape: tuple[int, ...] = (32, 3, 224, 224)) -> None:
+    """Prints what the check of replays costs a training step on the accelerator."""
+    kind = accelerator()
+    if kind is None or not is_available(kind):
+        print("torch finds no accelerator here; on the CPU replays are checked as they come")
+        return
+    torch.manual_seed(0)
+    device = torch.ones((), device=kind).device
+    model, x = zoo.resnet50().to(device), torch.randn(shape, device=device)
+    found = outline(model.steps_for(x))
+    plan = each_block(found.blocks)
+
+    def step(is_checked: bool) -> tuple[float, int]:
+        with checking() if is_checked else contextlib.nullcontext():
+            model.zero_grad(set_to_none=True)
+            synchronize(device)
+            start, before = time.perf_counter(), allocated(device)
+            loss = run_plan(plan, found.steps, (x,)).square().mean()
+            held = allocated(device) - before
+            loss.backward()
+            synchronize(device)
+            return time.perf_counter() - start, held
+
+    def operators(is_checked: bool) -> int:
+        with profile() as profiler:
+            step(is_checked)
+        return sum(event.count for event in profiler.key_averages() if event.key in CHECKED)
+
+    step(False), step(True)
+    count = operators(True) - operators(False)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    held = {True: 0, False: 0}
+    for _ in range(rounds):
+        runs = [(is_checked, step(is_checked)) for is_checked in (True, False, False, True)]
+        for is_checked in (True, False):
+            pair = [run for which, run in runs if which is is_checked]
+            seconds[is_checked].append(sum(duration for duration, _ in pair))
+            held[is_checked] = max(size for _, size in pair)
+    print(
+        f"resnet50 {'x'.join(map(str, shape))} on {kind}: {count} operators and",
+        f"{format_bytes(held[True] - held[False])} of samples, time "
+        f"{ratio(seconds[True], seconds[False])}",
+    )
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["check"]:
+        check()
+        sys.exit()
     if sys.argv[1:] == ["overhead"]:
         overhead()
         sys.exit()

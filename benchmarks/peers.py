@@ -50,7 +50,6 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from models import Flops, by_flag, by_timm, by_transformers
-from monai.networks.nets import BasicUNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     checkpoint,
@@ -70,8 +69,8 @@ from transformers import (
 import zoo
 from zoo.engine.devices import read_streams
 from zoo.harness.environment import proc_entry
+from zoo.harness.optimizers import OPTIMIZERS
 from zoo.harness.processes import outcome
-from zoo.harness.training import OPTIMIZERS
 from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.tensor_spec import tensors_in
@@ -152,6 +151,9 @@ def from_transformers(
 
 
 def unet(batch: int = 1, side: int = 32) -> Built:
+    # a machine with a GPU may have no MONAI, and the others of these models
+    from monai.networks.nets import BasicUNet
+
     shape = batch, side, side, side
     volume, targets = torch.randn(batch, 1, *shape[1:]), torch.randint(0, 2, shape)
     loss = partial(F.cross_entropy, target=targets)
@@ -178,7 +180,8 @@ def stages(name: str, model: Any) -> Rows:
 class Model:
     """A model of others: its blocks by the name of their class, and its library's own switch.
 
-    `rows` maps containers to the modules that run in a row in them, for `checkpoint_sequential`.
+    `rows` maps containers to the modules that run in a row in them, for `checkpoint_sequential`;
+    `dtype` is that of autocast around forward and loss, if any.
     """
 
     build: Callable[[], Built]
@@ -187,6 +190,7 @@ class Model:
     optimizer: str = "sgd"
     switch: Callable[[Any], object] | None = None
     rows: Callable[[Any], Rows] | None = None
+    dtype: torch.dtype | None = None
 
 
 BERT = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
@@ -252,12 +256,18 @@ class Training:
         modules = self.model.named_modules()
         return {path: block for path, block in modules if type(block).__name__ == self.of.blocks}
 
+    def autocast(self) -> torch.autocast:
+        """Returns a context in which forward and loss run in the model's dtype, if it has one."""
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, self.of.dtype, enabled=self.of.dtype is not None)
+
     def step(self, seed: int) -> Tensor:
         """Runs forward, backward and optimizer."""
         torch.manual_seed(seed)
         self.optimizer.zero_grad(set_to_none=True)
-        outputs = self.call(*self.args, **self.kwargs)
-        loss = self.loss(outputs)
+        with self.autocast():
+            outputs = self.call(*self.args, **self.kwargs)
+            loss = self.loss(outputs)
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -366,15 +376,18 @@ def by_xformers(training: Training, asked: int | None) -> None:
     wrapped(way, training)
 
 
-def by_budget(training: Training, asked: int | None) -> None:
-    report = zoo.plan(
-        training.model,
-        training.kwargs or training.args,
-        memory_budget=asked,
-        optimizer=OPTIMIZERS[training.of.optimizer],
-        loss=training.loss,
-    )
+def by_budget(training: Training, asked: float | None) -> zoo.PlanReport:
+    """Plans for a budget in bytes, or for a share of the baseline's peak."""
+    with training.autocast():
+        report = zoo.plan(
+            training.model,
+            training.kwargs or training.args,
+            memory_budget=asked,
+            optimizer=OPTIMIZERS[training.of.optimizer],
+            loss=training.loss,
+        )
     zoo.checkpoint(training.model, report)
+    return report
 
 
 TORCH = "https://docs.pytorch.org/docs/stable/checkpoint.html"

@@ -28,7 +28,8 @@ from zoo.api.plan import planner_for
 from zoo.harness.comparison_cells import Cell, Kind, expand
 from zoo.harness.config import read
 from zoo.harness.data import Batch, batches
-from zoo.harness.training import OPTIMIZERS, Training, step_digests
+from zoo.harness.optimizers import OPTIMIZERS
+from zoo.harness.training import Training, step_digests
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.units import format_bytes

@@ -393,14 +393,14 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a tensor without a gradient has no fingerprint",
-            "if not tensor.requires_grad or not tensor.is_cpu or not _thread.on:",
-            "if not tensor.is_cpu or not _thread.on:",
+            "if not tensor.requires_grad or isinstance(tensor, FakeTensor):",
+            "if isinstance(tensor, FakeTensor):",
             "test_fingerprint",
         ),
         (
             "a tensor with gaps has no fingerprint",
-            "if isinstance(tensor, FakeTensor) or not tensor.is_contiguous():",
-            "if isinstance(tensor, FakeTensor):",
+            "return read(tensor) if _thread.on and tensor.is_contiguous() else None",
+            "return read(tensor) if _thread.on else None",
             "test_fingerprint",
         ),
     ],
@@ -443,8 +443,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a replay has the numbers of the forward",
-            "if self.fingerprint is not None and self.fingerprint != read(tensor):",
-            "if False:",
+            "elif before is not None and before != read(tensor):",
+            "elif False:",
             "test_fingerprint",
         ),
         (
@@ -768,12 +768,6 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "operator_effects.py": [
         (
-            "a precision that goes by a general one still does after a replay",
-            "(own or read)()",
-            "read()",
-            "test_replay",
-        ),
-        (
             "what a kernel writes without saying so is known",
             "written = tuple(dict.fromkeys((*writes, *UNDECLARED.get(name, ()))))",
             "written = tuple(writes)",
@@ -804,33 +798,99 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "pitfalls/test_distributed test_distributed",
         ),
         (
+            "a kernel that may not repeat its bits is not replayed",
+            "return self.opaque or (self.varies is not None and self.varies.applies(args, kwargs))",
+            "return self.opaque",
+            "test_nondeterministic_kernels",
+        ),
+        (
+            "kernels that settings choose are known",
+            "heeded=heeded_by(name),",
+            "heeded=None,",
+            "test_kernel_settings test_replay",
+        ),
+    ],
+    "nondeterministic_kernels.py": [
+        (
+            "deterministic mode does not help all kernels",
+            "return not (self.is_avoidable and torch",
+            "return not (torch",
+            "test_nondeterministic_kernels",
+        ),
+        (
+            "threads of the CPU share what is large",
+            "return count >= GRAIN and torch.get_num_threads() > 1",
+            "return False",
+            "test_nondeterministic_kernels",
+        ),
+        (
+            "a mask names no element twice",
+            "values.numel() > 1 and not all(index.dtype in MASKS for index in given)",
+            "values.numel() > 1",
+            "test_nondeterministic_kernels",
+        ),
+    ],
+    "replay_check.py": [
+        (
+            "a replay on a device has the numbers of the forward",
+            "differs = found != torch.cat(",
+            "differs = found != found + 0 * torch.cat(",
+            "test_replay_check",
+        ),
+        (
+            "a difference stays until it is read",
+            "                    flags.logical_or_(differs)\n",
+            "                    flags.copy_(differs)\n",
+            "test_replay_check",
+        ),
+        (
+            "flags are read after each so many backwards",
+            "self.backwards % self.every == 0",
+            "False",
+            "test_replay_check",
+        ),
+    ],
+    "kernel_settings.py": [
+        (
+            "a precision that goes by a general one still does after a replay",
+            "(setting.own or setting.read)()",
+            "setting.read()",
+            "test_replay",
+        ),
+        (
+            "the precision that cuDNN begins with is not taken for none",
+            "    is_set |= precision_of(*place) != precision_of(*library_all)\n",
+            "",
+            "test_kernel_settings",
+        ),
+        (
+            "the settings of a device that comes into use are read",
+            "if is_with_cuda is not (len(settings) > len(_OF_CPU)):",
+            "if False:",
+            "test_kernel_settings",
+        ),
+        (
             "the default dtype is a setting",
-            "(torch.get_default_dtype, ",
-            "(lambda: torch.float32, ",
+            "torch.get_default_dtype, ",
+            "lambda: torch.float32, ",
             "test_replay",
         ),
         (
             "whether a backward may follow is a setting",
-            "    Setting(torch.is_grad_enabled, set_grad_enabled),\n",
+            '    Setting("grad", torch.is_grad_enabled, set_grad_enabled, _DETERMINISTIC),\n',
             "",
             "pitfalls/test_ambient",
         ),
         (
             "the number of threads is a setting",
-            "(torch.get_num_threads, ",
-            "(lambda: 1, ",
+            "torch.get_num_threads, ",
+            "lambda: 1, ",
             "test_replay",
         ),
         (
             "determinism is a setting",
-            "(torch.get_deterministic_debug_mode, ",
-            "(lambda: 0, ",
-            "test_replay",
-        ),
-        (
-            "kernels that settings choose are known",
-            "chosen=any(part in name for part in CHOOSING),",
-            "chosen=False,",
+            "torch.get_deterministic_debug_mode, ",
+            "lambda: 0, ",
             "test_replay",
         ),
     ],
@@ -1002,7 +1062,8 @@ def _found_by(mutant: Mutant) -> str:
 
 def _failed(folder: Path, mutant: Mutant, tests: Sequence[str]) -> str:
     """Returns the first of some tests that fails, '' if none does."""
-    device = ["--device", "soft"] if any("accelerator" in test for test in tests) else []
+    is_there = any("accelerator" in test or "replay_check" in test for test in tests)
+    device = ["--device", "soft"] if is_there else []
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *device, *tests],
         cwd=folder,

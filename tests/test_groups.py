@@ -9,11 +9,17 @@ plan for all. Each on a model as people write it, and where it can be on a chain
 import pytest
 import torch
 
+from tests.accelerator import collectives
 from tests.groups import CHECKS
 from tests.processes import Failures, failures_in
 
+ON_CPU = torch.get_default_device().type == "cpu"
 # four processes take minutes where each kernel copies
-WORLDS = [2, 4] if torch.get_default_device().type == "cpu" else [2]
+WORLDS = [2, 4] if ON_CPU else [2]
+
+pytestmark = pytest.mark.skipif(
+    not ON_CPU and collectives.missing() is not None, reason=str(collectives.missing())
+)
 
 
 @pytest.fixture(scope="module", params=WORLDS)

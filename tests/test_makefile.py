@@ -21,9 +21,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def installed(checkout: Path, target: str) -> list[set[str]]:
+def installed(checkout: Path, target: str, *options: str) -> list[set[str]]:
     """The extras that each installation on the way to a target would bring."""
-    command = ["make", "--dry-run", "-C", str(checkout), target]
+    command = ["make", "--dry-run", "-C", str(checkout), target, *options]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [set(found.split(",")) for found in re.findall(r"install .*'\.\[([\w,]+)\]'", shown)]
 
@@ -35,6 +35,12 @@ def test_the_comparison_installs_what_it_needs_and_no_more(checkout: Path) -> No
 @pytest.mark.parametrize("target", ["test", "test-avx2", "lint", "check-notebooks"])
 def test_what_a_check_needs_is_installed_at_once(checkout: Path, target: str) -> None:
     assert installed(checkout, target) == [EVERYTHING]
+
+
+@pytest.mark.parametrize("target", ["gpu", "test-device", "gpu-page"])
+def test_a_python_that_is_given_is_taken_as_it_is(checkout: Path, target: str) -> None:
+    assert installed(checkout, target) == [EVERYTHING]
+    assert installed(checkout, target, "PYTHON=python3") == []
 
 
 def test_what_is_there_is_not_installed_again(checkout: Path) -> None:

@@ -96,6 +96,11 @@ def train(
     return record | everything(model, "end ")
 
 
+def generator(seed: int = 0) -> torch.Generator:
+    """Returns a random stream for the device that tests run on."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def real_peak(
     model: nn.Module, inputs: Any, make: Any, loss: Any = None, *, plan: Any = None
 ) -> int:

@@ -62,10 +62,12 @@ from zoo.catalog import (
 )
 from zoo.chain import Chain as Chain
 from zoo.engine.recompute import recompute as recompute
+from zoo.engine.replay_check import check_replays as check_replays
 from zoo.errors import (
     ArgumentError as ArgumentError,
     BudgetError as BudgetError,
     ConfigError as ConfigError,
+    DeterminismError as DeterminismError,
     FileError as FileError,
     InputError as InputError,
     Interrupted as Interrupted,

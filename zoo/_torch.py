@@ -102,34 +102,90 @@ conj: Any = _private("_conj")
 neg_view: Any = _private("_neg_view")
 
 
-def _setting(name: str) -> tuple[Any, Any]:
-    return _private(f"_C._get_{name}"), _private(f"_C._set_{name}")
+def _settings(*names: str, optional: bool = False) -> dict[str, tuple[Any, Any]]:
+    """Returns for each name how to read and to write it."""
+    there = [name for name in names if not optional or hasattr(torch._C, f"_set_{name}")]
+    return {name: (_private(f"_C._get_{name}"), _private(f"_C._set_{name}")) for name in there}
 
 
-def _setting_of_several(name: str) -> tuple[Any, Any]:
-    read, write = _setting(name)
-    return read, lambda values: write(*values)
+def _settings_of_several(*names: str) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (read, lambda values, write=write: write(*values))
+        for name, (read, write) in _settings(*names).items()
+    }
 
 
 # of what chooses among kernels, how to read and to write it
-SETTINGS_OF_CPU = [
-    _setting("mkldnn_enabled"),
-    _setting("mkldnn_deterministic"),
-    _setting("cpu_allow_fp16_reduced_precision_reduction"),
-]
-SETTINGS_OF_CUDA = [
-    _setting("cudnn_enabled"),
-    _setting("cudnn_benchmark"),
-    _setting("cudnn_deterministic"),
-    _setting("cublas_allow_fp16_accumulation"),
-    _setting_of_several("cublas_allow_fp16_reduced_precision_reduction"),
-    _setting_of_several("cublas_allow_bf16_reduced_precision_reduction"),
-]
+CPU_SETTINGS = {
+    **_settings(
+        "mkldnn_enabled", "mkldnn_deterministic", "cpu_allow_fp16_reduced_precision_reduction",
+        "nnpack_enabled", "qengine", "deterministic_fill_uninitialized_memory",
+    ),
+    **{
+        f"{kind}_enabled": (_private(f"_C._get_{kind}_enabled"), _private(f"_C._set_sdp_use_{use}"))
+        for kind, use in (
+            ("flash_sdp", "flash"), ("mem_efficient_sdp", "mem_efficient"), ("math_sdp", "math"),
+            ("cudnn_sdp", "cudnn"),
+        )
+    },
+    **_settings("math_sdp_allow_fp16_bf16_reduction"),
+}  # fmt: skip
+CUDA_SETTINGS = {
+    **_settings(
+        "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cublas_allow_fp16_accumulation",
+        "linalg_preferred_backend", "blas_preferred_backend",
+    ),
+    **_settings_of_several(
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+    ),
+    # those of some versions and builds
+    **_settings(
+        "cudnn_depthwise_kernel", "cublaslt_prefer_grouped_gemm", "sm_carveout_experimental",
+        "rocm_fa_preferred_backend", "miopen_immediate",
+        optional=True,
+    ),
+}  # fmt: skip
+if hasattr(torch._C, "_cuda_set_cudnn_benchmark_limit"):
+    CUDA_SETTINGS["cudnn_benchmark_limit"] = (
+        torch._C._cuda_get_cudnn_benchmark_limit, torch._C._cuda_set_cudnn_benchmark_limit,
+    )  # fmt: skip
+if hasattr(torch._C, "_cuda_tunableop_enable"):
+    CUDA_SETTINGS["tunableop"] = (
+        torch._C._cuda_tunableop_is_enabled, torch._C._cuda_tunableop_enable,
+    )  # fmt: skip
+    CUDA_SETTINGS["tunableop_tuning"] = (
+        torch._C._cuda_tunableop_tuning_is_enabled, torch._C._cuda_tunableop_tuning_enable,
+    )  # fmt: skip
 # of how a library computes an operation in float32 ("conv"), or all of them ("all")
 precision_of: Any = _private("_C._get_fp32_precision_getter")
 set_precision: Any = _private("_C._set_fp32_precision_setter")
 queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
 is_profiling: Any = _private("autograd._profiler_enabled")
+_private("compiler._is_exporting_flag")
+
+
+def is_exporting() -> bool:
+    """Returns whether `torch.export` runs.
+
+    The compiler of torch 2.11 takes `torch.compiler.is_exporting()` for True wherever it is asked.
+    """
+    return bool(torch.compiler._is_exporting_flag)
+
+
+def clear_blas_workspaces() -> None:
+    """Frees the workspaces that cuBLAS holds; its next product allocates one.
+
+    A build without CUDA has none.
+    """
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+
+
+def has_expandable_segments(device: torch.device) -> bool:
+    """Returns whether the allocator of a device, which is in use, has expandable segments."""
+    memory: Any = getattr(torch.get_device_module(device), "memory", None)
+    snapshot: Any = getattr(memory, "_snapshot", dict)
+    return bool(snapshot().get("allocator_settings", {}).get("expandable_segments"))
 
 
 @contextlib.contextmanager
@@ -246,6 +302,11 @@ def _fills_a_storage(tensor: torch.Tensor) -> bool:
         and not (tensor.is_conj() or tensor.is_neg())
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
+
+
+def compiler_settings() -> Any:
+    """Returns the settings of torch's compiler, whose first import takes a second."""
+    return importlib.import_module("torch._inductor.config")
 
 
 def fake_store() -> Any:

@@ -88,6 +88,10 @@ class OptimizerError(ZooError, RuntimeError):
     """Says why an optimizer cannot step in the backward; raised before a wrong number is used."""
 
 
+class DeterminismError(ZooError, RuntimeError):
+    """Says why a model cannot train by torch's deterministic algorithms, and what to do."""
+
+
 class VerifyError(ZooError, AssertionError):
     """Says that a verified training was not that of the baseline, or that this cannot be told."""
 

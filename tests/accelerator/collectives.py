@@ -23,6 +23,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 NAME = "gloo_on_copies"
 
 
+def missing() -> str | None:
+    """Says what keeps processes from sharing an accelerator here; None where nothing does."""
+    try:
+        Backend(0, 1)
+    except TypeError:
+        return f"in torch {torch.__version__} Python makes no backend of collectives; 2.13 can"
+    return None
+
+
 def on_copies(name: str) -> Callable[..., Work]:
     """Makes the collective of a name, which writes into its first argument."""
 

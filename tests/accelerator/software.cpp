@@ -4,12 +4,17 @@
 // random streams of the indices' own (a seed and an offset, as of a counter-based generator), a
 // current device, streams and events, autocast. The arithmetic is the CPU's: an operator without a
 // kernel here runs on copies in host memory, so the peak of an index is that of its tensors.
+//
+// It refuses what CUDA refuses, in CUDA's words: tensors of two devices in one kernel, a generator of
+// another device, a kernel that CUDA does not have or that is not deterministic there. Its addresses
+// are none of the host's, so that reading them ends the process.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/ResizeCommon.h>
 #include <ATen/ops/_copy_from.h>
 #include <ATen/ops/_copy_from_and_resize_native.h>
 #include <ATen/ops/_copy_from_native.h>
@@ -37,6 +42,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <mutex>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -55,6 +61,17 @@ c10::DeviceIndex checked(c10::DeviceIndex index) {
 }
 
 // ---- memory
+
+// a bit that no address of the host has
+constexpr uintptr_t DEVICE_BIT = uintptr_t(1) << 55;
+
+void* device_address(void* host) {
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(host) | DEVICE_BIT);
+}
+
+void* host_address(const void* device) {
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(device) & ~DEVICE_BIT);
+}
 
 struct Block {
   c10::DeviceIndex index;
@@ -83,7 +100,7 @@ struct Memory final : c10::DeviceAllocator {
     stats.reserved_bytes[0].decrease(found->second.size);
     stats.allocation[0].decrease(1);
     self.blocks.erase(found);
-    std::free(place);
+    std::free(host_address(place));
   }
 
   c10::DataPtr allocate(size_t size) override {
@@ -94,7 +111,7 @@ struct Memory final : c10::DeviceAllocator {
     const auto used = size_t(mine.allocated_bytes[0].current);
     TORCH_CHECK_WITH(OutOfMemoryError, used + size <= total[current], "out of memory: ", size,
                      " bytes on index ", int(current), ", where ", used, " are in use");
-    void* place = std::aligned_alloc(64, (size + 63) / 64 * 64);
+    void* place = device_address(std::aligned_alloc(64, (size + 63) / 64 * 64));
     mine.allocated_bytes[0].increase(size);
     mine.reserved_bytes[0].increase(size);
     mine.allocation[0].increase(1);
@@ -104,7 +121,7 @@ struct Memory final : c10::DeviceAllocator {
 
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t size) const override {
-    std::memcpy(to, from, size);
+    std::memcpy(host_address(to), host_address(from), size);
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {}
@@ -300,39 +317,158 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     const c10::DeviceGuard guard(storage.device());
     auto fresh = Memory::get().allocate(size);
     if (size > 0 && storage.nbytes() > 0)
-      std::memcpy(fresh.get(), storage.data(), std::min(size, storage.nbytes()));
+      Memory::get().copy_data(fresh.get(), storage.data(), std::min(size, storage.nbytes()));
     storage.set_data_ptr_noswap(std::move(fresh));
     storage.set_nbytes(size);
   }
 };
 
-// ---- kernels: memory, copies and views
+// ---- kernels: memory
+
+bool fills() {
+  const auto& context = at::globalContext();
+  return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
+}
+
+at::Tensor filled(at::Tensor fresh) {
+  return fills() ? at::native::fill_empty_deterministic_(fresh) : fresh;
+}
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
                  std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
                  std::optional<at::MemoryFormat> format) {
   const c10::DeviceGuard guard(device.value_or(at::Device(TYPE, current)));
-  return at::detail::empty_generic(size, &Memory::get(),
-                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                   c10::dtype_or_default(dtype), format);
+  return filled(at::detail::empty_generic(size, &Memory::get(),
+                                          c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                          c10::dtype_or_default(dtype), format));
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                          std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                          std::optional<at::Device> device, std::optional<bool>) {
   const c10::DeviceGuard guard(device.value_or(at::Device(TYPE, current)));
-  return at::detail::empty_strided_generic(size, stride, &Memory::get(),
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                           c10::dtype_or_default(dtype));
+  return filled(at::detail::empty_strided_generic(
+      size, stride, &Memory::get(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::dtype_or_default(dtype)));
 }
+
+// ---- what CUDA refuses
+
+// the device of a kernel's tensors
+struct OneDevice {
+  std::optional<c10::Device> found;
+
+  void add(const at::Tensor& tensor) {
+    // a number may be the CPU's
+    if (!tensor.defined() || (tensor.is_cpu() && tensor.dim() == 0)) return;
+    TORCH_CHECK(!found || *found == tensor.device(),
+                "Expected all tensors to be on the same device, but found at least two devices, ",
+                *found, " and ", tensor.device(), "!");
+    found = tensor.device();
+  }
+  void add(const std::optional<at::Tensor>& tensor) {
+    if (tensor.has_value()) add(*tensor);
+  }
+};
+
+template <typename... Tensors>
+void check_devices(const Tensors&... tensors) {
+  OneDevice device;
+  (device.add(tensors), ...);
+}
+
+using Names = std::unordered_set<std::string_view>;
+
+// they take some of their tensors from the host
+const Names TAKE_FROM_HOST{
+    "_foreach_addcdiv",          "_foreach_addcdiv_", "_foreach_addcmul",
+    "_foreach_addcmul_",         "_foreach_copy_",    "_pack_padded_sequence",
+    "_pack_padded_sequence_backward"};
+
+// CUDA multiplies matrices of floating point alone
+const Names PRODUCTS{"addbmm", "addmm", "addmm_", "addmv", "baddbmm", "bmm",
+                     "dot",    "mm",    "mv",     "outer", "vdot"};
+
+// those that torch.use_deterministic_algorithms names
+const Names NONDETERMINISTIC{"_adaptive_avg_pool2d_backward",
+                             "_adaptive_avg_pool3d_backward",
+                             "_ctc_loss_backward",
+                             "adaptive_max_pool2d_backward",
+                             "avg_pool3d_backward",
+                             "fractional_max_pool2d_backward",
+                             "fractional_max_pool3d_backward",
+                             "grid_sampler_2d_backward",
+                             "grid_sampler_3d_backward",
+                             "histc",
+                             "kthvalue",
+                             "max_unpool2d",
+                             "max_unpool3d",
+                             "nll_loss2d_forward",
+                             "put_",
+                             "reflection_pad1d_backward",
+                             "reflection_pad2d_backward",
+                             "reflection_pad3d_backward",
+                             "upsample_bicubic2d_backward",
+                             "upsample_bilinear2d_backward",
+                             "upsample_linear1d_backward",
+                             "upsample_trilinear3d_backward"};
+
+void check_as_cuda(const c10::OperatorHandle& operation, const torch::jit::Stack& stack) {
+  // without "aten::"
+  const auto name = std::string_view(operation.schema().name()).substr(6);
+  TORCH_CHECK_NOT_IMPLEMENTED(name.find("mkldnn") == name.npos, "Could not run 'aten::", name,
+                              "' with arguments from the accelerator: it is the CPU's");
+  if (NONDETERMINISTIC.contains(name)) at::globalContext().alertNotDeterministic(name);
+  OneDevice device;
+  for (const auto& value : torch::jit::last(stack, operation.schema().arguments().size())) {
+    TORCH_CHECK(!value.isGenerator() || value.toGenerator().device().type() == TYPE,
+                "Expected a '", TYPE, "' device type for generator but found '",
+                value.isGenerator() ? value.toGenerator().device().type() : TYPE, "'");
+    // indices, which are lists of optional tensors, may be the CPU's
+    if (TAKE_FROM_HOST.contains(name)) continue;
+    if (value.isTensor()) device.add(value.toTensor());
+    if (value.isTensorList())
+      for (const at::Tensor& tensor : value.toTensorList()) device.add(tensor);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !PRODUCTS.contains(name) || !value.isTensor() ||
+            !at::isIntegralType(value.toTensor().scalar_type(), true),
+        "\"", name, "_cuda\" not implemented for '", value.toTensor().scalar_type(), "'");
+  }
+}
+
+// ---- copies, views and kernels that are not all a fallback can do
 
 // the same memory, as the CPU sees it
 at::Tensor in_host(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return tensor;
-  auto alias = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+  auto alias = at::from_blob(host_address(tensor.data_ptr()), tensor.sizes(), tensor.strides(),
                              tensor.options().device(at::kCPU));
   if (tensor.is_conj()) alias = alias.conj();
   return tensor.is_neg() ? alias._neg_view() : alias;
+}
+
+// torch's own kernels of resize_ and set_ grow a storage as the CPU does
+void grow(const at::Storage& storage, const at::Tensor& tensor, int64_t elements) {
+  const auto size = size_t(elements) * tensor.itemsize();
+  if (elements > 0 && size > storage.nbytes())
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(storage, size);
+}
+
+const at::Tensor& resized(const at::Tensor& self, at::IntArrayRef size,
+                          std::optional<at::MemoryFormat> format) {
+  const auto before = self.storage().nbytes();
+  const auto elements = c10::multiply_integers(size);
+  grow(self.storage(), self, elements > 0 ? self.storage_offset() + elements : 0);
+  at::native::resize_(self, size, format);
+  return fills() ? at::native::fill_resize_deterministic_(self, int64_t(before)) : self;
+}
+
+at::Tensor& set_strided(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size,
+                        at::IntArrayRef stride) {
+  auto elements = c10::multiply_integers(size);
+  if (stride.size() == size.size()) elements = at::native::storage_size_for(size, stride);
+  grow(source, self, elements > 0 ? offset + elements : 0);
+  return at::native::set_storage_cpu_(self, source, offset, size, stride);
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
@@ -341,7 +477,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  if (to.sizes() != from.sizes()) at::native::resize_(to, from.sizes());
+  if (to.sizes() != from.sizes()) resized(to, from.sizes(), std::nullopt);
   return copy_from(from, to, false);
 }
 
@@ -350,8 +486,8 @@ at::Scalar number(const at::Tensor& tensor) {
 }
 
 at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
-  const auto elements = int64_t(source.nbytes() / self.dtype().itemsize());
-  return at::native::set_storage_cpu_(self, source, 0, {elements}, {});
+  const auto elements = int64_t(source.nbytes() / self.itemsize());
+  return set_strided(self, source, 0, {elements}, {});
 }
 
 at::Tensor& set_empty(at::Tensor& self) {
@@ -365,6 +501,7 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
                        const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
                        at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                        at::IntArrayRef output_padding, int64_t groups) {
+  check_devices(input, weight, bias);
   std::optional<at::Tensor> host_bias;
   if (bias.has_value() && bias->defined()) host_bias = in_host(*bias);
   return at::convolution(in_host(input), in_host(weight), host_bias, stride, padding, dilation,
@@ -376,6 +513,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight,
     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
     at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+  check_devices(gradient, input, weight);
   const int64_t channels = gradient.size(1);
   auto [of_input, of_weight, of_bias] = at::convolution_backward(
       in_host(gradient), in_host(input), in_host(weight), channels, stride, padding, dilation,
@@ -391,6 +529,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const at::Tensor& input, const std::optional<at::Tensor>& weight,
     const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
     const std::optional<at::Tensor>& variance, bool trains, double momentum, double epsilon) {
+  check_devices(input, weight, bias, mean, variance);
   const auto host = [](const std::optional<at::Tensor>& given) {
     return given.has_value() && given->defined() ? std::optional(in_host(*given)) : std::nullopt;
   };
@@ -404,6 +543,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
 // ---- all others: the CPU's, on copies; what draws, draws from the device's stream
 
 void on_copies(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  check_as_cuda(operation, *stack);
   const auto count = operation.schema().arguments().size();
   c10::DeviceIndex index = current;
   Stream* stream = nullptr;
@@ -465,11 +605,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_batch_norm", batch_norm);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
-  m.impl("resize_", at::native::resize_);
+  m.impl("resize_", resized);
   m.impl("set_", set_empty);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("set_.source_Storage", set_storage);
-  m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+  m.impl("set_.source_Storage_storage_offset", set_strided);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -16,9 +16,6 @@ from tests.training import Record, Residuals, images, needs_numpy, train
 from zoo.engine import devices
 from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError
-from zoo.harness.comparison_cells import expand
-from zoo.harness.config import config_folder, read
-from zoo.harness.worker import work
 from zoo.policy.budget import free_on
 from zoo.profiling.isolation import can_fork
 from zoo.profiling.optimizer_memory import optimizer_bytes
@@ -328,6 +325,44 @@ def test_a_chain_is_planned_whose_norms_read_a_counter_on_the_device() -> None:
     assert_same(trained(True), trained(False))
 
 
+class Routed(nn.Module):
+    """Picks by `topk`, and sums by kernels whose results are kept: of a gather, and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up, self.down = nn.Linear(64, 8), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = self.router(x).softmax(-1).topk(2)
+        rows = torch.arange(len(x), device=x.device)
+        y = self.down(self.up(x).sin().exp().sin())
+        y = torch.zeros_like(x).scatter_add(0, (rows // 3)[:, None].expand_as(x), y)
+        y = torch.zeros_like(x).index_add_(0, rows // 2, y * weights.sum(-1, keepdim=True))
+        return x + (y.sin().exp() * (experts.sum(-1, keepdim=True) + 1)).sin()
+
+
+@needs_numpy
+@needs_software
+@pytest.mark.parametrize("share", [0.5, 0.35])
+def test_a_budget_counts_results_that_no_replay_may_make(share: float) -> None:
+    place = device(COUNT - 1)
+    model = nn.Sequential(*(Routed() for _ in range(6)), nn.Linear(64, 1)).to(place)
+    x = torch.randn(512, 64, device=place)
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    report = zoo.plan(model, x, memory_budget=share, optimizer=make)
+    zoo.checkpoint(model, report)
+    optimizer = make(model.parameters())
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    taken = measure_step(step, model, optimizer, [x]).peak
+    assert 0.999 * report.predicted_peak <= taken <= report.predicted_peak
+
+
 def test_a_process_that_uses_the_device_is_not_forked() -> None:
     torch.ones(1, device=device(0))
     assert not can_fork()
@@ -350,15 +385,26 @@ def test_autocast_on_the_device_is_exact(dtype: torch.dtype) -> None:
 FAMILIES = ("densenet100", "vnet", "vit_tiny_patch16", "gpt2_small")
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
+# what CUDA says of a kernel for which it has no deterministic algorithm
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
+@pytest.mark.filterwarnings("ignore:.*a non-deterministic algorithm")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_compared_on_the_device(name: str) -> None:
-    config = replace(read(config_folder() / "quick.yaml", (), {}), device=KIND)
+def test_a_family_is_compared_on_the_device(name: str, is_deterministic: bool) -> None:
+    pytest.importorskip("pydantic", reason="the comparison needs pydantic")
+    from zoo.harness.comparison_cells import expand  # noqa: PLC0415
+    from zoo.harness.config import config_folder, read  # noqa: PLC0415
+    from zoo.harness.worker import work  # noqa: PLC0415
+
+    quick = read(config_folder() / "quick.yaml", (), {})
+    config = replace(quick, device=KIND, deterministic=is_deterministic)
     number = [model.name for model in config.models].index(name)
     model, cells = config.models[number], expand(config)[number]
     kinds = [kind for kind in cells if kind != "timing"]
     # data and cells say where their tensors are
     with torch.device("cpu"):
         measured = {kind: work(cells[kind], also=lambda *_: {}) for kind in kinds}
+    assert torch.get_deterministic_debug_mode() == 0
     records = {kind: {"status": "done", **measured[kind]} for kind in kinds}
     (row,) = rows([{"model": asdict(model), **records, "timing": {"status": "done"}}])
     assert row.exact

@@ -305,6 +305,28 @@ def test_verify_says_exact(command, numbers):
     assert sum(runs > 1 for runs in zoo.Plan.parse(found["plan"]).runs()) == 29
 
 
+@pytest.mark.parametrize(
+    ("given", "code", "exact"), [([], 3, None), (["--deterministic"], 0, True)]
+)
+def test_verify_tells_a_baseline_that_does_not_repeat_its_numbers(command, given, code, exact):
+    asked = ("verify", "tests.api.test_verify:Unrepeatable", "--input", "3,4", *given)
+    told = command(*asked, "--checkpoint", "2")
+    assert told.code == code
+    assert told.out.startswith("exact: " if exact else "the baseline does not repeat its own ")
+    assert ("Pass deterministic=True (--deterministic)" in told.out) is (code == 3)
+    found = json.loads(command(*asked, "--checkpoint", "2", "--json").out)
+    assert (found["exact"], found["deterministic"]) == (exact, bool(given))
+    assert (found["first"] is None) is bool(exact)
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_verify_by_an_operator_without_a_deterministic_algorithm_is_2(command):
+    asked = ("verify", "tests.verification.test_determinism:Puts", "--input", "2,3,6,6")
+    told = command(*asked, "--deterministic")
+    assert (told.code, told.err.count("\n")) == (2, 1)
+    assert told.err.startswith("zoo verify: torch has no deterministic algorithm for put_, which ")
+
+
 def test_verify_fails_when_training_is_not_exact(command):
     given = (
         "tests.api.test_verify:Scaled",

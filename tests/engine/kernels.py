@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zoo.engine import devices
 from zoo.engine.recording import thread
 from zoo.profiling.peak_memory import trace
 
@@ -67,5 +68,10 @@ def _storages(values: Any) -> dict[int, Any]:
 
 
 def bytes_left(function: Callable[[], object]) -> int:
-    """Returns the bytes that a function allocates and does not free."""
-    return sum(size for _, size in trace(function).events)
+    """Returns the bytes that a function allocates and does not free, where tests run."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        return sum(size for _, size in trace(function).events)
+    before = devices.allocated(device)
+    function()
+    return devices.allocated(device) - before

@@ -293,15 +293,21 @@ def test_intermediates_are_freed_after_the_forward_and_after_the_backward() -> N
             found.append(StorageWeakRef(y.untyped_storage()))
             return super().normalize(block, y, x)
 
+    def left(forward: Any) -> int:
+        return bytes_left(lambda: forward(images()).sum().backward())
+
     model = Watched()
-    out = by("(0-2) (3-5) (6-8) 9", model)(images())
+    forward = by("(0-2) (3-5) (6-8) 9", model)
+    out = forward(images())
     assert [ref.expired() for ref in found] == [True, True, True]
-    loss = out.sum()
-    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    del out
     gc.collect()
     gc.disable()
     try:
-        assert bytes_left(loss.backward) == gradients
+        # the first one on a device may leave a library's workspace
+        _, gradients = left(Watched()), left(plain := Watched())
+        assert gradients >= sum(parameter.nbytes for parameter in plain.parameters())
+        assert left(forward) == gradients
     finally:
         gc.enable()
 

@@ -233,6 +233,30 @@ def test_a_backward_inside_of_a_forward_does_not_stray(is_view: bool) -> None:
     y.retain_grad()
 
 
+@pytest.mark.parametrize("create", [False, True])
+def test_a_cut_anywhere_in_a_backward_inside_of_a_forward_is_exact(create: bool) -> None:
+    """On an accelerator that backward runs on another thread than the forward."""
+    x = torch.linspace(0, 1, 4).requires_grad_()
+
+    def forward() -> Tensor:
+        y = x.sin().exp()
+        (slope,) = torch.autograd.grad(y.tanh().sum(), x, retain_graph=True, create_graph=create)
+        return (y.cos() * slope).sin().exp()
+
+    (expected,) = torch.autograd.grad(forward().sum(), x)
+    with Conductor([]) as conductor:
+        forward()
+    for start in range(1, len(conductor.operators)):
+        script = script_of(forward, [start], [(0,), (1,)])
+        with Conductor([script]) as conductor:
+            y = forward()
+        assert not conductor.lost
+        assert conductor.path == (1,), f"cut at {start}"
+        compare(
+            frozen(list(torch.autograd.grad(y.sum(), x))), frozen([expected]), f"cut at {start}"
+        )
+
+
 def test_a_segment_of_the_model_is_none_where_a_plan_is_in_force() -> None:
     x = torch.randn(4, requires_grad=True)
 

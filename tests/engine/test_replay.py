@@ -26,7 +26,8 @@ from tests.engine.pitfalls.program import (
     rows,
     state_of,
 )
-from zoo.engine.operator_effects import read_settings
+from tests.training import generator
+from zoo.engine.kernel_settings import read_settings
 from zoo.engine.recording import thread as of_engine
 from zoo.profiling.peak_memory import trace
 
@@ -98,7 +99,9 @@ def test_statistics_counters_and_metrics_are_not_replayed() -> None:
 def test_a_norm_is_replayed_without_its_counter(momentum: float | None) -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU())
     found = after(model, *images())
-    assert found["convolution"] == found["native_batch_norm"] == found["relu"] == 1
+    # the norm's kernel has other names where cuDNN or MIOpen has one
+    (norm,) = (count for name, count in found.items() if name.endswith("batch_norm"))
+    assert found["convolution"] == norm == found["relu"] == 1
     assert not {"add_", "add", "mul_", "copy_"} & found.keys()
 
 
@@ -120,8 +123,9 @@ def test_a_replay_drops_what_nobody_reads_any_more() -> None:
         return x.sin()
 
     loss = zoo.recompute(function, x).sum()
-    # beside them a gradient
-    assert trace(loss.backward).peak <= 4 * x.nbytes
+    # beside them a gradient; an allocator may round up
+    peak = trace(loss.backward, torch.get_default_device()).peak
+    assert x.nbytes < peak <= 4.1 * x.nbytes
 
 
 def test_what_only_a_lost_output_needs_is_not_replayed() -> None:
@@ -473,18 +477,22 @@ def test_a_hook_that_draws_during_the_backward_draws_as_without(own: bool) -> No
     """A replay sets generators; what runs between two kernels must not see it."""
 
     def program(call: Call) -> Any:
-        generator = torch.Generator().manual_seed(3) if own else None
+        stream = generator(3) if own else None
         drawn, (x,) = list[Tensor](), rows()
 
+        def draw(gradient: Tensor) -> None:
+            # a thread of the device knows no default device
+            drawn.append(torch.rand(2, generator=stream, device=gradient.device))
+
         def part(y: Tensor) -> Tensor:
-            noise = torch.rand(y.shape, generator=generator)
+            noise = torch.rand(y.shape, generator=stream)
             z = F.dropout((y * noise).tanh(), 0.3)
-            z.register_hook(lambda gradient: drawn.append(torch.rand(2, generator=generator)))
+            z.register_hook(draw)
             return z.sin()
 
         y = call(lambda x: call(part, call(part, x)).exp(), call(part, x))
         y.sum().backward()
-        return x.grad, drawn, generator, torch.rand(1)
+        return x.grad, drawn, stream, torch.rand(1)
 
     assert_exact(program)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zoo.harness.comparison_cells import expand
+from zoo.harness.comparison_cells import again, expand
 from zoo.harness.config import Config, ModelConfig
 from zoo.planner.plan import Plan
 
@@ -55,6 +55,7 @@ def test_the_baseline_keeps_everything():
         ({"arguments": {"classes": 5}}, ALL),
         ({"threads": 7}, ALL),
         ({"memory_limit": "1GiB"}, ALL),
+        ({"deterministic": True}, ALL),
         ({"largest_ratio": 0.5}, set()),
         ({"output": "elsewhere"}, set()),
         ({"timeout": 5}, set()),
@@ -64,6 +65,13 @@ def test_the_baseline_keeps_everything():
 def test_a_key_changes_with_what_its_cell_depends_on(change, measured_again):
     before, after = keys(), keys(**change)
     assert {kind for kind in before if before[kind] != after[kind]} == measured_again
+
+
+def test_a_baseline_is_trained_again_as_it_was():
+    (cells,) = expand(replace(CONFIG, frontier=True))
+    second = again(cells["baseline"])
+    assert second == replace(cells["baseline"], kind="baseline_again", frontier=False)
+    assert second.key() != cells["baseline"].key()
 
 
 def test_what_is_timed_is_the_plan_that_was_measured():

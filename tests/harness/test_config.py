@@ -7,6 +7,7 @@ import pytest
 
 from tests.harness.command_line import load
 from zoo.errors import ArgumentError, ConfigError
+from zoo.harness.comparison_cells import expand
 from zoo.harness.config import MODEL_KEYS, RUN_KEYS, config_folder
 
 SHIPPED = sorted(config_folder().glob("*.yaml"))
@@ -69,6 +70,7 @@ def test_arguments_of_the_command_line_join_those_of_the_file(write):
         ([], "default"),
         (["--output", "there", "--fresh", "--timeout=9", "--tolerance=0.5"], "default"),
         (["--no-optimizer-in-backward"], "default"),
+        (["--deterministic"], "default-deterministic=True"),
         (["--model", "vnet", "lstm"], "default-vnet-lstm"),
         (["--model=vnet", "--steps=5"], "default-vnet-steps=5"),
         (["quick", "--batch-size", "16"], "quick-batch_size=16"),
@@ -84,6 +86,14 @@ def test_the_optimizer_in_the_backward_is_measured_unless_left_out(write):
     assert [load(line).optimizer_in_backward for line in given] == [True, False, False]
     with pytest.raises(ArgumentError, match=r"Did you mean --no-optimizer-in-backward"):
         load(["--optimizer-in-backward"])
+
+
+def test_algorithms_are_deterministic_where_that_is_asked_for(write):
+    path = write("models: [vnet]\ndeterministic: true")
+    configs = [load(line) for line in ([], ["--deterministic"], [path])]
+    assert [config.deterministic for config in configs] == [False, True, True]
+    found = [{cell.deterministic for cell in expand(config)[0].values()} for config in configs]
+    assert found == [{False}, {True}, {True}]
 
 
 def test_two_spellings_of_a_value_share_a_name():
@@ -127,9 +137,10 @@ def test_a_floor_holds_for_the_experiment_that_it_was_written_for(write):
     path = write("models: [{name: resnet18, largest_ratio: 0.3}]")
     floors = [
         load([path, *more]).models[0].largest_ratio
-        for more in ([], ["--repeats=9"], ["--checkpoint=2"], ["--largest-ratio=0.4"])
+        for more in ([], ["--repeats=9"], ["--checkpoint=2"], ["--deterministic"])
     ]
-    assert floors == [0.3, 0.3, 1.0, 0.4]
+    assert floors == [0.3, 0.3, 1.0, 1.0]
+    assert load([path, "--largest-ratio=0.4"]).models[0].largest_ratio == 0.4
     both = ["--dtype=bfloat16", "--largest-ratio=0.4"]
     assert load([path, "--device=cuda"]).models[0].largest_ratio == 1.0
     assert load([path, *both]).models[0].largest_ratio == 0.4

@@ -159,3 +159,12 @@ def test_one_bad_line_loses_no_file(tmp_path, line):
 def test_a_step_that_one_run_lacks_is_not_equal():
     assert differences([{"loss": "a"}] * 2, [{"loss": "a"}]) == ["loss from step 2 on"]
     assert differences([{"loss": "a"}], [{"loss": "a", "rng": "b"}]) == ["rng from step 1 on"]
+
+
+def test_a_baseline_that_was_trained_again_belongs_to_its_comparison():
+    found = records()
+    second = copy.deepcopy(found[0]) | {"kind": "baseline_again", "key": "second"}
+    (whole,) = comparisons([*found, parse(json.dumps(second))])
+    assert whole["baseline_again"]["key"] == "second"
+    (alone,) = comparisons([found[0], second], partial=True)
+    assert alone["baseline"] == found[0]

@@ -16,6 +16,7 @@ from zoo.harness.comparison_cells import KINDS
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.results import Results, comparisons
 from zoo.harness.run import names_left, results_of, run
+from zoo.report.rows import rows
 
 MODEL = ModelConfig("resnet18", "photographs", 2, 32, {})
 MEMORY = {"memory": {"peak": 3, "activation_peak": 2}, "digests": [{"loss": "a"}]}
@@ -94,6 +95,46 @@ def test_the_third_variant_can_be_left_out(config, results):
     assert [list(entry) for entry in found] == [["model", "baseline", "checkpointed", "timing"]] * 2
     assert len(results_of(config).read()) == 6
     assert list(comparisons(results_of(config).read().values())[0]) == list(found[0])
+
+
+def varying(cell):
+    """A training that does not repeat its own numbers, unless torch sees to it."""
+    source = b"" if cell.deterministic else os.urandom(8)
+    return SECONDS if cell.kind == "timing" else MEMORY | {"digests": [{"loss": source.hex()}]}
+
+
+def differing(cell):
+    """A checkpointed training that is not the baseline's, which repeats itself."""
+    loss = {"loss": "b" if cell.kind == "checkpointed" else "a"}
+    return SECONDS if cell.kind == "timing" else MEMORY | {"digests": [loss]}
+
+
+def test_where_nothing_differs_no_baseline_is_trained_again(config, results):
+    assert all("baseline_again" not in found for found in run(config, quiet()))
+
+
+@pytest.mark.parametrize(("function", "exact"), [(varying, None), (differing, False)])
+def test_where_a_bit_differs_the_baseline_is_trained_again(config, results, function, exact):
+    results(function)
+    console = quiet()
+    found = run(config, console)
+    assert [list(entry)[-1] for entry in found] == ["baseline_again"] * 2
+    lines = console.file.getvalue().splitlines()
+    assert lines[4].startswith("[5/9] resnet18 baseline again: step peak 3 B")
+    assert lines[9].startswith("[10/10] resnet34 baseline again")
+    assert [row.exact for row in rows(found)] == [exact] * 2
+    assert [row.baseline_repeats for row in rows(found)] == [exact is False] * 2
+    stored = comparisons(results_of(config).read().values())
+    assert [row.faults for row in rows(stored)] == [row.faults for row in rows(found)]
+    results(broken)
+    again = run(config, quiet())
+    assert [entry["baseline_again"]["status"] for entry in again] == ["done"] * 2
+
+
+def test_a_baseline_that_varies_is_compared_by_deterministic_algorithms(config, results):
+    results(varying)
+    (first, second) = rows(run(replace(config, deterministic=True), quiet()))
+    assert (first.exact, first.faults, second.exact) == (True, (), True)
 
 
 def as_stored(found):

@@ -7,10 +7,12 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
-from zoo.harness import worker
-from zoo.harness.comparison_cells import expand
+from zoo.harness import run, worker
+from zoo.harness.comparison_cells import again, expand
 from zoo.harness.config import Config, ModelConfig
+from zoo.harness.results import parse
 from zoo.harness.run import run_cell
 from zoo.harness.worker import work
 from zoo.optimizer.in_backward import FreedGradient
@@ -158,6 +160,44 @@ def test_optimizers_and_types(optimizer, dtype):
     ]
     baseline, checkpointed = (work(cell)["digests"] for cell in cells)
     assert differences(baseline, checkpointed) == []
+
+
+def settings(*_):
+    """What is in force while a cell trains, in the place of what a report draws."""
+    mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    return {"settings": [mode, benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG")]}
+
+
+def work_telling(cell):
+    return work(cell, also=settings)
+
+
+@pytest.mark.parametrize("kind", ["baseline", "checkpointed", "baseline_again"])
+def test_deterministic_algorithms_are_in_force_in_the_process_of_a_cell(kind, monkeypatch):
+    monkeypatch.setattr(run, "work", work_telling)
+    (plain,), (asked,) = (
+        expand(Config("mine", (MODEL,), steps=2, deterministic=wanted)) for wanted in (False, True)
+    )
+    for cells, expected in ((plain, [0, False, None]), (asked, [2, False, ":4096:8"])):
+        cell = again(cells["baseline"]) if kind == "baseline_again" else cells[kind]
+        record = run_cell(cell, timeout=600)
+        assert record["settings"] == expected
+        assert parse(json.dumps(record)) == json.loads(json.dumps(record))
+    assert settings()["settings"][0] == 0
+
+
+def test_a_timing_is_that_of_deterministic_algorithms(monkeypatch):
+    seen = []
+    monkeypatch.setattr(worker, "_seconds", lambda *_: seen.append(settings()["settings"][0]))
+    work(replace(CELLS["timing"], deterministic=True))
+    assert set(seen) == {2}
+    assert settings()["settings"][0] == 0
+
+
+def test_a_baseline_that_is_trained_again_is_not_drawn():
+    found = work(again(CELLS["baseline"]))
+    assert found["digests"] == work(CELLS["baseline"])["digests"]
+    assert not {"timeline", "chain", "missing"} & {*found}
 
 
 def test_a_fresh_process_measures_the_same():

@@ -329,6 +329,10 @@ def test_a_compiled_model_is_exact(checkpoint: Any) -> None:
     def results(option: Any) -> list[Record]:
         torch.manual_seed(1)
         model = put_in_force(Residuals(rate=0.4), option)
+        if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+            # before, the compiler breaks the graph in a norm that averages over all steps
+            for norm in model.norms:
+                norm.momentum = 0.1  # type: ignore[assignment]
         forward = compiled(model)
         found = []
         for _ in range(2):

@@ -2,8 +2,14 @@
 
    Memory is reserved and never touched, kernels and cuBLAS do nothing, streams and events are done
    at once. So torch allocates, frees and saves as on a GPU, and computes nothing. Addresses rise
-   with each segment, and none is used again. Preloaded, it stands before libcudart, libcublas and
-   the driver. SOFTWARE_CUDA_MAJOR is the architecture, 8 (A100) unless it is set.
+   with each segment, and none is used again. Preloaded, it stands before libcudart, libcublas,
+   libcudnn's recurrent networks and the driver. SOFTWARE_CUDA_MAJOR is the architecture, 8 (A100)
+   unless it is set.
+
+   Of recurrent networks the sizes are cuDNN's, as an H200 told them, and weights lie as there:
+   all matrices of a layer and direction after those of the one before, then all biases. A call
+   with dropout counts in the dropout's state and writes the count into its reserve: so much shows
+   which masks a backward gets (`software_masks`).
 
    Functions take any arguments, as in C without a prototype, and return 0: success. */
 
@@ -131,6 +137,158 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* operation, void* a, void*
   return 0;
 }
 
+typedef struct {
+  float rate;
+  unsigned long long* states;
+} Dropout;
+
+/* gates and bytes of a number; sizes as torch gives them */
+typedef struct {
+  int mode, directions, type, size, inputs, hidden, projected, layers;
+  Dropout* dropout;
+} Recurrent;
+
+typedef struct {
+  int tokens;
+} Sequences;
+
+/* what `cudnnGetTensorNdDescriptor` tells of a matrix or a bias */
+typedef struct {
+  int type, rows, columns;
+} Matrix;
+
+int cudnnDropoutGetStatesSize(void* handle, size_t* size) {
+  *size = 108 * 2048 * 24;
+  return 0;
+}
+
+int cudnnRestoreDropoutDescriptor(Dropout* dropout, void* handle, float rate, void* states) {
+  dropout->rate = rate;
+  dropout->states = states;
+  return 0;
+}
+
+int cudnnSetDropoutDescriptor(Dropout* dropout, void* handle, float rate, void* states,
+                              size_t size, unsigned long long seed) {
+  if (states) *(unsigned long long*)states = seed << 8;
+  return cudnnRestoreDropoutDescriptor(dropout, handle, rate, states);
+}
+
+int cudnnSetRNNDescriptor_v8(Recurrent* made, int algorithm, int mode, int biases, int direction,
+                             int input_mode, int type, int precision, int math, int inputs,
+                             int hidden, int projected, int layers, Dropout* dropout) {
+  int size = type == 1 ? 8 : type == 0 ? 4 : 2;
+  Recurrent given = {mode, 1 + direction, type, size, inputs, hidden, projected, layers, dropout};
+  *made = given;
+  return 0;
+}
+
+int cudnnSetRNNDataDescriptor(Sequences* made, int type, int layout, int most, int batch, int width,
+                              const int* lengths) {
+  made->tokens = 0;
+  for (int n = 0; n < batch; n++) made->tokens += lengths[n];
+  return 0;
+}
+
+static int gates(Recurrent* of) { return of->mode == 2 ? 4 : of->mode == 3 ? 3 : 1; }
+
+static long outputs(Recurrent* of) {
+  return of->projected && of->projected != of->hidden ? of->projected : of->hidden;
+}
+
+static long is_projected(Recurrent* of) { return outputs(of) != of->hidden; }
+
+static long columns(Recurrent* of, int layer) {
+  return layer < of->directions ? of->inputs : of->directions * outputs(of);
+}
+
+/* numbers in the matrices of a layer and direction */
+static long matrices(Recurrent* of, int layer) {
+  long into = gates(of) * of->hidden * (columns(of, layer) + outputs(of));
+  return into + is_projected(of) * of->hidden * outputs(of);
+}
+
+static long all_matrices(Recurrent* of, int before) {
+  long sum = 0;
+  for (int layer = 0; layer < before; layer++) sum += matrices(of, layer);
+  return sum;
+}
+
+int cudnnGetRNNWeightSpaceSize(void* handle, Recurrent* of, size_t* size) {
+  int layers = of->layers * of->directions;
+  *size = (all_matrices(of, layers) + 2l * layers * gates(of) * of->hidden) * of->size;
+  return 0;
+}
+
+int cudnnGetRNNWeightParams(void* handle, Recurrent* of, int layer, size_t bytes, char* weights,
+                            int id, Matrix* matrix, char** place, Matrix* bias, char** bias_place) {
+  int count = gates(of), layers = of->layers * of->directions;
+  long into = of->hidden * columns(of, layer), within = of->hidden * outputs(of);
+  if (matrix) {
+    long before = id < count ? id * into : count * into + (id - count) * within;
+    Matrix whole = {of->type, of->hidden, id < count ? columns(of, layer) : outputs(of)};
+    *matrix = whole;
+    *place = weights + (all_matrices(of, layer) + before) * of->size;
+  }
+  if (bias) {
+    Matrix whole = {of->type, of->hidden, 1};
+    *bias = whole;
+    long before = all_matrices(of, layers) + (2l * layer * count + id) * of->hidden;
+    *bias_place = weights + before * of->size;
+  }
+  return 0;
+}
+
+int cudnnGetTensorNdDescriptor(Matrix* of, int most, int* type, int* dimensions, int* sizes) {
+  *type = of->type;
+  *dimensions = 3;
+  sizes[0] = 1;
+  sizes[1] = of->rows;
+  sizes[2] = of->columns;
+  return 0;
+}
+
+int cudnnGetRNNTempSpaceSizes(void* handle, Recurrent* of, int trains, Sequences* x, size_t* work,
+                              size_t* reserve) {
+  long numbers = (long)x->tokens * of->directions * of->hidden, between = of->layers - 1;
+  long kept[] = {numbers * of->layers * (gates(of) + 1) * of->size, numbers * between * of->size,
+                 of->dropout->rate > 0 ? (numbers * between + 7) / 8 : 0};
+  if (work) *work = 1 << 20;
+  if (!reserve) return 0;
+  /* of a GRU more than zoo estimates, which shows that it is asked */
+  *reserve = of->mode == 3 ? 4096 : 256;
+  for (int part = 0; part < 3; part++) *reserve += (kept[part] + 31) / 32 * 32;
+  return 0;
+}
+
+static unsigned long long masks[4096];
+static int mask_count;
+
+/* the counts that backwards found in their reserves, each time that this is called */
+int software_masks(unsigned long long** found) {
+  int count = mask_count;
+  *found = masks;
+  mask_count = 0;
+  return count;
+}
+
+int cudnnRNNForward(void* handle, Recurrent* of, int trains, void* lengths, Sequences* x,
+                    void* input, void* y, void* output, void* h, void* hx, void* hy, void* c,
+                    void* cx, void* cy, size_t weight_bytes, void* weights, size_t work_bytes,
+                    void* work, size_t bytes, unsigned long long* reserve) {
+  if (trains) *reserve = of->dropout->rate > 0 ? ++*of->dropout->states : 0;
+  return 0;
+}
+
+int cudnnRNNBackwardData_v8(void* handle, Recurrent* of, void* lengths, void* y, void* output,
+                            void* dy, void* x, void* dx, void* h, void* hx, void* dhy, void* dhx,
+                            void* c, void* cx, void* dcy, void* dcx, size_t weight_bytes,
+                            void* weights, size_t work_bytes, void* work, size_t bytes,
+                            unsigned long long* reserve) {
+  if (mask_count < 4096) masks[mask_count++] = *reserve;
+  return 0;
+}
+
 GIVES(cudaGetDeviceCount, 1)
 GIVES(cudaGetDevice, 0)
 GIVES(cudaDriverGetVersion, 13000)
@@ -150,6 +308,11 @@ MAKES(cublasCreate_v2)
 MAKES(cublasLtMatmulDescCreate)
 MAKES(cublasLtMatmulPreferenceCreate)
 MAKES(cublasLtMatrixLayoutCreate)
+MAKES(cudnnCreate)
+MAKES(cudnnCreateDropoutDescriptor)
+MAKES(cudnnCreateRNNDataDescriptor)
+MAKES(cudnnCreateRNNDescriptor)
+MAKES(cudnnCreateTensorDescriptor)
 DONE(__cudaLaunchKernel)
 DONE(cudaDeviceSynchronize)
 DONE(cudaEventDestroy)
@@ -188,3 +351,10 @@ DONE(cublasSetWorkspace_v2)
 DONE(cublasSgemmStridedBatched)
 DONE(cublasSgemm_v2)
 DONE(cublasSgemv_v2)
+DONE(cudnnDestroyDropoutDescriptor)
+DONE(cudnnDestroyRNNDataDescriptor)
+DONE(cudnnDestroyRNNDescriptor)
+DONE(cudnnDestroyTensorDescriptor)
+DONE(cudnnRNNBackwardWeights_v8)
+DONE(cudnnSetStream)
+DONE(cudnnSetTensorNdDescriptor)

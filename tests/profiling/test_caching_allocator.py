@@ -13,7 +13,10 @@ from zoo.profiling.caching_allocator import (
     MIB,
     AllocatedBlock,
     CachingAllocator,
+    in_blocks,
+    rounding_of,
     segment_bytes,
+    with_rests,
 )
 from zoo.profiling.timeline import WORKSPACE, Allocation, Mark, Timeline
 
@@ -167,6 +170,21 @@ def test_blocks_between_others_are_no_room_for_a_larger_one() -> None:
     assert allocator.reserved.now == 40 * MIB
 
 
+def test_a_block_counts_with_the_rest_that_is_not_split_off() -> None:
+    """Exactly where it has a segment of its own; of shared segments with a 64th more."""
+    draw = random.Random(5)
+    for _ in range(300):
+        size = int(2 ** draw.uniform(9, 28))
+        taken = CachingAllocator().allocate(size).size
+        if size <= MIB or size > 10 * MIB:
+            assert with_rests(size) == taken
+        else:
+            assert with_rests(size) == taken + in_blocks(taken // 64)
+        # where every block is split, as with expandable segments
+        assert in_blocks(size) == rounding_of("cuda", splits_all=True)(size) <= taken
+    assert rounding_of("cpu")(4097) == 4097
+
+
 def test_at_the_limit_segments_without_a_used_byte_are_given_back_first() -> None:
     allocator = CachingAllocator(40 * MIB)
     allocator.free(allocator.allocate(24 * MIB))
@@ -300,7 +318,7 @@ def trained(budget):
 # the forward's workspace of cuBLAS and the backward's are there from then on
 torch.mm(*torch.rand(2, 8, 8, device="cuda", requires_grad=True)).sum().backward()
 held = torch.cuda.memory_allocated()
-print(json.dumps([held, [trained(budget) for budget in (1.0, 0.9, 0.83)]]))
+print(json.dumps([held, [trained(budget) for budget in (1.0, 0.95, 0.91)]]))
 """
 
 
@@ -311,8 +329,43 @@ def test_a_step_on_cuda_keeps_to_what_was_planned_without_it() -> None:
     held, found = cuda_runtime.run(PLANNED)
     assert held == 2 * CUBLAS_WORKSPACE
     for predicted, _, requested, allocated in found:
-        assert requested < allocated <= predicted + held <= 1.01 * allocated
+        assert requested < allocated <= predicted <= 1.01 * allocated
     assert [depth > 0 for _, depth, *_ in found] == [False, True, True]
+
+
+MEASURED = """
+import zoo
+from zoo.api.plan import planner_for
+from torch import nn
+
+def found(model, given, where="cuda", **options):
+    planner = planner_for(model.to(where), given.to(where), **options)
+    return [planner.fixed.libraries, planner.kernels_measured]
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+    def forward(self, x):
+        return self.norm(x).tanh()
+
+dense, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.rand(32, 64)
+planned = [found(dense, x, "cpu", device=name) for name in ("a100", "h200", "cpu")]
+print(json.dumps([found(dense, x), found(Norm(), x), *planned]))
+"""
+
+
+@pytest.mark.parametrize(("major", "size"), [("8", CUBLAS_WORKSPACE), ("9", 32 * MIB)])
+def test_workspaces_of_libraries_are_measured_where_the_model_is(major: str, size: int) -> None:
+    """Two of them where a kernel multiplies; without the device those of the table."""
+    if reason := cuda_runtime.missing():
+        pytest.skip(reason)
+    dense, norm, *planned = cuda_runtime.run(MEASURED, SOFTWARE_CUDA_MAJOR=major)
+    assert dense == [2 * size, True]
+    assert norm == [0, True]
+    sizes = 2 * CUBLAS_WORKSPACE, 64 * MIB, 0
+    assert planned[:2] == [[sizes[0], False], [sizes[1], False]]
+    assert planned[2][0] == 0
 
 
 def test_the_workspace_of_cublas_is_larger_on_hopper() -> None:
@@ -350,10 +403,10 @@ def test_a_recorded_snapshot_is_played_again_block_for_block(tmp_path: Path) -> 
     assert [replay.allocator.allocated.now, replay.allocator.reserved.now] == counted
 
 
-def test_the_table_of_the_page_is_what_torch_saves_here() -> None:
+def test_the_table_of_the_module_is_what_torch_saves_here() -> None:
     if reason := cuda_runtime.missing():
         pytest.skip(reason)
-    page = (cuda_runtime.ROOT / "docs" / "cuda.md").read_text("utf-8")
+    assert saved_on_cuda.__doc__ is not None
     # what an LSTM saves on the CPU goes by the processor
     rows = [row for row in saved_on_cuda.table() if "LSTM" not in row]
-    assert [row for row in rows if row not in page.splitlines()] == []
+    assert [row for row in rows if row not in saved_on_cuda.__doc__.splitlines()] == []

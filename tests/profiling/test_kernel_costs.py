@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import flop_counter
 
 from tests.training import Residuals, images
 from zoo.chain import Chain, Steps, outline
@@ -185,6 +186,42 @@ def test_the_backward_of_a_convolution_takes_two_forwards_whatever_its_groups(
     given = y, x, layer.weight, None, *call[3:], [True, True, False]
     back = torch.ops.aten.convolution_backward(*given)
     assert formulas[torch.ops.aten.convolution_backward](*given, out_val=back) == 2 * once
+
+
+ATTENTION = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_grouped_queries_take_as_many_operations_as_if_each_had_its_own_keys(name: str) -> None:
+    forward, backward = (
+        kernels.flop_formulas()[getattr(torch.ops.aten, name + suffix)]
+        for suffix in ("", "_backward")
+    )
+    query, key, value = (
+        torch.empty(2, 8, 10, 16),
+        torch.empty(2, 2, 12, 16),
+        torch.empty(2, 2, 12, 24),
+    )
+    whole = [tensor.repeat_interleave(4, 1) for tensor in (key, value)]
+    gradient = torch.empty(2, 8, 10, 24)
+    assert forward(query, key, value) == forward(query, *whole) == 2 * 2 * 8 * 10 * 12 * (16 + 24)
+    assert backward(gradient, query, key, value) == backward(gradient, query, *whole) > 0
+
+
+def test_a_formula_that_raises_leaves_the_time_to_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(flop_counter.flop_registry, torch.ops.aten.addmm, refuse)
+    kernels.flop_formulas.cache_clear()
+    try:
+        layer = nn.Sequential(nn.Linear(6, 6))
+        profile = Profile(layer, outline([layer]), (torch.rand(3, 6, requires_grad=True),))
+    finally:
+        kernels.flop_formulas.cache_clear()
+    found = profile.costs(device_named("a100"))
+    assert found.flops == (0,)
+    assert found.seconds[0] > DEVICES["a100"].start
 
 
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:

@@ -179,6 +179,75 @@ def test_a_difference_is_a_fault_that_names_kind_and_step():
     assert row.faults == ("resnet50 is not exact: it differs in loss from step 2 on",)
 
 
+def varying(**cell):
+    """A comparison whose baseline differs from itself, in other kinds than checkpointed does."""
+    second = record(1000) | {"digests": [{"loss": "a", "gradients": "h"}] * 2}
+    baseline = record(1000, cell={"device": "cpu", "dtype": "float32", **cell})
+    return comparison(loss="b", baseline=baseline, baseline_again=second)
+
+
+def test_a_baseline_that_differs_from_itself_is_no_fault_of_the_plan():
+    (row,) = rows([varying()])
+    assert (row.exact, row.baseline_repeats) == (None, False)
+    assert row.faults == (
+        "resnet50: the baseline does not repeat its own numbers: two trainings of it differ in "
+        "gradients from step 1 on, so nothing can be compared bit for bit; --deterministic has "
+        "torch choose kernels that repeat theirs",
+    )
+    (row,) = rows([varying(deterministic=True)])
+    assert "--deterministic" not in row.faults[0]
+    assert row.faults[0].endswith("bit for bit; torch's deterministic algorithms were on")
+
+
+def test_a_baseline_that_repeats_itself_leaves_the_fault_with_the_plan():
+    (row,) = rows([comparison(loss="b", baseline_again=record(1000))])
+    assert (row.exact, row.baseline_repeats) == (False, True)
+    assert row.faults == ("resnet50 is not exact: it differs in loss from step 2 on",)
+
+
+def test_a_second_baseline_counts_only_where_another_training_differs():
+    (row,) = rows([varying() | {"checkpointed": record(250)}])
+    assert (row.exact, row.baseline_repeats, row.faults) == (True, None, ())
+
+
+def test_a_second_baseline_that_failed_decides_nothing():
+    (row,) = rows([comparison(loss="b", baseline_again=FAILED)])
+    assert (row.exact, row.baseline_repeats) == (False, None)
+    assert row.faults[0] == "resnet50 baseline again failed: killed by SIGKILL"
+    assert "is not exact" in row.faults[1]
+
+
+def test_a_baseline_that_varies_is_told_in_each_form_of_a_report(tmp_path):
+    found = [varying(), comparison(loss="b", baseline_again=record(1000)), comparison()]
+    console = Console(file=io.StringIO(), width=220)
+    show(rows(found), "Title", console)
+    written = write_report(rows(found), heading(found, "mine", "command"), tmp_path)
+    shown = page(found, heading(found, "mine", "command"))
+    for text in (console.file.getvalue(), written.read_text(), shown):
+        assert text.count("the baseline does not repeat its own numbers") == 1
+    verdicts = [line.split("|")[-2].strip() for line in written.read_text().splitlines()[6:11]]
+    assert verdicts[-3:] == ["baseline varies", "NO", "yes"]
+    assert [
+        (entry["exact"], entry["baseline_repeats"]) for entry in table(written, "models.csv")
+    ] == [
+        ("", "False"),
+        ("False", "True"),
+        ("True", ""),
+    ]
+    badges = re.findall(r'<span class="badge \w+">([^<]*)<', shown)
+    assert [*dict.fromkeys(badges)] == [
+        "≠ baseline varies", "✗ not exact", "✓ exact, bit for bit",
+    ]  # fmt: skip
+
+
+def test_the_setting_says_that_algorithms_are_deterministic():
+    settings = [heading([varying(deterministic=on)], "mine", "").setting for on in (True, False)]
+    assert [", float32, deterministic algorithms, torch 2" in text for text in settings] == [
+        True,
+        False,
+    ]
+
+
 def test_saving_less_than_the_floor_is_a_fault():
     assert rows([comparison(300)])[0].faults == ()
     (fault,) = rows([comparison(301)])[0].faults

@@ -122,3 +122,22 @@ def test_names_of_the_earlier_run_are_text_and_no_markup() -> None:
         assert "<b>" not in text
         assert "<i>" not in text
         assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("setting", [{"seed": 1}, {"deterministic": True}])
+def test_bits_of_other_settings_are_not_compared(setting: dict[str, Any]) -> None:
+    """An older result does not say whether its algorithms were deterministic: they were not."""
+    now = comparison(loss="b")
+    unlike = [
+        [*cell.other_bits]
+        for given in ({"deterministic": False}, setting)
+        for cell in two_runs([_with(now, **given)], [comparison()], "old.jsonl").cells
+    ]
+    assert unlike == [[], ["loss from step 2 on"], [], [], [], []]
+
+
+def _with(found: dict[str, Any], **given: Any) -> dict[str, Any]:
+    return {
+        kind: part | {"cell": part["cell"] | given} if "cell" in part else part
+        for kind, part in found.items()
+    }

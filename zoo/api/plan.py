@@ -10,8 +10,9 @@ several plans are tracked until one keeps to the budget:
     a fake copy of the model, sharded     by FSDP2's own code, whose hooks then run
     a step of it by one of the plans      tracked: bytes of rank 0, the largest of all ranks
 
-Bytes are those of tensors. Kernel workspace and buffers of the communication library are left out:
-gloo, for one, copies gradients before it reduces them.
+Bytes are those of tensors, for a CUDA device in the blocks of its allocator and with the workspaces
+of cuBLAS. Those of other kernels and buffers of the communication library are left out: gloo, for
+one, copies gradients before it reduces them.
 """
 
 import contextlib
@@ -68,6 +69,7 @@ def plan(
     loss: Loss | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
+    holds_outputs: bool = True,
 ) -> PlanReport:
     """Finds the plan of least time whose training step keeps to a budget in bytes.
 
@@ -95,6 +97,9 @@ def plan(
             by its peak rates; else each kind of kernel is timed, where the model is.
         optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`: gradients are
             counted until each is complete.
+        holds_outputs: a variable of the training loop holds what the model returns until the
+            backward is over, as in `outputs = model(x)`; False for `loss(model(x)).backward()` and
+            the Trainer of transformers, which drops the logits: a sixteenth of a step of GPT-2.
 
     Raises:
         ArgumentError: no module, one that reads numbers which only a real step has, a loss that
@@ -103,7 +108,11 @@ def plan(
         BudgetError: no plan keeps to the budget, with the least that one needs.
     """
     check_bounds(memory_budget, max_overhead)
-    options: Any = {"device": device, "optimizer_in_backward": optimizer_in_backward}
+    options: Any = {
+        "device": device,
+        "optimizer_in_backward": optimizer_in_backward,
+        "holds_outputs": holds_outputs,
+    }
     planner = planner_for(model, inputs, optimizer=optimizer, loss=loss, **options)
     return planner.report(memory_budget, max_overhead)
 
@@ -117,6 +126,7 @@ def frontier(
     loss: Loss | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
+    holds_outputs: bool = True,
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
@@ -124,14 +134,26 @@ def frontier(
     Arguments and errors are those of `plan`. Ctrl-C raises `Interrupted`, a KeyboardInterrupt whose
     `found` is the `Frontier` of the plans found so far, once there are some.
     """
-    options: Any = {"device": device, "optimizer_in_backward": optimizer_in_backward}
+    options: Any = {
+        "device": device,
+        "optimizer_in_backward": optimizer_in_backward,
+        "holds_outputs": holds_outputs,
+    }
     return planner_for(model, inputs, optimizer=optimizer, loss=loss, **options).frontier()
 
 
 def planner_for(
-    model: nn.Module, inputs: Inputs | Invocation, *, loss: Loss | None = None, **options: Any
+    model: nn.Module,
+    inputs: Inputs | Invocation,
+    *,
+    loss: Loss | None = None,
+    measured: bool = True,
+    **options: Any,
 ) -> BudgetPlanner:
-    """Traces a model for these inputs; options are those of `BudgetPlanner`."""
+    """Traces a model for these inputs; options are those of `BudgetPlanner`.
+
+    `measured` runs its kernels where their device is here.
+    """
     check_training(model, "planning", loss)
     given = Invocation.of(inputs)
     with (
@@ -143,7 +165,7 @@ def planner_for(
         planner = BudgetPlanner(model, found.outline, found.state, loss=found.loss, **options)
         if not planner.profile.found.gradients[-1]:
             raise ArgumentError(nothing_trained(model))
-        return planner.measured()
+        return planner.measured() if measured else planner
 
 
 @dataclass(frozen=True)
@@ -205,7 +227,7 @@ class RankReport:
             markdown_table(("predicted for a rank", "", "of the baseline"), predicted),
             f"At the peak, in the {self.phase}:",
             peak_table(self.at_peak, self.predicted_peak),
-            "without kernel workspaces and buffers of the communication library",
+            "without workspaces of kernels and buffers of the communication library",
             str(self.plan),
         )
         return "\n\n".join(parts)
@@ -229,7 +251,8 @@ def plan_rank(
 
     The ranks are simulated, by a fake process group and fake tensors, so that nothing of the
     model's size is allocated. Bytes are those of the step's tensors on rank 0, which of uneven
-    shards has the larger; kernel workspace is not counted. Some twenty plans are compared, so that
+    shards has the larger, as the allocator of the device counts them, with the workspaces of
+    cuBLAS; those of other kernels are not counted. Some twenty plans are compared, so that
     a faster one may be missed.
 
     Args:
@@ -279,19 +302,20 @@ def plan_rank(
         step = make(in_backward=optimizer_in_backward)
         options: Any = {"optimizer": optimizer, "optimizer_in_backward": optimizer_in_backward}
         hooked = _hooked_as(step.model, model)
-        planner = planner_for(hooked, inputs, loss=loss, device=device or "cpu", **options)
+        planner = planner_for(hooked, inputs, loss=loss, device=device, measured=False, **options)
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         buckets = sum(parameter.nbytes for parameter in trained) if name == "ddp" else 0
         other = None if optimizer_in_backward or name == "ddp" else make
-        rank = _Rank(world_size, name, functools.cache(step.track), buckets, other)
-        return rank.report(planner, memory_budget, max_overhead)
+        rank = _Rank(world_size, name, functools.cache(step.track), buckets, other, planner)
+        return rank.report(memory_budget, max_overhead)
 
 
 @dataclass
 class _Rank:
     """Rank 0: `track` tracks a step by a plan; `buckets` are bytes of gradients beside it.
 
-    `other` makes the step in which the optimizer steps in the backward, where it does not yet.
+    `other` makes the step in which the optimizer steps in the backward, where it does not yet;
+    `planner` has the plans, and says how the device counts bytes.
     """
 
     world_size: int
@@ -299,11 +323,11 @@ class _Rank:
     track: Callable[[Plan | None], Timeline]
     buckets: int
     other: Callable[..., CopiedStep] | None
+    planner: BudgetPlanner
 
-    def report(
-        self, planner: BudgetPlanner, memory_budget: Budget | None, max_overhead: float | None
-    ) -> RankReport:
+    def report(self, memory_budget: Budget | None, max_overhead: float | None) -> RankReport:
         """Chooses among the plans that may be the best on a rank, the fastest first."""
+        planner = self.planner
         points = {point: planner.of_model(point).plan for point in planner.trades}
         plans = {point: plan if plan.depth() else None for point, plan in points.items()}
         budget = None
@@ -322,8 +346,8 @@ class _Rank:
             if (fastest := next(within, None)) is None:
                 raise self._refusal(min(plans.values(), key=self._peak), budget)
             chosen = fastest
-        timeline = self.track(plans[chosen])
-        buckets = {"buckets of gradients": self.buckets} if self.buckets else {}
+        timeline = self._tracked(plans[chosen])
+        beside = {"buckets of gradients": self.buckets, "workspaces of libraries": self.libraries}
         return RankReport(
             world_size=self.world_size,
             strategy=self.strategy,
@@ -331,12 +355,22 @@ class _Rank:
             baseline_peak=self._peak(None),
             budget=budget,
             phase=timeline.phase_at(timeline.peak_point),
-            at_peak=timeline.by("category") | buckets,
+            at_peak=timeline.by("category") | {n: size for n, size in beside.items() if size},
             alone=planner.describe(chosen, None),
         )
 
     def _peak(self, plan: Plan | None) -> int:
-        return self.track(plan).peak + self.buckets
+        return self._tracked(plan).peak + self.buckets + self.libraries
+
+    def _tracked(self, plan: Plan | None, *others: CopiedStep) -> Timeline:
+        """Tracks a step by a plan, with its bytes as the device's allocator counts them."""
+        track = others[0].track if others else self.track
+        return track(plan).counted_by(self.planner.rounding)
+
+    @property
+    def libraries(self) -> int:
+        """The workspaces of libraries, which all plans have."""
+        return self.planner.fixed.libraries
 
     def _refusal(self, plan: Plan | None, budget: int) -> BudgetError:
         """Returns why none of the plans keeps to the budget, of which this one takes the least."""
@@ -349,7 +383,7 @@ class _Rank:
         )
         with contextlib.suppress(OptimizerError):
             if self.other is not None:
-                other = self.other(in_backward=True).track(plan).peak
+                other = self._tracked(plan, self.other(in_backward=True)).peak + self.libraries
                 text += only_in_backward(other) if other <= budget else ""
         return BudgetError(text, budget, least, self._peak(None))
 

@@ -34,6 +34,7 @@ from zoo.invocation import (
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
+from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
 from zoo.profiling.optimizer_memory import MakeOptimizer, check_maker, made_by
@@ -65,7 +66,8 @@ def track(
 
     The timeline is filled when the block ends, also by an exception. As a decorator, its latest one
     is the `timeline` of what `track` returned. Works for real tensors on any device and for fake
-    ones; changes no number and leaves nothing behind.
+    ones; changes no number and leaves nothing behind. On a device whose allocator reserves memory
+    `timeline.reserved_peak` tells how much at most, for which torch's peak counters are reset.
 
     Args:
         model: its parameters, buffers, steps and modules name the bytes.
@@ -195,6 +197,8 @@ class CopiedStep:
         own = functools.partial(_own, self.mode, device)
         copies = {} if self.mode is None else _fakes(model, own, device)
         self.model = copy.deepcopy(model, copies)
+        if not fake:
+            flattened(self.model)
         if _is_of_module(loss):
             # its modules that are the model's are the copy's
             loss = copy.deepcopy(loss, copies)

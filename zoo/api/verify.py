@@ -3,7 +3,7 @@
 Two copies of a model train side by side from the same random state, one without and one with a
 plan, and all state that a step of training leaves is compared bit for bit:
 
-    baseline against itself          differs  ->  not deterministic; checkpointing is not judged
+    baseline against itself          differs  ->  nothing is compared; `deterministic` may help
     baseline against checkpointed    differs  ->  the first tensor, and the first step of the model
                                      equal    ->  exact
 
@@ -28,6 +28,7 @@ from zoo.api.track import NO_LOSS, optimizer_of, own_copy, train_step
 from zoo.chain import Chain, Outline, Runner, State, fold, step_names
 from zoo.engine.devices import random_state_restored, read_streams, set_streams
 from zoo.engine.operands import without_fingerprints
+from zoo.engine.replay_check import OTHER_NUMBERS, checking
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.errors import ArgumentError, RecomputeError
 from zoo.invocation import Invocation, Loss, check_training
@@ -35,9 +36,11 @@ from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, runner_for
 from zoo.policy.plan_report import PlanReport
+from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.optimizer_memory import MakeOptimizer
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
+from zoo.verification.determinism import deterministic_algorithms
 from zoo.verification.state_comparison import Record, first_difference, record, same_bits
 from zoo.verification.verdict import Difference, Place, Report
 
@@ -54,6 +57,7 @@ def verify(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     optimizer_in_backward: bool = False,
+    deterministic: bool = False,
 ) -> Report:
     """Trains copies of a model with and without `checkpoint=` and compares every bit.
 
@@ -72,9 +76,12 @@ def verify(
         optimizer: is called with the list of parameters; SGD with momentum by default.
         optimizer_in_backward: the copy with `checkpoint=` trains with
             `zoo.optimizer_in_backward`; the state of the optimizer is compared, too.
+        deterministic: all train by torch's deterministic algorithms, for a model that does not
+            repeat its own numbers; its settings are restored afterwards.
 
     Raises:
         ArgumentError: no module, one in eval mode, or other arguments that cannot be verified.
+        DeterminismError: torch has no deterministic algorithm for an operator of the model.
         OptimizerError: this optimizer cannot step in the backward.
         RecomputeError: the engine itself refuses to train this model.
     """
@@ -88,6 +95,7 @@ def verify(
         )
     runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
     with (
+        deterministic_algorithms(deterministic),
         random_state_restored() as streams,
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -97,17 +105,20 @@ def verify(
         given = model, loss or weighted_sum, optimizer or MOMENTUM, streams
         training = functools.partial(_Training, *given, in_backward=optimizer_in_backward)
         first, plans, compared = _train_pair(training(), training(), batches)
-        deterministic = first is None
-        if deterministic:
-            first, plans, compared = _train_pair(training(), training(checkpoint), batches)
+        does_repeat = first is None
+        if does_repeat:
+            with checking() as check:
+                first, plans, compared = _train_pair(training(), training(checkpoint), batches)
+            if first is None and (differing := check.take()):
+                note = f"it {OTHER_NUMBERS.partition('.')[0]}"
+                first = Difference("replayed tensor", str(differing[0]), steps, note=note)
         if first is not None:
-            other = training(False if deterministic else None)
+            other = training(False if does_repeat else None)
             place = _place(training(), other, plans, batches, first)
             first = dataclasses.replace(first, place=place)
     option = checkpoint.plan if isinstance(checkpoint, PlanReport) else checkpoint
     return Report(
-        exact=first is None,
-        deterministic=deterministic,
+        exact=first is None if does_repeat else None,
         steps=steps,
         compared=compared,
         plan=plans[-1],
@@ -115,6 +126,7 @@ def verify(
         model=type(model).__name__,
         checkpoint=repr(Plan(option).text() if isinstance(option, tuple | list) else option),
         optimizer_in_backward=optimizer_in_backward,
+        deterministic=deterministic,
     )
 
 
@@ -168,6 +180,7 @@ class _Training:
                 f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
                 "Verify it before its first forward, or detach the tensors that it keeps"
             ) from error
+        flattened(self.model)
         self.streams, self.recorder = streams, _StepRecorder()
         self.optimizer = optimizer_of(make, self.model)
         groups = self.optimizer.param_groups if self.optimizer is not None else ()

@@ -3,6 +3,7 @@
     0      done, or yes
     1      no: not exact, no plan fits the budget, a cell failed
     2      usage error, one line: wrong command, option, model or input
+    3      neither yes nor no: what is to be compared does not repeat its own numbers
     130    interrupted by Ctrl-C, also while torch is imported (`interrupts`)
 
 A command's module is imported when it runs: most need none of the optional packages.
@@ -56,7 +57,7 @@ example:
 
 zoo COMMAND --help shows its options and examples; zoo --version the version.
 exit code: 0 done; 1 no (not exact, no plan within the budget); 2 wrong option, model or input; \
-130 interrupted"""
+3 the baseline does not repeat its own numbers; 130 interrupted"""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -69,7 +69,7 @@ PLANS = (
 class Answer:
     """What a command prints: text, or with `--json` the data, which may be JSON text already.
 
-    The exit code is 0 for yes or done, 1 for no.
+    The exit code is 0 for yes or done, 1 for no, 3 where it is neither.
     """
 
     text: str
@@ -83,7 +83,7 @@ Command = Callable[..., Answer]
 
 
 def command(
-    options: Mapping[str, str], *, either: Collection[str] = (), no: str = ""
+    options: Mapping[str, str], *, either: Collection[str] = (), no: str = "", neither: str = ""
 ) -> Callable[[Run], Command]:
     """Makes a function `run_name(options)` the command `zoo name`, and its docstring the help.
 
@@ -91,12 +91,13 @@ def command(
         options: help texts by 'name', '--flag', '--name METAVAR', '--name METAVAR=default' or
             '--name METAVAR...' for several values, where METAVAR is one of METAVARS.
         either: options of which exactly one must be given.
-        no: what exit code 1 means, if the command has one.
+        no, neither: what the exit codes 1 and 3 mean, if the command has them.
     """
 
     def decorate(run: Run) -> Command:
         description, _, examples = (inspect.getdoc(run) or "").rpartition("\n\n")
         codes = f"0 done; {f'1 {no}; ' if no else ''}2 wrong option, model or input"
+        codes += f"; 3 {neither}" if neither else ""
         name = f"zoo {run.__name__.removeprefix('run_').replace('_', '-')}"
         parser = Parser(
             description=description,

@@ -20,13 +20,13 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Generator, Tensor
 from torch.autograd.profiler import profile
 
-from zoo._torch import DisableTorchDispatch, is_profiling
+from zoo._torch import DisableTorchDispatch, has_expandable_segments, is_profiling
 from zoo.errors import ArgumentError
 
 # bytes of a state of the CPU's generator, and of what stands before and behind its words
@@ -199,9 +199,36 @@ def peak(device: torch.device) -> int:
     return int(_asked(device, "max_memory_allocated")())
 
 
+def reserved_peak(device: torch.device) -> int | None:
+    """Returns the most bytes that a device's allocator reserved since `reset_peak`, if it counts.
+
+    None on the CPU, which reserves nothing, and where the device's module does not tell.
+    """
+    if not counts_memory(device):
+        return None
+    try:
+        return int(_asked(device, "max_memory_reserved")())
+    except ArgumentError:
+        return None
+
+
 def reset_peak(device: torch.device) -> None:
-    """Has `peak` begin with the bytes that are in use now."""
+    """Has `peak` and `reserved_peak` begin with the bytes that are in use and reserved now."""
     _asked(device, "reset_peak_memory_stats")()
+
+
+def release_cached(device: torch.device) -> None:
+    """Releases the memory that a device's allocator has cached, as far as it lets a caller."""
+    getattr(_module(device), "empty_cache", lambda: None)()
+
+
+def splits_all_blocks(device: torch.device) -> bool:
+    """Returns whether a device is in use and its allocator loses no rests of blocks.
+
+    That is so with `PYTORCH_ALLOC_CONF=expandable_segments:True`.
+    """
+    is_here = device.type == accelerator() and device in devices_in_use()
+    return is_here and has_expandable_segments(device)
 
 
 def total_bytes(device: torch.device) -> int:
@@ -323,12 +350,59 @@ def is_same_state(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other)
 
 
-def draw_as(draws: Kept, restore: dict[int, Callable[[], object]]) -> None:
-    """Sets streams to recorded states; what sets each as it was goes into `restore`, by its id."""
+class PutAside:
+    """The state of a stream, put aside while others are written, from `begin` until it is called.
+
+    A state that is written counts as a seed: after one, cuDNN's networks draw and make the state of
+    their dropout anew. So the stream of a CUDA device is given another object for its state, and
+    then its own again, which nothing has written.
+    """
+
+    def __init__(self, stream: RandomStream) -> None:
+        self.stream = self.written = stream
+        self.own: Any = None
+        if _swaps_state(stream):
+            self.own = stream.graphsafe_get_state()
+            self.written = stream.clone_state()
+        else:
+            self.state = stream.get_state()
+
+    def begin(self) -> None:
+        """Has the stream be written from now on."""
+        if self.own is not None:
+            self.stream.graphsafe_set_state(self.written)  # type: ignore[union-attr, arg-type]
+
+    def write(self, state: Tensor) -> None:
+        """Sets another state."""
+        self.begin()
+        self.written.set_state(state)
+
+    def __call__(self) -> None:
+        """Brings the state back."""
+        if self.own is None:
+            self.stream.set_state(self.state)
+        else:
+            self.stream.graphsafe_set_state(self.own)  # type: ignore[union-attr]
+
+
+def _swaps_state(stream: RandomStream) -> TypeGuard[Generator]:
+    """Says whether a stream takes another object for its state, which a capture does not allow."""
+    is_of_cuda = isinstance(stream, Generator) and stream.device.type == "cuda"
+    return is_of_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def draw_as(draws: Kept, restore: dict[int, PutAside]) -> None:
+    """Sets streams to recorded states; what brings each back goes into `restore`, by its id."""
     for stream, packed in draws:
         if id(stream) not in restore:
-            restore[id(stream)] = functools.partial(stream.set_state, stream.get_state())
-        stream.set_state(packed.state())
+            restore[id(stream)] = PutAside(stream)
+        restore[id(stream)].write(packed.state())
+
+
+def count_as_seeded(device: torch.device) -> None:
+    """Has cuDNN's networks make the state of their dropout anew, as after a seed."""
+    stream = restorable_stream(device)
+    stream.set_state(stream.get_state())
 
 
 def read_streams() -> dict[str, Any]:
@@ -347,10 +421,15 @@ def set_streams(states: Mapping[str, Any]) -> None:
 def random_state_restored() -> Iterator[dict[str, Any]]:
     """Yields the states of all global random streams and restores them at the end."""
     states = read_streams()
+    aside = {str(device): PutAside(restorable_stream(device)) for device in devices_in_use()}
     try:
+        for one in aside.values():
+            one.begin()
         yield states
     finally:
-        set_streams(states)
+        for bring_back in aside.values():
+            bring_back()
+        set_streams({name: state for name, state in states.items() if name not in aside})
 
 
 def _global_streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zoo._torch import dispatch_modes, sequence_number, top_saved_tensors_hooks
 from zoo.engine.operands import Outside, alive, parts_of
+from zoo.engine.operator_effects import makes_dropout_state
 from zoo.engine.recompute import HOOKS, is_packing, records
 from zoo.engine.recording import (
     Recorder,
@@ -98,6 +99,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         self._readers: defaultdict[int, list[weakref.ref[Outside]]] = defaultdict(list)
         self._saved: defaultdict[int, list[weakref.ref[Handle]]] = defaultdict(list)
         self._sequence = -1
+        # the arguments of a turn that waits for the forward's own thread
+        self._waiting: tuple[Path, bool] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a kernel, in the segment that it belongs to."""
@@ -105,9 +108,12 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         is_look = getattr(func, "namespace", "") == "prim"
         if is_look or thread.replaying or not all(map(has_own_storage, types)):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        self._advance(func)
+        # what one forward does and the next does not is in no script
+        if not makes_dropout_state(func, args, kwargs):
+            self._advance(func)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self._sequence = sequence_number()
+        if thread.conductor is self:
+            self._sequence = sequence_number()
         return out
 
     def before_write(self, tensor: Tensor) -> None:
@@ -145,6 +151,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
                 self._stray(script.operators[:place], func)
             elif place in script.turns:
                 self._turn(script.turns[place])
+        if self._waiting is not None:
+            self._turn(*self._waiting)
 
     def _stray(self, before: Sequence[Any], func: Any) -> None:
         """Goes on by another script of the same beginning; where there is none, by blocks."""
@@ -178,7 +186,15 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             self._turn(())
 
     def _turn(self, path: Path, fresh: bool = False) -> None:
-        """Closes and opens segments until those of a path are open; all of them anew if fresh."""
+        """Closes and opens segments until those of a path are open; all of them anew if fresh.
+
+        A backward inside of the forward runs on a thread of the device, which has the modes of the
+        forward's thread and not its segments: a turn there waits until the forward goes on.
+        """
+        fresh = fresh or (self._waiting is not None and self._waiting[1])
+        self._waiting = None if thread.conductor is self else (path, fresh)
+        if self._waiting is not None:
+            return
         same = itertools.takewhile(bool, map(operator.eq, self.path, path))
         shared = 0 if fresh else len(list(same))
         pending = self._pending() if len(self.path) > shared else []

@@ -11,8 +11,8 @@ Listed     a list with references in it
 A tensor that was written after it was saved is noticed by its version. What writes without counting
 a version is noticed by a fingerprint, a few bytes spread over the tensor: a replay calls the same
 kernels on the same bytes, so it can differ only where code that torch does not see wrote into a
-tensor, or where a kernel is not deterministic, and then most of the tensor differs. Fingerprints
-are taken on the CPU alone, where reading memory waits for nothing.
+tensor, or where a kernel is not deterministic, and then most of the tensor differs. On the CPU,
+where reading memory waits for nothing, each has one; elsewhere `replay_check` has samples.
 """
 
 import contextlib
@@ -40,6 +40,7 @@ from zoo._torch import (
     is_key_excluded,
     neg_view,
 )
+from zoo.engine.replay_check import sample_of
 from zoo.errors import RecomputeError
 
 # a fingerprint is bytes from so many places of a tensor, so many at each
@@ -450,17 +451,19 @@ def without_fingerprints() -> Iterator[None]:
         _thread.on = earlier
 
 
-def fingerprint(tensor: Tensor) -> bytes | None:
+def fingerprint(tensor: Tensor) -> bytes | Tensor | None:
     """Returns what `read` has to return for a replay of a tensor; None where bytes do not tell.
+
+    Of one on an accelerator it returns a sample that stays there, where replays are checked.
 
     They do not for one that no gradient flows through, which may hold what a kernel leaves
     unwritten or writes after it was saved.
     """
-    if not tensor.requires_grad or not tensor.is_cpu or not _thread.on:
+    if not tensor.requires_grad or isinstance(tensor, FakeTensor):
         return None
-    if isinstance(tensor, FakeTensor) or not tensor.is_contiguous():
-        return None
-    return read(tensor)
+    if not tensor.is_cpu:
+        return sample_of(tensor)
+    return read(tensor) if _thread.on and tensor.is_contiguous() else None
 
 
 # so that no two marks are alike

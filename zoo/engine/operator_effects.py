@@ -6,20 +6,14 @@ A schema tells nearly all of it. What no schema tells is listed here by name and
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from operator import call
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from zoo._torch import (
-    SETTINGS_OF_CPU,
-    SETTINGS_OF_CUDA,
-    precision_of,
-    set_grad_enabled,
-    set_precision,
-)
+from zoo.engine.kernel_settings import Heeded, heeded_by
+from zoo.engine.nondeterministic_kernels import Nondeterminism, nondeterminism_of
 
 # what operators take beside tensors, generators and lists of these
 CONSTANTS = (
@@ -38,9 +32,6 @@ CONSTANT = {"aten::zeros", "aten::zeros_like", "aten::new_zeros", "aten::ones", 
 # they write their first argument without reading it, as do those that draw, and `out=`
 OVERWRITING = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::index_put_", "aten::index_copy_",
                "aten::index_fill_", "aten::scatter_"}  # fmt: skip
-# kernels of which libraries have several, chosen by settings
-CHOOSING = ("conv", "mm", "gelu", "addm", "linear", "rnn", "lstm", "gru", "dot", "mv", "attention",
-            "cumsum", "scatter", "index", "put")  # fmt: skip
 # kernels that are called often, and that call no operator for which autocast casts
 LEAVES = {f"aten::{name}" for name in (
     "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "_to_copy",
@@ -61,6 +52,8 @@ UNDECLARED: dict[str, tuple[Argument, ...]] = {
     "aten::batch_norm_gather_stats": RUNNING,
     "aten::batch_norm_gather_stats_with_counts": RUNNING,
 }
+# of these where they have a rate, at this place, and train, at the next: else they draw nothing
+DROPPING = {"aten::_cudnn_rnn": 11}
 # of kernels that call operators, and are called by functions for which autocast may cast: these
 CALLERS: dict[str, tuple[str, ...]] = {
     "aten::_cdist_forward": ("aten::cdist",),
@@ -88,16 +81,24 @@ class Effects:
     makes: bool = False  # it returns storages of its own
     empty: bool = False  # its result has no content yet
     blank: bool = False  # its result is made to be written, and may be by code that nobody sees
-    chosen: bool = False  # settings decide which kernel it runs
+    heeded: Heeded | None = None  # settings that decide which kernel it runs
     norm: bool = False  # it updates statistics in training, without reading them
     overwrites: bool = False  # it does not read what it writes
     leaf: bool = False  # its kernel is known to call no operator for which autocast casts
-    simple: bool = False  # it makes its results and does nothing else
+    varies: Nondeterminism | None = None  # when its kernel may return other bits in a replay
+    simple: bool = False  # it makes its results, always the same ones, and does nothing else
+    dropping: int | None = None  # the place of a rate without which it writes no argument
+
+    def keeps_results(self, args: Any, kwargs: Any) -> bool:
+        """Returns whether no replay calls the kernel, so that what it makes and writes is kept."""
+        return self.opaque or (self.varies is not None and self.varies.applies(args, kwargs))
 
 
 # by the ids of operators, whose hash is a Python function; the second holds them
 KNOWN: dict[int, Effects] = {}
 _OPERATORS: list[Any] = []
+# by the ids of their kernels
+_NAMES: dict[int, str] = {}
 
 
 def effects_of(operator: Any) -> Effects:
@@ -137,6 +138,7 @@ def _read(operator: Any) -> Effects:
     if not makes and not written:
         return Effects(ignored=True)
     seeded = torch.Tag.nondeterministic_seeded in operator.tags
+    varies = nondeterminism_of(operator)
     return Effects(
         writes=written,
         seeded=seeded,
@@ -144,7 +146,7 @@ def _read(operator: Any) -> Effects:
         makes=makes,
         empty=name in EMPTY,
         blank=name in EMPTY or name in CONSTANT,
-        chosen=any(part in name for part in CHOOSING),
+        heeded=heeded_by(name),
         norm=name in NORMS,
         overwrites=name in OVERWRITING
         or (seeded and name not in UNDECLARED)
@@ -153,104 +155,42 @@ def _read(operator: Any) -> Effects:
             and all(a.is_out for a in itertools.compress(schema.arguments, is_written))
         ),
         leaf=name in LEAVES,
-        simple=not (written or seeded or name in NORMS or name in EMPTY),
+        varies=varies,
+        simple=not (written or seeded or varies or name in NORMS or name in EMPTY),
+        dropping=DROPPING.get(name),
     )
 
 
-# their product is 0 where this thread takes denormal numbers for it
-DENORMAL, ONE = 5e-324, 1.0
+# cuDNN's networks share a state for their dropout on a device. torch makes it in the first call
+# after a program seeds, from a number that it draws, and in none of the calls that follow
+DROPOUT_STATE = torch.ops.aten._cudnn_init_dropout_state.default
+EMPTY_NUMBER = torch.ops.aten.empty.memory_format
+DRAWN_NUMBER = torch.ops.aten.random_.default
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
-def _flushes_denormal() -> bool:
-    """Says whether this thread takes denormal numbers for 0 (`torch.set_flush_denormal`)."""
-    return DENORMAL * ONE == 0
-
-
-Settings = tuple[Any, ...]
-
-
-class Setting(NamedTuple):
-    """A global of torch that changes what kernels compute: how to read and to write it.
-
-    Attributes:
-        own: reads what is to be written again later, where that is not what is read.
-    """
-
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
-    own: Callable[[], Any] | None = None
-
-
-def _own_precision(*place: str) -> str:
-    """Reads the precision that was set for some kernels; "none" where they go by another one."""
-    library_all, every = (place[0], "all"), ("generic", "all")
-    is_set = place == every or not _goes_by(place, every)
-    if is_set and place[1] != "all" and not _goes_by(library_all, every):
-        is_set = not _goes_by(place, library_all)
-    return str(precision_of(*place)) if is_set else "none"
-
-
-def _goes_by(place: tuple[str, ...], general: tuple[str, ...]) -> bool:
-    """Tries whether a precision changes with a more general one; torch does not tell."""
-    before, own = precision_of(*place), precision_of(*general)
-    try:
-        set_precision(*general, "tf32" if before != "tf32" else "ieee")
-        return bool(precision_of(*place) != before)
-    finally:
-        set_precision(*general, own)
-
-
-def _precisions(library: str, *kinds: str) -> Iterator[Setting]:
-    for kind in kinds:
-        functions = precision_of, set_precision, _own_precision
-        yield Setting(*(functools.partial(function, library, kind) for function in functions))
-
-
-_OF_CPU = (
-    # these concern all kernels
-    Setting(torch.get_default_dtype, torch.set_default_dtype),
-    Setting(torch.get_num_threads, torch.set_num_threads),
-    Setting(_flushes_denormal, torch.set_flush_denormal),
-    Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    # an LSTM's kernel on the CPU rounds otherwise where it keeps nothing for a backward
-    Setting(torch.is_grad_enabled, set_grad_enabled),
-    *itertools.starmap(Setting, SETTINGS_OF_CPU),
-    *_precisions("mkldnn", "conv", "rnn", "matmul"),
-)
-_OF_ALL = (
-    *_OF_CPU,
-    *itertools.starmap(Setting, SETTINGS_OF_CUDA),
-    # the more general ones first: those of cuDNN begin with one that nobody can write again
-    *_precisions("generic", "all"),
-    *_precisions("cuda", "all", "conv", "rnn", "matmul"),
-)
-_CPU_READERS, _READERS = ([setting.read for setting in part] for part in (_OF_CPU, _OF_ALL))
-
-
-def read_settings() -> Settings:
-    """Reads the globals of torch that change what kernels compute; the first three concern all.
-
-    Those of CUDA come last, where a process uses it.
-    """
-    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return tuple(map(call, _READERS if uses_cuda else _CPU_READERS))
-
-
-def write_settings(wanted: Settings, restore: list[Callable[[], object]]) -> None:
-    """Puts settings in force, writing only those that differ from the present ones.
-
-    What writes again what was set before is added to `restore`, to be called last first.
-    """
-    for (read, write, own), value in zip(_OF_ALL, wanted, strict=False):
-        if read() != value:
-            restore.append(functools.partial(write, (own or read)()))
-            write(value)
+def makes_dropout_state(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Says whether an operator is one of those that make the state of cuDNN's dropout."""
+    if operator is EMPTY_NUMBER:
+        # none of the arguments is a tensor
+        dtype, device = kwargs.get("dtype"), kwargs.get("device")
+        return dtype is torch.int64 and not args[0] and device is not None and device.type == "cuda"
+    if operator is DRAWN_NUMBER or operator is READ_NUMBER:
+        return args[0].dtype is torch.int64 and not args[0].shape and bool(args[0].is_cuda)
+    return operator is DROPOUT_STATE
 
 
 @functools.cache
 def name_of(operator: Any) -> str:
     """Names an operator; higher-order operators have no overloads."""
     return str(operator) if hasattr(operator, "_schema") else f"higher_order.{operator.name()}"
+
+
+def name_of_kernel(kernel: Any) -> str:
+    """Names the operator that was called by a kernel, which does not know it."""
+    if id(kernel) not in _NAMES:
+        _NAMES.update({id(getattr(one, "_op", one)): name_of(one) for one in _OPERATORS})
+    return _NAMES.get(id(kernel), getattr(kernel, "__name__", "a kernel"))
 
 
 @functools.cache

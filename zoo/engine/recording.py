@@ -46,6 +46,7 @@ from zoo.engine.devices import (
     is_same_state,
 )
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
+from zoo.engine.kernel_settings import DENORMAL, ONE, Settings, read_settings
 from zoo.engine.operands import (
     REFERENCES,
     Apart,
@@ -68,17 +69,7 @@ from zoo.engine.operands import (
     sample,
     version_of,
 )
-from zoo.engine.operator_effects import (
-    DENORMAL,
-    KNOWN,
-    ONE,
-    STATISTICS,
-    TRAINING,
-    Effects,
-    Settings,
-    effects_of,
-    read_settings,
-)
+from zoo.engine.operator_effects import KNOWN, STATISTICS, TRAINING, Effects, effects_of
 
 # bytes of a tensor without history that is copied when it is read: a program may change it between
 # forward and backward, where the baseline does not mind
@@ -221,13 +212,13 @@ class Recording:
 
     def settings_for(self, effects: Effects) -> Settings:
         """Returns what is set now, the same object while nothing changes that a kernel heeds."""
-        known = self.settings
+        known, heeded = self.settings, effects.heeded
         if (
             known is not None
-            and not effects.chosen
             and torch.get_default_dtype() is known[0]
             and torch.get_num_threads() == known[1]
             and (DENORMAL * ONE == 0) is known[2]
+            and (heeded is None or heeded.are_in(known))
         ):
             return known
         now = read_settings()
@@ -653,7 +644,7 @@ class Recorder(KernelMode):
         recording = self.recording
         kernel = kernel_of(func, effects, args, kwargs)
         written = written_by(effects, args, kwargs)
-        keeps, segment = effects.opaque, thread.segment
+        keeps, segment = effects.keeps_results(args, kwargs), thread.segment
         if segment is not None and effects.seeded and not (keeps or effects.makes):
             keeps = segment.count_draw(written)
         draws = draws_of(args, kwargs) if effects.seeded and not keeps else None
@@ -851,6 +842,9 @@ def flat(out: Any) -> Sequence[Any]:
 def written_by(effects: Effects, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the tensors that a kernel writes, as far as that is known."""
     found: list[Tensor] = []
+    rate = effects.dropping
+    if rate is not None and not all(args[rate : rate + 2]):
+        return found
     for position, name in effects.writes:
         value = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(value, Tensor):

@@ -27,9 +27,9 @@ from zoo._torch import (
     no_transforms,
     set_grad_enabled,
 )
-from zoo.engine.devices import draw_as
+from zoo.engine.devices import PutAside, draw_as
+from zoo.engine.kernel_settings import read_settings, write_settings
 from zoo.engine.operands import REFERENCES, Geometry, Listed, Outside, Reference, Value, View
-from zoo.engine.operator_effects import read_settings, write_settings
 from zoo.engine.recording import Node, flat, thread
 
 # a node to replay, and the values that nobody reads after it
@@ -92,7 +92,7 @@ class Changes:
     def __init__(self) -> None:
         self.trains = torch.is_grad_enabled()
         self.settings: list[Callable[[], object]] = []
-        self.streams: dict[int, Callable[[], object]] = {}
+        self.streams: dict[int, PutAside] = {}
         self.are_restored = False
 
     def restore(self) -> None:
@@ -100,7 +100,8 @@ class Changes:
         if self.are_restored:
             return
         thread.origin = None
-        for restore in (*self.streams.values(), *reversed(self.settings)):
+        restores: list[Callable[[], object]] = [*self.streams.values(), *reversed(self.settings)]
+        for restore in restores:
             restore()
         set_grad_enabled(self.trains)
         self.are_restored = True

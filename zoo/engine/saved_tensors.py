@@ -31,8 +31,10 @@ from zoo.engine.operands import (
     read,
     read_memory,
 )
+from zoo.engine.operator_effects import name_of_kernel
 from zoo.engine.recording import Segment, has_own_storage, storage_of, thread
 from zoo.engine.replay import outside_of, replay, schedule, without_modes
+from zoo.engine.replay_check import OTHER_NUMBERS, Compared, Replayed, present
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
 
@@ -171,8 +173,8 @@ class Handle:
                 self.tensor = None
             return tensor
 
-    def fill(self) -> None:
-        """Takes the tensor out of a replay."""
+    def fill(self) -> Compared | None:
+        """Takes the tensor out of a replay; returns what is left to compare, on its device."""
         reference = self.reference
         tensor = reference.value.made
         assert tensor is not None, "a replay makes what its handles want"
@@ -181,14 +183,23 @@ class Handle:
             tensor.requires_grad_(False)
         if type(reference) is View:
             tensor = reference.on(tensor)
-        if self.fingerprint is not None and self.fingerprint != read(tensor):
-            raise RecomputeError(
-                f"a replayed tensor {tuple(tensor.shape)} {tensor.dtype} has other numbers than in "
-                "the forward: code that torch does not see wrote it in place, or a kernel is not "
-                "deterministic. Leave that code outside of the segment, or let it write a copy."
-            )
+        before, compared = self.fingerprint, None
+        if isinstance(before, Tensor):
+            compared = Compared(self._described(tensor), tensor, before)
+        elif before is not None and before != read(tensor):
+            raise RecomputeError(f"a replayed tensor {self._described(tensor)} {OTHER_NUMBERS}")
         self.tensor = tensor = self._as_it_is(tensor)
         self.filled = tensor._version
+        return compared
+
+    def _described(self, tensor: Tensor) -> Replayed:
+        """Says what a replayed tensor is, for the error if it has other numbers."""
+        value = self.reference.value
+        makers = (node for node in self.segment.recording.nodes if node.index == value.node)
+        kernel = next(makers).kernel
+        # one with keys holds another
+        operator = name_of_kernel(getattr(kernel, "kernel", kernel))
+        return Replayed(operator, tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def _as_it_is(self, replayed: Tensor) -> Tensor:
         """Returns the tensor itself where somebody has it: what torch does not see may write it.
@@ -199,7 +210,7 @@ class Handle:
         if original is not None:
             is_here = storage_of(original) is home or not self.is_result
             return detached(original) if is_here and type(original) is not FakeTensor else replayed
-        if home is not None and self.fingerprint:
+        if home is not None and type(self.fingerprint) is bytes and self.fingerprint:
             start, size = replayed.storage_offset() * replayed.itemsize, replayed.nbytes
             if start + size <= home.nbytes():
                 self.is_written = self.fingerprint != read_memory(home.data_ptr() + start, size)
@@ -316,7 +327,7 @@ def fill(segment: Segment) -> None:
     if backward != -1:
         if thread.backward != backward:
             thread.backward, thread.opened = backward, []
-            queue_callback(functools.partial(_clear_all, thread.opened))
+            queue_callback(functools.partial(_end_backward, backward, thread.opened))
         thread.opened.append(weakref.ref(waiting[-1]))
 
 
@@ -347,8 +358,9 @@ def _fill(segment: Segment) -> None:
         # a forward around this backward neither records nor counts what follows
         thread.replaying = True
         replay(found)
-        for handle in waiting:
-            handle.fill()
+        compared = [one for handle in waiting if (one := handle.fill()) is not None]
+        if compared and (check := present()) is not None:
+            check.compare(compared)
         for part, values in needs.items():
             there = [(value, value.made) for value in values]
             part.given = {value: (made, made._version) for value, made in there if made is not None}
@@ -377,12 +389,14 @@ def clear(segment: Segment) -> None:
         clear(part)
 
 
-def _clear_all(segments: list[weakref.ref[Segment]]) -> None:
-    """Drops at the end of a backward what was replayed for it and not taken."""
+def _end_backward(backward: int, segments: list[weakref.ref[Segment]]) -> None:
+    """Drops what was replayed for a backward and not taken."""
     for reference in segments:
         if (segment := reference()) is not None:
             with segment.recording.lock:
                 clear(segment)
+    if (check := present()) is not None:
+        check.end_backward(backward)
 
 
 def prune(segment: Segment) -> None:

@@ -7,6 +7,10 @@ Each model of a config has four. A cell whose key already has a result is not me
     optimizer_in_backward   the same with its own plan and `zoo.optimizer_in_backward`, unless the
                             config leaves it out
     timing                  one model as each of these on the same batches, step by step in turn
+
+and a fifth where one of the others differs from the baseline:
+
+    baseline_again          the baseline once more, which may differ from itself
 """
 
 import hashlib
@@ -15,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -23,8 +27,9 @@ from zoo.harness.config import Config, ModelConfig
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
 
-Kind = Literal["baseline", "checkpointed", "optimizer_in_backward", "timing"]
-KINDS: Sequence[Kind] = get_args(Kind)
+Kind = Literal["baseline", "checkpointed", "optimizer_in_backward", "timing", "baseline_again"]
+# those that each model has
+KINDS: Sequence[Kind] = ("baseline", "checkpointed", "optimizer_in_backward", "timing")
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Cell:
     plan: str | None = None
     optimizer_in_backward: bool = False
     plan_in_backward: str | None = None
+    deterministic: bool = False
 
     @property
     def checkpoint(self) -> bool | int | str | Plan:
@@ -88,7 +94,13 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
         memory_limit=config.memory_limit,
         frontier=config.frontier and kind == "baseline",
         optimizer_in_backward=config.optimizer_in_backward and is_timing,
+        deterministic=config.deterministic,
     )
+
+
+def again(baseline: Cell) -> Cell:
+    """Returns the cell that trains a baseline once more."""
+    return replace(baseline, kind="baseline_again", frontier=False)
 
 
 @cache

@@ -166,6 +166,8 @@ class Config:
     """the folder for results and reports"""
     seed: Natural = 0
     """of weights, batches and dropout"""
+    deterministic: bool = False
+    """train by torch's deterministic algorithms, for baselines that do not repeat their numbers"""
     threads: Natural = 0
     """CPU threads, 0 for as many as there are cores"""
     timeout: Count = 1800
@@ -200,7 +202,9 @@ HOW_NOT_WHAT = {
     *("output", "timeout", "fresh", "frontier", "optimizer_in_backward", "compare", "tolerance")
 }
 # keys which, given on the command line, invalidate a config's `largest_ratio`
-OTHER_EXPERIMENT = {"data", "batch_size", "size", "arguments", "checkpoint", "device", "dtype"}
+OTHER_EXPERIMENT = {
+    *("data", "batch_size", "size", "arguments", "checkpoint", "device", "dtype", "deterministic")
+}
 
 
 def option(key: str) -> tuple[str, bool]:

@@ -57,6 +57,8 @@ WORDS = (
 )
 # with a limit also a thread whose stack does not fit; without one there were too many threads
 LIMITED_WORDS = (*WORDS, "resource temporarily unavailable")
+# torch reads the first; versions before 2.10 know only the second
+ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _CAP = "set_per_process_memory_fraction"
 
 
@@ -189,6 +191,7 @@ def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, o
     file = os.open(out, os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    _use_expandable_segments()
     try:
         result = function(cell)
     except Exception as error:
@@ -197,6 +200,15 @@ def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, o
     # the waiting process reads the file and ends this one
     sys.stdout.flush()
     sender.send(result)
+
+
+def _use_expandable_segments() -> None:
+    """Sets the allocator so that it reserves little beyond what a cell allocates, unless it is set.
+
+    This process has not used a device yet, so that the allocator reads it.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def _end_with_parent() -> None:

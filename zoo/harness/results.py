@@ -24,6 +24,7 @@ Comparison = dict[str, Any]
 # keys that may differ between the cells of one experiment
 BY_KIND = {"kind", "steps", "repeats", "frontier", "plan"}
 BY_KIND |= {"optimizer_in_backward", "plan_in_backward"}
+OF_BASELINE = {"baseline", "baseline_again"}
 MODEL_BY_KIND = {"checkpoint", "repeats", "largest_ratio", "accelerator_batch_size"}
 NOTHING: Record = {"status": "failed", "reason": "there is no result"}
 
@@ -43,6 +44,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Repeats = Annotated[list[Seconds], Field(min_length=1)]
 Plot = tuple[Bytes, Seconds]
 CELL = _mapping(
+    {"deterministic": bool},
     device=str,
     dtype=str,
     model=_mapping(
@@ -80,9 +82,10 @@ OPTIONAL = {
     "parameters": Bytes,
     "plan": Annotated[str, AfterValidator(Plan.parse)] | None,
     # older results lack the tensors' two peaks; a device whose allocator keeps no history has no
-    # activation peak
+    # activation peak, and the CPU's reserves nothing
     "memory": _mapping(
-        {"activation_peak": Bytes | None, "tensor_peak": Bytes, "tensor_activation_peak": Bytes},
+        {"activation_peak": Bytes | None}
+        | dict.fromkeys(("tensor_peak", "tensor_activation_peak", "reserved_peak"), Bytes),
         peak=Bytes,
     ),
     "digests": list[dict[str, str]],
@@ -204,25 +207,27 @@ def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Com
     """Groups the records of cells by model, without the config that they came from.
 
     Each checkpointed cell is a comparison, with the baseline of the same experiment, the last
-    timing of its plan, and the cell with the optimizer in the backward, if there is one. If
-    `partial`, an experiment without a checkpointed cell is a comparison, too.
+    timing of its plan, and, if they are there, the cell with the optimizer in the backward and the
+    baseline trained again. If `partial`, an experiment without a checkpointed cell is a comparison,
+    too.
     """
     found: dict[tuple[str, str, str | None], Record] = {}
     for record in records:
         cell, kind = record["cell"], record["kind"]
         chosen = str(cell["model"]["checkpoint"])
         plan = str(cell.get("plan") or chosen) if kind == "timing" else chosen
-        found[kind, _experiment(cell), None if kind == "baseline" else plan] = record
+        found[kind, _experiment(cell), None if kind in OF_BASELINE else plan] = record
     together = []
     whole = {experiment for kind, experiment, _ in found if kind == "checkpointed"}
     for (kind, experiment, option), record in found.items():
-        if partial and kind != "checkpointed" and experiment not in whole:
+        if partial and kind not in ("checkpointed", "baseline_again") and experiment not in whole:
             model = record["cell"]["model"]
             nothing = dict.fromkeys(("baseline", "checkpointed", "timing"), NOTHING)
             together.append({"model": model, **nothing, kind: record})
         if kind == "checkpointed":
             measured = found.get(("timing", experiment, str(record.get("plan"))))
             third = found.get(("optimizer_in_backward", experiment, option))
+            second = found.get(("baseline_again", experiment, None))
             together.append(
                 {
                     "model": record["cell"]["model"],
@@ -230,6 +235,7 @@ def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Com
                     "checkpointed": record,
                     **({"optimizer_in_backward": third} if third else {}),
                     "timing": measured or found.get(("timing", experiment, option), NOTHING),
+                    **({"baseline_again": second} if second else {}),
                 }
             )
     return together

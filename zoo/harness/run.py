@@ -24,13 +24,13 @@ from rich.table import Column
 
 from zoo.engine.devices import is_available
 from zoo.errors import ConfigError
-from zoo.harness.comparison_cells import Cell, expand
+from zoo.harness.comparison_cells import Cell, again, expand
 from zoo.harness.config import Config
 from zoo.harness.processes import check_limit, outcome
 from zoo.harness.results import Comparison, Record, Results
 from zoo.harness.worker import first_fault, locate, work
 from zoo.profiling.progress import is_wanted
-from zoo.report.rows import UNFIT, quartiles
+from zoo.report.rows import UNFIT, is_unlike_baseline, quartiles
 from zoo.units import format_bytes, format_seconds
 
 CHECK_TIMEOUT = 600  # seconds
@@ -69,11 +69,11 @@ def run(config: Config, console: Console) -> list[Comparison]:
         console=console,
         disable=not (console.is_terminal and is_wanted()),
     )
-    task, total = bar.add_task("", total=len(models), left=""), len(models)
+    task = bar.add_task("", total=len(models), left="")
 
     def record_of(cell: Cell) -> Record:
-        number = int(bar.tasks[0].completed) + 1
-        bar.update(task, description=str(cell), left=names_left(models[number:]))
+        number, total = int(bar.tasks[0].completed) + 1, len(models)
+        bar.update(task, description=str(cell), left=names_left(models[number:]), total=total)
         if cell.key() in known:
             record = known[cell.key()] | {"cached": True}
         else:
@@ -96,6 +96,9 @@ def run(config: Config, console: Console) -> list[Comparison]:
             for kind, cell in entry.items():
                 plans = {} if kind != "timing" else _measured_plans(found)
                 found[kind] = record_of(replace(cell, **plans))
+            if is_unlike_baseline(found):
+                models.insert(int(bar.tasks[0].completed), model.name)
+                found["baseline_again"] = record_of(again(entry["baseline"]))
             comparisons.append(found)
     return comparisons
 

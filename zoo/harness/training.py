@@ -1,8 +1,7 @@
 """The training step of a cell, and SHA-256 digests of the state after it.
 
 Gradients are None between steps (`set_to_none=True`, the default), so that a step's peak is that of
-a training loop that keeps nothing it does not need. The optimizers are torch's fused ones: others
-allocate copies of a parameter, which in a language model would hide the activations' peak.
+a training loop that keeps nothing it does not need.
 
 Comparing tensors would need both models in one process, whose allocations would then no longer be
 those of a training run. A digest per kind and step also shows where two trainings diverge:
@@ -28,6 +27,7 @@ from zoo.catalog import create
 from zoo.engine.devices import read_streams
 from zoo.harness.comparison_cells import Cell, Kind
 from zoo.harness.data import Batch
+from zoo.harness.optimizers import OPTIMIZERS
 from zoo.optimizer.in_backward import FreedGradient, OptimizerInBackward, optimizer_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import runner_for
@@ -35,11 +35,6 @@ from zoo.verification.state_comparison import bits
 
 # see profiling.source_location: lines of this file are not the model's
 IS_TRAINING_LOOP = True
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
-    "adamw": partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.05, fused=True),
-}
 
 
 class Training:

@@ -29,6 +29,7 @@ from zoo.planner.plan import Plan, thinned
 from zoo.planner.schemes import segments
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.timeline import Timeline
+from zoo.verification.determinism import deterministic_algorithms
 
 Result = dict[str, Any]
 Also = Callable[[Training, Cell, Batch, Timeline], Result]
@@ -39,9 +40,12 @@ PLANS = 64
 def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
     """Returns a report's data of a trained model; `timeline` is that of one of its steps.
 
-    For a baseline this includes the chain and, if wanted, its frontier. A part that fails does not
-    fail the cell; the reason is under "missing".
+    For a baseline this includes the chain and, if wanted, its frontier; one that is trained again
+    is compared and not drawn. A part that fails does not fail the cell; the reason is under
+    "missing".
     """
+    if cell.kind == "baseline_again":
+        return {}
     readers: dict[str, Callable[[], Result]] = {
         "timeline": lambda: {"timeline": timeline.summary()},
         "chain": lambda: _chain(training, cell, batch, timeline) if cell.kind == "baseline" else {},
@@ -57,15 +61,10 @@ def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) ->
 
 def work(cell: Cell, also: Also = details) -> Result:
     """Measures a cell in this process; returns its numbers and the result of `also`."""
-    if cell.device != "cpu" and cell.kind != "timing":
-        # two processes give the same bits only with deterministic algorithms
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    _set_device(cell)
-    with limited(cell.memory_limit, cell.device):
-        result = _time(cell) if cell.kind == "timing" else _measure(cell, also)
+    with deterministic_algorithms(cell.deterministic):
+        _set_device(cell)
+        with limited(cell.memory_limit, cell.device):
+            result = _time(cell) if cell.kind == "timing" else _measure(cell, also)
     return result | {"environment": environment(cell.device)}
 
 
@@ -108,6 +107,9 @@ def _measure(cell: Cell, also: Also) -> Result:
         "digests": [*digests, step_digests(model, losses[0])],
         "memory": asdict(memory) | tensors,
     }
+    if memory.reserved_peak is None:
+        # absent on the CPU, where nothing is reserved
+        del result["memory"]["reserved_peak"]
     if cell.kind == "optimizer_in_backward":
         # the allocator's events do not show which blocks were gradients
         del result["memory"]["activation_peak"]

@@ -19,13 +19,19 @@ import torch
 from torch import distributed, nn
 from torch.nn.parameter import is_lazy
 
-from zoo._torch import active_fake_mode, are_functorch_transforms_active, is_profiling
+from zoo._torch import (
+    active_fake_mode,
+    are_functorch_transforms_active,
+    is_exporting,
+    is_profiling,
+)
 from zoo.chain import Chain, Outline, State, Step, fold, step_names
+from zoo.engine.devices import splits_all_blocks
 from zoo.engine.recompute import run_compiled, run_plan
 from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError
-from zoo.invocation import InputSpec, Invocation
+from zoo.invocation import InputSpec, Invocation, device_of
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
@@ -33,6 +39,7 @@ from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
 from zoo.policy.plan_report import PlanReport
+from zoo.profiling.caching_allocator import rounding_of
 from zoo.profiling.chain_profile import Profile, StepError
 from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
@@ -98,7 +105,7 @@ class PlannedRunner:
         Under `torch.compile` it runs by the latest plan for as many steps. Choosing a plan is a
         graph break, and so is a chain that cannot be compiled whole.
         """
-        if are_functorch_transforms_active() or torch.compiler.is_exporting():
+        if are_functorch_transforms_active() or is_exporting():
             return fold(outline.steps, inputs)
         if torch.compiler.is_compiling():
             if not self.compiled or self.compiled[-1][-1] != len(outline.steps) - 1:
@@ -216,7 +223,9 @@ def _least(chain: Chain, outline: Outline, inputs: State, later_step: BudgetPlan
     an optimizer in the backward frees them; and kernel workspaces, for which each different kernel
     runs once. Gradients of parameters that are spread over processes are left out.
     """
-    profile = Profile(chain, outline, inputs)
+    device = device_of(chain)
+    rounding = rounding_of(device.type, splits_all=splits_all_blocks(device))
+    profile = Profile(chain, outline, inputs, rounding)
     # a training loop's variable holds the output beyond the backward
     returned = profile.found.handed[-1]
     if any(map(is_spread, chain.parameters())):

@@ -30,12 +30,17 @@ _LABELS = {
     "recomputed": "activations recomputed",
     "between": "state between steps",
     "work": "current step",
+    "libraries": "workspaces of libraries",
 }
 
 
 @dataclass(frozen=True)
 class FixedBytes:
-    """Bytes of a training step that no plan changes; `scratch`: temporaries of the optimizer."""
+    """Bytes of a training step that no plan changes.
+
+    `scratch`: temporaries of the optimizer; `libraries`: workspaces that libraries such as cuBLAS
+    hold from the first step on.
+    """
 
     parameters: int
     buffers: int
@@ -43,11 +48,12 @@ class FixedBytes:
     inputs: int
     optimizer: int
     scratch: int
+    libraries: int = 0
 
     @property
     def beside_activations(self) -> int:
         """Bytes resident in forward and backward, without gradients of parameters."""
-        return self.parameters + self.buffers + self.inputs + self.optimizer
+        return self.parameters + self.buffers + self.inputs + self.optimizer + self.libraries
 
     @property
     def optimizer_peak(self) -> int:
@@ -77,6 +83,7 @@ class PeakBytes:
         work: the peak of the current step: outputs, saved tensors, gradients and temporaries; in
             the optimizer's step its temporaries.
         reserve: random states that recomputations swap, and a margin if there is one.
+        libraries: workspaces that libraries such as cuBLAS hold from the first step on.
     """
 
     moment: str
@@ -90,10 +97,15 @@ class PeakBytes:
     between: int
     work: int
     reserve: int
+    libraries: int = 0
 
     def by_name(self) -> dict[str, int]:
         """Returns the bytes of each category under a label, in order."""
-        return {_LABELS.get(name, name): n for name, n in vars(self).items() if name != "moment"}
+        sizes = {_LABELS.get(name, name): n for name, n in vars(self).items() if name != "moment"}
+        if not self.libraries:
+            # on most devices no library holds any
+            del sizes[_LABELS["libraries"]]
+        return sizes
 
     @property
     def total(self) -> int:

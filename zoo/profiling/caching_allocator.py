@@ -12,6 +12,10 @@ request, a segment at least as large as its block:
     segment  | block | block | free        |      the smallest free block that is large enough
              | block | free  | free        |      is split; a freed block merges with its neighbors
 
+A large block takes all of a free one where splitting it would leave 1 MiB or less. What a plan
+counts for that is `with_rests`: exact for a block with a segment of its own, an estimate for blocks
+that share one.
+
 The rules are those of c10/cuda/CUDACachingAllocator.cpp, the constants those of
 c10/core/AllocatorConfig.h (torch 2.14), with default settings and one stream. Not modeled: the
 settings of `PYTORCH_ALLOC_CONF` (expandable segments, a largest split, rounding to powers of two,
@@ -19,6 +23,7 @@ garbage collection), blocks that other streams use, pools of CUDA graphs. docs/c
 model was compared with torch's own allocator.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from zoo.errors import ArgumentError
@@ -34,11 +39,44 @@ ALONE = 10 * MIB
 # cuBLAS has one for each thread that multiplies, the forward's and the backward's: ":4096:2:16:8",
 # in KiB, in parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp; 32 MiB on Hopper
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) << 10
+# of the blocks that share large segments this part is lost to rests, 0.3 MiB of each segment of
+# 20 MiB: the least power of two with which no recorded budget on a GPU is exceeded (docs/cuda.md)
+RESTS = 64
+
+# from the bytes of a storage to those that an allocator counts for it
+Rounding = Callable[[int], int]
 
 
-def block_of(kind: str) -> int:
-    """Returns the bytes that `max_memory_allocated` rounds up to on a kind of device; 1: none."""
-    return BLOCK if kind == "cuda" else 1
+def as_requested(size: int) -> int:
+    """Counts a storage as it is: the CPU's allocator neither rounds nor shares."""
+    return size
+
+
+def in_blocks(size: int) -> int:
+    """Counts whole blocks: what the caching allocator takes where it splits every free block."""
+    return rounded_up(size, BLOCK)
+
+
+def with_rests(size: int) -> int:
+    """Counts whole blocks, and the rests of free blocks that are too small to be split off.
+
+    A block with a segment of its own takes all of it where 1 MiB or less is left.
+    """
+    block = in_blocks(size)
+    if block < ALONE:
+        return block + (in_blocks(block // RESTS) if block > SMALL else 0)
+    rest = segment_bytes(block) - block
+    return block + rest if rest <= SMALL else block
+
+
+def rounding_of(kind: str, *, splits_all: bool = False) -> Rounding:
+    """Returns how `max_memory_allocated` counts a storage on a kind of device.
+
+    With expandable segments the allocator of CUDA splits every block: `splits_all`.
+    """
+    if kind != "cuda":
+        return as_requested
+    return in_blocks if splits_all else with_rests
 
 
 def rounded_up(size: int, unit: int) -> int:
@@ -95,7 +133,7 @@ class CachingAllocator:
 
     def allocate(self, size: int) -> AllocatedBlock:
         """Returns a block for a request of at least a byte."""
-        need = rounded_up(size, BLOCK)
+        need = in_blocks(size)
         cached, least_rest = (self.small, BLOCK) if need <= SMALL else (self.large, SMALL + 1)
         if all(free < need for free in cached.values()):
             cached[self._new_segment(need)] = segment_bytes(need)

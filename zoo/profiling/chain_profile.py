@@ -39,7 +39,7 @@ from zoo.engine.operator_effects import CONSTANTS
 from zoo.engine.sharded import copy_sharded, is_spread, whole_parameters
 from zoo.errors import PlanError, ZooError
 from zoo.planner.costs import StepCosts
-from zoo.profiling.caching_allocator import rounded_up
+from zoo.profiling.caching_allocator import Rounding, as_requested
 from zoo.profiling.chain_step_profile import (
     REAL,
     GradientSpec,
@@ -63,6 +63,7 @@ from zoo.profiling.kernel_costs import (
     Curve,
     Device,
     KernelCosts,
+    held_by_libraries,
     measure_kernels,
 )
 from zoo.profiling.progress import shown
@@ -119,22 +120,24 @@ class Profile:
 
     Grad mode, autocast and the training flags are those of the caller. Casts of weights are counted
     as autocast caches them: made once, and held until the forward of the chain ends. Storages are
-    rounded up to multiples of `block` bytes.
+    counted by `rounding`.
 
     Raises:
         PlanError: a step fails, or needs numbers that a fake tensor does not have.
     """
 
-    def __init__(self, chain: nn.Module, outline: Outline, inputs: State, block: int = 1) -> None:
+    def __init__(
+        self, chain: nn.Module, outline: Outline, inputs: State, rounding: Rounding = as_requested
+    ) -> None:
         trained = (p for p in chain.parameters() if p.requires_grad)
-        self.gradient_bytes = sum(rounded_up(p.nbytes, block) for p in trained)
+        self.gradient_bytes = sum(rounding(p.nbytes) for p in trained)
         self.blocks = outline.blocks
         tensors = (*(value for value in inputs if value is not None), *chain.parameters())
         self.device = tensors[0].device if tensors else torch.device("cpu")
         import_for_fakes()
         with shown("measuring steps on fake tensors"):
             found: ChainRun = isolated(
-                functools.partial(_run_steps, chain, outline, inputs, block),
+                functools.partial(_run_steps, chain, outline, inputs, rounding),
                 lambda text: PlanError(_unmeasured(chain, text)),
             )
         self.found, self.runs, self.specs = found, found.runs, found.kernels
@@ -156,8 +159,7 @@ class Profile:
         allocates to update a parameter; with them, the optimizer steps in the backward and frees
         each gradient.
         """
-        found, runs = self.found, self.runs
-        device = device or DEVICES["cpu" if self.device.type in ("cpu", "meta") else "a100"]
+        found, runs, device = self.found, self.runs, device or self._like_inputs
 
         def peaks(curves: Iterable[Curve]) -> tuple[int, ...]:
             return tuple(curve.peak(kernels) for curve in curves)
@@ -199,6 +201,16 @@ class Profile:
             held=found.held if any(found.held) else (),
             casts=tuple(map(frozenset, found.casts)) if any(found.casts) else (),
         )
+
+    def held_by_libraries(
+        self, device: Device | None = None, kernels: Sequence[KernelCosts | None] = ()
+    ) -> int:
+        """Returns the bytes that libraries hold beside a step; arguments are those of `costs`."""
+        return held_by_libraries(self.specs, device or self._like_inputs, kernels)
+
+    @property
+    def _like_inputs(self) -> Device:
+        return DEVICES["cpu" if self.device.type in ("cpu", "meta") else "a100"]
 
     def _backwards(self, updates: UpdateBytes | None, *, releases: bool = False) -> list[Curve]:
         """Returns the curve of each step's backward, in which an optimizer may step.
@@ -289,11 +301,11 @@ def _unmeasured(chain: nn.Module, text: str) -> str:
 
 
 def _run_steps(
-    chain: nn.Module, outline: Outline, inputs: State, block: int, is_apart: bool
+    chain: nn.Module, outline: Outline, inputs: State, rounding: Rounding, is_apart: bool
 ) -> ChainRun:
     """Runs the steps on fake tensors in a forked process (`is_apart`), else copies of the steps."""
     caches_casts = is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-    propagation = _SpecPropagation(inputs, StepContext(block, caches_casts))
+    propagation = _SpecPropagation(inputs, StepContext(rounding, caches_casts))
     on_meta = any(parameter.is_meta for parameter in chain.parameters())
     with (
         contextlib.ExitStack() as restored,
@@ -348,13 +360,14 @@ def _copies(
 
 
 def _recurrent_parameters(chain: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
-    """Returns fakes for the LSTMs' and GRUs' parameters on the meta device, by id.
+    """Returns fakes for the LSTMs' and GRUs' parameters that are not on the CPU, by id.
 
-    Their operators compare devices before anything is dispatched, where tensors of all others are
-    moved. Other parameters stay, since a step may hold one itself and is identified by it.
+    Their operators compare devices before anything is dispatched, where tensors on the meta device
+    are moved, and on CUDA addresses: those of weights that lie in one storage, as fakes of them do.
+    Other parameters stay, since a step may hold one itself and is identified by it.
     """
     layers = (module for module in chain.modules() if isinstance(module, nn.RNNBase))
-    weights = [p for layer in layers for p in layer.parameters() if p.is_meta and not is_spread(p)]
+    weights = [p for layer in layers for p in layer.parameters() if not (p.is_cpu or is_spread(p))]
     return {id(p): nn.Parameter(fake_of(mode, p.detach()), p.requires_grad) for p in weights}
 
 
@@ -395,7 +408,7 @@ class _SpecPropagation:
 
     def __init__(self, inputs: State, context: StepContext) -> None:
         self.context = context
-        storages = Storages(context.block)
+        storages = Storages(context.rounding)
         self.states = [tuple(spec and spec.on_cpu() for spec in storages.specs(inputs))]
         self.sizes = storages.sizes
         self.inputs = frozenset(range(len(self.sizes)))
@@ -545,7 +558,7 @@ class _SpecPropagation:
         if held.others:
             # one storage for them all
             storages.add(len(self.sizes))
-            self.sizes.append(sum(rounded_up(size, self.context.block) for size in held.others))
+            self.sizes.append(sum(map(self.context.rounding, held.others)))
         return frozenset(storages - self.inputs)
 
     def _released(self, step: _ChainStep) -> tuple[tuple[int, int], ...]:
@@ -556,7 +569,7 @@ class _SpecPropagation:
     def _own(self, spec: TensorSpec) -> GradientSpec:
         """Returns the spec of a gradient in a storage of its own."""
         size = math.prod(spec.shape) * spec.dtype.itemsize
-        return GradientSpec(("own", spec.tensor), rounded_up(size, self.context.block))
+        return GradientSpec(("own", spec.tensor), self.context.rounding(size))
 
     def _sum(self, spec: TensorSpec, *gradients: GradientSpec) -> GradientSpec:
         """Returns the spec of the sum of two gradients of a tensor: the first one tells the layout.

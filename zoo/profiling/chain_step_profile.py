@@ -22,7 +22,7 @@ from zoo.engine.operands import detached
 from zoo.engine.operator_effects import Effects, effects_of
 from zoo.engine.recording import SMALL, KernelMode, written_by
 from zoo.profiling.autograd_interpreter import HeldTensor, gradients_of
-from zoo.profiling.caching_allocator import rounded_up
+from zoo.profiling.caching_allocator import Rounding, as_requested
 from zoo.profiling.fake_results import LIFT
 from zoo.profiling.fake_tensors import QUESTIONS, as_data
 from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas
@@ -39,7 +39,7 @@ _FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_fo
 class StepContext:
     """The context that the steps of a chain share while they run."""
 
-    block: int = 1  # storages are rounded up to multiples of so many bytes
+    rounding: Rounding = as_requested  # how the bytes of a storage are counted
     caches_casts: bool = False  # autocast holds casts of weights until the forward ends
     # storages that are not the step's, by their addresses, and the bytes to count: 0 for
     # parameters, buffers, inputs and fakes of real tensors; all for others, such as targets
@@ -48,8 +48,8 @@ class StepContext:
     kernels: dict[str, tuple[int, KernelSpec | None]] = field(default_factory=dict)
 
     def bytes_of(self, storage: Any) -> int:
-        """Returns the bytes of a storage, rounded up to blocks."""
-        return rounded_up(storage.nbytes(), self.block)
+        """Returns the bytes of a storage as they are counted."""
+        return self.rounding(storage.nbytes())
 
     def bytes_in(self, tensor: Tensor) -> int:
         """Returns the bytes of the storages of a tensor; sparse ones have several."""
@@ -157,7 +157,7 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
     Storages and tensors are numbered from 0 in order. New kernels, and tensors that are not the
     step's, are added to the context.
     """
-    storages = Storages(context.block)
+    storages = Storages(context.rounding)
     leaves = storages.empty(state)
     given = len(storages.sizes)
     mode = AllocationMode(context)
@@ -167,12 +167,12 @@ def run_step(step: Step, state: StateSpec, incoming: Incoming, context: StepCont
         value = step(*leaves)
     outputs = list(value) if isinstance(value, tuple) else [value]
     returned = storages.specs(outputs, leaves)
-    kept = saved.kept | storages.numbers_of(mode.made_once)
+    kept = saved.kept | storages.numbers_of(mode.made_once) | set(map(storages.add, mode.copies))
     ends = _ends(outputs, incoming)
     held: list[Tensor] = []
     roots: list[Tensor] = [_Root.apply([*ends.values()], held, *ends)] if ends else []
     incoming_bytes = sum(
-        rounded_up(output.nbytes, context.block) if gradient is None else gradient.bytes
+        context.rounding(output.nbytes) if gradient is None else gradient.bytes
         for output, gradient in ends.items()
     )
     casts = [(weight, storages.number(cast), mode.births_of([cast])) for weight, cast in mode.casts]
@@ -360,6 +360,8 @@ class AllocationMode(KernelMode):
         self.blank: set[int] = set()  # of storages that were made and not written yet
         # storages of what operators made that run once under every plan
         self.made_once: weakref.WeakSet[Any] = weakref.WeakSet()
+        # bytes of what a segment copies before a kernel writes it, as a dropout its state
+        self.copies: list[int] = []
         self.casts: list[tuple[int, Tensor]] = []  # ids of weights, and their cached casts
         self._births: dict[int, int] = {}
         # whether the source of a conversion was a view, by the event that allocated the result
@@ -371,6 +373,7 @@ class AllocationMode(KernelMode):
             return func(*args, **kwargs)
         inputs, outside = tensors_in((args, kwargs)), self.context.outside
         effects = effects_of(func)
+        is_kept = effects.keeps_results(args, kwargs)
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
         given = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
         for tensor in inputs:
@@ -391,9 +394,12 @@ class AllocationMode(KernelMode):
             if is_outside:
                 outside.setdefault(storage._cdata, (storage, 0))
             elif storage._cdata not in given:
-                self._note(storage, effects)
+                self._note(storage, effects, is_kept)
         written = written_by(effects, args, kwargs)
         addresses = {storage._cdata for tensor in written for storage in storages_of(tensor)}
+        if is_kept:
+            # what it wrote was made otherwise, and no recomputation makes it so
+            self.made_once.update(one for tensor in written for one in storages_of(tensor))
         self.blank -= addresses
         self.written |= addresses
         if self.context.caches_casts and _is_cached(func, args, result):
@@ -401,23 +407,29 @@ class AllocationMode(KernelMode):
         if starts_kernel:
             self._reads |= dict.fromkeys(given - self._reads.keys(), self.now)
             count = flop_formulas().get(func._overloadpacket)
-            flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+            flops = count(*args, **kwargs, out_val=result) if count is not None else 0
             moved = sum(bytes_moved(tensor) for tensor in (*inputs, *outputs))
+            states = written if effects.dropping is not None else ()
+            copies = list(map(self.context.bytes_in, states))
+            self.copies += copies
+            # a recomputation writes a copy of the copy
+            self.events += [(-1, size) for size in copies]
             self.events.append(Kernel(number, flops, moved))
+            self.events += [(-1, -size) for size in copies]
         return result
 
     def _number(self, func: Any, args: Any, kwargs: Any) -> int:
         spec, known = KernelSpec.of(func, args, kwargs), self.context.kernels
         return known.setdefault(repr(spec), (len(known), spec))[0]
 
-    def _note(self, storage: Any, effects: Effects) -> None:
+    def _note(self, storage: Any, effects: Effects, is_kept: bool) -> None:
         key = storage._cdata
         if key not in self._births and key not in self.context.outside:
             birth = self._births[key] = self.now
             size = self.context.bytes_of(storage)
             self.events.append((birth, size))
             weakref.finalize(storage, self._free, key, size).atexit = False
-            if effects.opaque:
+            if is_kept:
                 self.made_once.add(storage)
             if effects.empty:
                 self.blank.add(key)

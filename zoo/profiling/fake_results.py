@@ -9,8 +9,10 @@ bytes are missing:
   them on real tensors of the same sizes.
 - A kernel may take what torch's rule refuses: the CPU's grouped product of matrices takes float32.
   Each different call runs once, for real.
-- The CPU's LSTM returns a workspace for its backward, most of what an LSTM saves. A fake one is
-  empty. Only the kernel knows the real size: each different call runs once, for real.
+- The CPU's LSTM returns a workspace for its backward, and cuDNN's networks a reserve, most of what
+  they save. A fake one is empty. Only the kernel knows the real size: each different call runs
+  once, for real. Without the device cuDNN's is estimated (`cudnn_recurrent`). torch has no results
+  of its backward, or of what goes before it: the state of its dropout and the flat weights.
 - Norms, `roll` and the like of a tensor in channels last return channels last on the CPU, and a
   batch norm of one that is in no memory format a contiguous one.
 - The gradient of a layer norm's input, and the CPU's `logsigmoid`, are contiguous, whatever the
@@ -21,8 +23,10 @@ bytes are missing:
   columns: torch's kernels make the whole and resize it.
 """
 
+import contextlib
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,14 +42,16 @@ from zoo._torch import (
     in_kernel_invocation,
     unset_fake_temporarily,
 )
-from zoo.engine.operator_effects import effects_of, is_view
+from zoo.engine.operator_effects import DROPOUT_STATE, effects_of, is_view
 from zoo.errors import LONGEST, in_a_line
+from zoo.profiling.cudnn_recurrent import Network, dropout_state_bytes
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_in
 
 _aten = torch.ops.aten
 CPU = torch.device("cpu")
 DATA_NEEDED = DataDependentOutputException, DynamicOutputShapeException
 LSTM = _aten.mkldnn_rnn_layer.default
+RECURRENT = _aten._cudnn_rnn.default
 # wraps the real tensor of `torch.tensor([...])`
 LIFT = _aten.lift_fresh.default
 BATCH_NORM = _aten.native_batch_norm.default
@@ -87,7 +93,7 @@ def result_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     except DATA_NEEDED:
         raise
     except RuntimeError:
-        made = _specs_of_results(func, args, kwargs)
+        made = _specs_of_results(func, args, kwargs) if effects_of(func).simple else None
         if not isinstance(made, list):
             raise
         fakes = [_empty(mode, s.shape, s.stride, s.dtype, args[0].device) for s in made]
@@ -101,15 +107,16 @@ _results: dict[str, list[TensorSpec] | str] = {}
 
 
 def _specs_of_results(func: Any, args: Any, kwargs: Any) -> list[TensorSpec] | str | None:
-    """Returns specs of what the CPU's kernel returns for real, or the error; None if not tried."""
-    spec = KernelSpec.of(func, args, kwargs) if effects_of(func).simple else None
+    """Returns specs of what a kernel returns for real, or the error; None if not tried."""
+    spec = KernelSpec.of(func, args, kwargs)
     if spec is None or not isinstance(args[0], Tensor):
         return None
     if repr(spec) not in _results:
         # without grad mode an LSTM makes no workspace
         with unset_fake_temporarily(), torch.enable_grad():
-            operator, args, kwargs = spec.prepared()
             try:
+                # fails, too, where the device is not here
+                operator, args, kwargs = spec.prepared()
                 made = tensors_in(operator(*args, **kwargs))
             except Exception as error:
                 _results[repr(spec)] = in_a_line(error, LONGEST)
@@ -199,6 +206,20 @@ def _made(mode: FakeTensorMode, first: Any, size: Any = None, **others: Any) -> 
     return _contiguous(mode, size, dtype or kind.dtype, device or kind.device)
 
 
+# storages of the reserves of cuDNN's networks
+_reserves: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _clone(mode: FakeTensorMode, tensor: Tensor, **others: Any) -> Any:
+    """Clones a tensor; of a reserve only autograd makes one, unless it releases what it saved.
+
+    Which it does in training, but not where its nodes are called one by one.
+    """
+    if _is_plain(tensor) and tensor.untyped_storage() in _reserves:
+        return _view(mode, _aten.alias.default, (tensor,), {})
+    return _alike(mode, tensor, **others)
+
+
 def _alike(mode: FakeTensorMode, tensor: Tensor, **others: Any) -> Any:
     dtype, device = others.pop("dtype", None), others.pop("device", None)
     of_memory = others.pop("memory_format", None)
@@ -255,10 +276,109 @@ def _batch_norm_backward(
     )
 
 
+def _set_storage(mode: FakeTensorMode, tensor: Tensor, storage: Any, *geometry: Any) -> Any:
+    """Gives a fake tensor a storage: for a real one that of the fakes of its tensors."""
+    if type(tensor) is not FakeTensor:
+        return NotImplemented
+    if storage.device.type != "meta":
+        converter = mode.fake_tensor_converter.meta_converter
+        key = converter.describer.get_storage_id(storage)
+        if key not in converter.storage_memo:
+            made = torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+            converter.storage_memo[key] = made
+        storage = converter.storage_memo[key]
+    offset, *sizes = geometry or (0, (storage.nbytes() // tensor.itemsize,))
+    with in_kernel_invocation(mode):
+        _aten.set_.source_Storage_storage_offset(tensor, storage, offset, *sizes)
+    return tensor
+
+
+def _dropout_state(mode: FakeTensorMode, *args: Any, device: Any = None, **others: Any) -> Tensor:
+    """Returns a real state where the device is here: torch keeps it, and gives it to later calls.
+
+    For them to find it as without this, the generator has to count as seeded again.
+    """
+    with contextlib.suppress(Exception), unset_fake_temporarily():
+        state: Tensor = DROPOUT_STATE(*args, device=device, **others)
+        return state
+    return _contiguous(mode, (dropout_state_bytes(device),), torch.uint8, device)
+
+
+def _recurrent(mode: FakeTensorMode, x: Tensor, weights: Any, *others: Any) -> Any:
+    """Returns output, states after, reserve and flat weights: those that it gets, if it does."""
+    _, flat, hidden, cell, *settings, _ = others
+    network, batch_first = Network.of(x, settings), settings[4]
+    width = network.outputs * network.directions
+    *sequence, _ = x.transpose(0, 1).shape if batch_first and x.ndim > 2 else x.shape
+    output = _contiguous(mode, (*sequence, width), x.dtype, x.device)
+    made = _specs_of_results(RECURRENT, (x, weights, *others), {})
+    # the flat weights come last, with or without memory of their own
+    size = made[3].bytes if isinstance(made, list) else network.reserve_bytes()
+    reserve = _contiguous(mode, (size,), torch.uint8, x.device)
+    _reserves.add(reserve.untyped_storage())
+    return (
+        output.transpose(0, 1) if batch_first and x.ndim > 2 else output,
+        _contiguous(mode, hidden.shape, hidden.dtype, x.device),
+        _contiguous(mode, (0,) if cell is None else cell.shape, hidden.dtype, x.device),
+        reserve,
+        _contiguous(mode, (network.weights,), x.dtype, x.device) if flat is None else flat,
+    )
+
+
+def _recurrent_backward(mode: FakeTensorMode, x: Tensor, weights: Any, *others: Any) -> Any:
+    """Returns gradients of input, states and weights; those of the weights lie in one storage."""
+    _, flat, hidden, cell, _, *gradients = others[:8]
+    *settings, _, _, wanted = others[8:]
+    if all(gradient is None for gradient in gradients):
+        return None, None, None, [None] * len(weights)
+    is_turned = settings[4] and x.ndim > 2
+    of_x = _contiguous(mode, (x.transpose(0, 1) if is_turned else x).shape, x.dtype, x.device)
+    of_states = (
+        None if state is None else _contiguous(mode, state.shape, state.dtype, x.device)
+        for state in (hidden, cell)
+    )
+    parts = _weights_in(mode, flat, Network.of(x, settings), weights)
+    return (of_x.transpose(0, 1) if is_turned else of_x, *of_states, parts if wanted[3] else [])
+
+
+def _weights_in(
+    mode: FakeTensorMode, flat: Tensor, network: Network, weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """Returns tensors like weights in a new flat buffer; without biases in memory of their own."""
+    places = list(itertools.chain.from_iterable(network.offsets))
+    pairs = list(zip(weights, places, strict=False))
+    if len(places) != len(weights):
+        return [_contiguous(mode, one.shape, one.dtype, one.device) for one in weights]
+    with DisableTorchDispatch():
+        whole = torch.empty(flat.shape, dtype=flat.dtype, device="meta")
+        parts = [whole.as_strided(one.shape, one.stride(), place).detach() for one, place in pairs]
+    return [FakeTensor(mode, part, flat.device) for part in parts]
+
+
+def _flatten(mode: FakeTensorMode, weights: Sequence[Tensor], stride: int, *settings: Any) -> Any:
+    """Moves weights into one new buffer, and returns it."""
+    if not all(map(_is_plain, weights)):
+        return NotImplemented
+    network = Network.flattened(weights[0].dtype, *settings)
+    flat = _contiguous(mode, (network.weights,), weights[0].dtype, weights[0].device)
+    # without biases the parameters are every second ones, and a projection
+    kept = [places if stride > 3 else [*places[:2], *places[4:]] for places in network.offsets]
+    for weight, place in zip(weights, itertools.chain.from_iterable(kept), strict=True):
+        _set_storage(mode, weight, flat.untyped_storage(), place, weight.shape)
+    return flat
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(MAKERS, _made),
     **dict.fromkeys(ALIKE, _alike),
+    _aten.clone.default: _clone,
     _aten.empty_strided.default: _empty_strided,
+    _aten.set_.source_Storage: _set_storage,
+    _aten.set_.source_Storage_storage_offset: _set_storage,
+    DROPOUT_STATE: _dropout_state,
+    RECURRENT: _recurrent,
+    _aten._cudnn_rnn_backward.default: _recurrent_backward,
+    _aten._cudnn_rnn_flatten_weight.default: _flatten,
     BATCH_NORM: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
 }

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zoo._torch import (
+    DisableTorchDispatch,
     DispatchKey,
     FakeTensor,
     FakeTensorMode,
@@ -35,7 +37,14 @@ from zoo._torch import (
     scoped_library,
     unset_fake_temporarily,
 )
-from zoo.engine.operator_effects import effects_of, is_view
+from zoo.engine.devices import count_as_seeded
+from zoo.engine.operator_effects import (
+    DRAWN_NUMBER,
+    DROPOUT_STATE,
+    effects_of,
+    is_view,
+    makes_dropout_state,
+)
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
 from zoo.profiling.fake_results import CPU, DATA_NEEDED, result_of
 from zoo.profiling.tensor_spec import VALUES, tensors_in
@@ -92,6 +101,8 @@ class FakeTensorFixes(KernelMode):
         # storages of real ones whose fakes were overwritten with unknown values
         self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
         self._entered: list[contextlib.ExitStack] = []
+        # devices on which the state of cuDNN's dropout was made, which a forward has yet to make
+        self._dropout: set[torch.device] = set()
 
     def __enter__(self) -> "FakeTensorFixes":
         entered = contextlib.ExitStack()
@@ -99,6 +110,9 @@ class FakeTensorFixes(KernelMode):
         entered.callback(setattr, _log_of_torch, "disabled", _log_of_torch.disabled)
         _log_of_torch.disabled = True
         entered.enter_context(_one_hot_replaced())
+        # cuDNN's networks compare the addresses of weights; those of fakes are offsets
+        entered.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         self._entered.append(entered)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -106,6 +120,8 @@ class FakeTensorFixes(KernelMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._entered.pop().close()
+        while self._dropout:
+            count_as_seeded(self._dropout.pop())
 
     def know(self, fake: Tensor, real: Tensor) -> None:
         """Records the values of a fake tensor."""
@@ -129,6 +145,13 @@ class FakeTensorFixes(KernelMode):
                 raise NumbersNeeded
             return real
 
+        def array(fake: Tensor, **_: Any) -> Any:
+            real = read(fake)
+            # as of a real tensor, which a mode would make a fake one, without numbers
+            fake.detach()
+            with DisableTorchDispatch():
+                return real.numpy()
+
         def is_unknown(value: Any) -> bool:
             return isinstance(value, FakeTensor) and self._real_of(value) is None
 
@@ -136,7 +159,7 @@ class FakeTensorFixes(KernelMode):
         utils = sys.modules.get("transformers.utils.import_utils")
         with (
             replace(FakeTensor, "tolist", lambda fake: read(fake).tolist()),
-            replace(FakeTensor, "numpy", lambda fake, **_: read(fake).numpy()),
+            replace(FakeTensor, "numpy", array),
             replace(utils, "is_fake_tensor", is_unknown) if utils else contextlib.nullcontext(),
         ):
             yield
@@ -168,6 +191,11 @@ class FakeTensorFixes(KernelMode):
         if not (is_followed and self._follow(func, args, kwargs, result)):
             for tensor in written_by(effects_of(func), args, kwargs):
                 self.forget(tensor)
+        if func is DRAWN_NUMBER and makes_dropout_state(func, args, kwargs):
+            # a seed, on which nothing depends that a fake tensor shows
+            self.know(args[0], UNUSED)
+        elif func is DROPOUT_STATE and type(result) is Tensor:
+            self._dropout.add(result.device)
         return result
 
     def _moved(self, leaf: Any) -> Any:

@@ -25,11 +25,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zoo._torch import DisableAutocast, disable_current_modes
+from zoo._torch import DisableAutocast, clear_blas_workspaces, disable_current_modes
 from zoo.engine import devices
 from zoo.engine.devices import random_state_restored
-from zoo.engine.operator_effects import Settings, read_settings
+from zoo.engine.kernel_settings import Settings, read_settings
 from zoo.errors import ArgumentError, nearest, shortened
+from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE
 from zoo.profiling.progress import each
 from zoo.profiling.tensor_spec import KernelSpec
 
@@ -40,6 +41,12 @@ SECONDS = 0.005
 LONG = 0.05
 # bytes of memory that is allocated to be found among the allocator's events, a size of nothing else
 MARK = 40009
+# operators whose CUDA kernels multiply by cuBLAS, for an estimate; on a device it is measured
+PRODUCTS = frozenset(
+    f"aten.{name}" for name in ("addmm", "mm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "dot")
+)
+# the forward's thread and the backward's: each has a handle of its own
+THREADS = 2
 # the most entries of the cache of costs
 MOST_KNOWN = 1 << 14
 
@@ -52,6 +59,7 @@ class Device:
     bandwidth: float  # bytes per second
     start: float = 5e-6  # seconds of an eager program between two kernels
     kind: str = "cuda"
+    workspace: int = CUBLAS_WORKSPACE  # bytes that a thread's handle of cuBLAS holds
 
     def seconds(self, flops: int, moved: int, dtype: torch.dtype) -> float:
         """Estimates the seconds of a kernel from its operations and the bytes that it moves."""
@@ -60,15 +68,15 @@ class Device:
 
 
 DEVICES: dict[str, Device] = {
-    "h200": Device({8: 67e12, 4: 494e12, 2: 989e12}, 4.8e12),
-    "h100": Device({8: 67e12, 4: 494e12, 2: 989e12}, 3.35e12),
+    "h200": Device({8: 67e12, 4: 494e12, 2: 989e12}, 4.8e12, workspace=32 << 20),
+    "h100": Device({8: 67e12, 4: 494e12, 2: 989e12}, 3.35e12, workspace=32 << 20),
     "a100": Device({8: 19.5e12, 4: 156e12, 2: 312e12}, 2.039e12),
     "rtx-4090": Device({8: 1.29e12, 4: 82.6e12, 2: 165.2e12}, 1.008e12),
     "l4": Device({8: 0.47e12, 4: 60e12, 2: 121e12}, 0.3e12),
     "t4": Device({8: 0.25e12, 4: 8.1e12, 2: 65e12}, 0.32e12),
     "v100": Device({8: 7.8e12, 4: 15.7e12, 2: 125e12}, 0.9e12),
     # a small machine: two cores with AVX2 and one memory channel
-    "cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu"),
+    "cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu", workspace=0),
 }
 
 
@@ -91,13 +99,31 @@ def device_named(name: str) -> Device:
 
 
 class KernelCosts(NamedTuple):
-    """Seconds of a kernel (median; of its first run if not timed), and its workspace.
+    """Seconds of a kernel (median; of its first run if not timed), and its workspaces in bytes.
 
-    The workspace is its peak in bytes, without its results.
+    The workspace is its peak without its results; `held` is what its library keeps of that for the
+    next call on the thread, as cuBLAS does.
     """
 
     seconds: float
     workspace: int
+    held: int = 0
+
+
+def held_by_libraries(
+    specs: Sequence[KernelSpec | None],
+    device: Device,
+    costs: Sequence[KernelCosts | None] = (),
+) -> int:
+    """Returns the bytes that libraries hold beside a step of these kernels, from its first on.
+
+    Libraries share a thread's workspaces among its kernels, so the largest counts for each thread.
+    Without `costs` those of cuBLAS count if a kernel is a product.
+    """
+    if costs:
+        return THREADS * max((known.held for known in costs if known is not None), default=0)
+    names = {spec.operator.rpartition(".")[0] for spec in specs if spec is not None}
+    return 0 if PRODUCTS.isdisjoint(names) else THREADS * device.workspace
 
 
 class Kernel(NamedTuple):
@@ -158,17 +184,27 @@ class Curve:
 
 @functools.cache
 def flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """Returns torch's formulas for floating-point operations, by operator.
+    """Returns torch's formulas for floating-point operations, by operator; two are corrected.
 
     For the gradient of a weight torch's own counts every pair of an input and an output channel, so
     of g groups g times the operations: 65 forwards for the backward of a depthwise convolution of
-    64 channels, which takes two.
+    64 channels, which takes two. Those for attention refuse grouped queries, whose heads of keys
+    and values are used by several heads of queries each.
+
+    A formula that raises an error for a call returns 0, as for an operator without one: the
+    kernel's time is then measured, or estimated from the bytes that it moves.
     """
     # imported late because it imports triton: 0.2 s that `import zoo` does not need
-    from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
+    from torch.utils.flop_counter import (  # noqa: PLC0415
+        flop_registry,
+        sdpa_backward_flop_count,
+        sdpa_flop_count,
+    )
 
     backward = torch.ops.aten.convolution_backward
     by_torch = flop_registry[backward]
+    forward: Callable[..., int] = sdpa_flop_count
+    by_gradient: Callable[..., int] = sdpa_backward_flop_count
 
     def convolution_backward(*args: Any, **kwargs: Any) -> int:
         *given, groups, (of_input, of_weight, _) = args
@@ -176,7 +212,38 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
         inputs, weights = (by_torch(*given, groups, mask, **kwargs) for mask in masks)
         return int(inputs + weights // groups)
 
-    return {**flop_registry, backward: convolution_backward}
+    def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(forward(query.shape, *_shapes_by_query(query, key, value)))
+
+    def attention_backward(
+        gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+    ) -> int:
+        shapes = query.shape, *_shapes_by_query(query, key, value)
+        return int(by_gradient(gradient.shape, *shapes))
+
+    known = {**flop_registry, backward: convolution_backward}
+    for packet in flop_registry:
+        name = getattr(packet, "__name__", "")
+        if name.startswith("_scaled_dot_product"):
+            known[packet] = attention_backward if name.endswith("_backward") else attention
+    return {packet: _zero_if_raised(formula) for packet, formula in known.items()}
+
+
+def _shapes_by_query(query: Any, *others: Any) -> list[tuple[int, ...]]:
+    """Returns shapes of keys and values (N, heads, L, C) with the heads of the queries."""
+    heads = query.shape[1]
+    shapes = [tuple(other.shape) for other in others]
+    return [(n, heads if heads % h == 0 else h, *more) for n, h, *more in shapes]
+
+
+def _zero_if_raised(formula: Callable[..., int]) -> Callable[..., int]:
+    def counted(*args: Any, **kwargs: Any) -> int:
+        try:
+            return int(formula(*args, **kwargs))
+        except Exception:
+            return 0
+
+    return counted
 
 
 # by the repr of the call's spec, the settings that select the kernel, and whether it was timed
@@ -273,14 +340,21 @@ def _on_accelerator(
         return [None] * len(specs)
     device = devices.indexed(device)
     with torch.accelerator.device_index(device.index):
-        return [_run_on_accelerator(spec, device, timed) for spec in each("running kernels", specs)]
+        running = each("running kernels", specs)
+        costs = [_run_on_accelerator(spec, device, timed) for spec in running]
+        # segments of sizes that no step asks for, which would stay reserved
+        devices.release_cached(device)
+    return costs
 
 
 def _run_on_accelerator(spec: KernelSpec, device: torch.device, timed: bool) -> KernelCosts | None:
     try:
         operator, args, kwargs = spec.prepared()
+        clear_blas_workspaces()
+        before = devices.allocated(device)
         operator(*args, **kwargs)
         devices.synchronize(device)
+        held = max(devices.allocated(device) - before, 0)
         devices.reset_peak(device)
         result = operator(*args, **kwargs)
         devices.synchronize(device)
@@ -293,4 +367,4 @@ def _run_on_accelerator(spec: KernelSpec, device: torch.device, timed: bool) -> 
     for _ in range(runs):
         operator(*args, **kwargs)
     devices.synchronize(device)
-    return KernelCosts((time.perf_counter() - start) / runs, workspace)
+    return KernelCosts((time.perf_counter() - start) / runs, workspace, held)

@@ -59,6 +59,7 @@ from zoo._torch import (
     queue_callback,
     sequence_number,
 )
+from zoo.engine import devices
 from zoo.engine.devices import cpu_events
 from zoo.engine.recompute import observed
 from zoo.engine.recording import thread
@@ -160,6 +161,12 @@ class Tracker(ContextDecorator):
         recorder = StorageRecorder(self.model)
         recorder.record_resident(self.optimizer, self.inputs)
         events = None
+        counts = (
+            not any(isinstance(p, FakeTensor) for p in self.model.parameters())
+            and devices.reserved_peak(self.device) is not None
+        )
+        if counts:
+            devices.reset_peak(self.device)
         try:
             recorded = cpu_events() if self.allocator else contextlib.nullcontext()
             with recorded as events, recorder.listening():
@@ -170,6 +177,7 @@ class Tracker(ContextDecorator):
         finally:
             recorder.record_states(self.optimizer)
             recorder.fill(timeline, events)
+            timeline.reserved_peak = devices.reserved_peak(self.device) if counts else None
 
 
 class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo._torch import DataDependentOutputException, FakeTensorMode, devices_with_kernels_of_lists
 from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
-from zoo.profiling.caching_allocator import block_of, rounded_up
+from zoo.profiling.caching_allocator import Rounding, rounding_of
 from zoo.profiling.chain_step_profile import (
     AllocationMode,
     Form,
@@ -23,6 +23,7 @@ from zoo.profiling.chain_step_profile import (
     UpdateBytes,
     form_of,
 )
+from zoo.profiling.fake_results import CPU
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import import_for_fakes, isolated
 from zoo.profiling.tensor_spec import tensors_in
@@ -91,12 +92,13 @@ def optimizer_bytes(
     parameters: Iterable[Tensor],
     in_backward: bool = False,
     device: str | None = None,
+    rounding: Rounding | None = None,
 ) -> OptimizerBytes:
     """Counts the bytes of the optimizer that `make` builds for these parameters; None: no bytes.
 
     With `in_backward` it steps for each parameter as soon as the gradient is complete. `device` is
     the kind of device that it will step on, if the parameters are on another. On a CUDA device
-    each tensor is rounded up to blocks of the allocator.
+    each tensor counts as its allocator does.
 
     Raises:
         ArgumentError: `make` returns no optimizer, raises or ends the process, or a step needs more
@@ -106,10 +108,11 @@ def optimizer_bytes(
         return OptimizerBytes(updates={} if in_backward else None)
     check_maker(make)
     tensors = list(parameters)
-    block = block_of(device or next((p.device.type for p in tensors), "cpu"))
+    kind = device or next((p.device.type for p in tensors), "cpu")
+    rounding = rounding or rounding_of(kind)
     import_for_fakes()
     return isolated(  # type: ignore[no-any-return]
-        lambda _: _on_fakes(make, tensors, in_backward, device, block),
+        lambda _: _on_fakes(make, tensors, in_backward, device, rounding),
         lambda text: ArgumentError(
             f"optimizer= failed on a list of fake parameters ({text}); pass None and take the "
             "bytes of its state off the budget"
@@ -118,9 +121,19 @@ def optimizer_bytes(
 
 
 def _on_fakes(
-    make: MakeOptimizer, tensors: list[Tensor], in_backward: bool, device: str | None, block: int
+    make: MakeOptimizer,
+    tensors: list[Tensor],
+    in_backward: bool,
+    device: str | None,
+    rounding: Rounding,
 ) -> OptimizerBytes:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
+    # numbers that an optimizer keeps for itself, as the count of its steps, are real ones
+    here = torch.get_default_device()
+    with (
+        torch.device(CPU if here.type == "meta" else here),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        FakeTensorFixes(mode),
+    ):
         # not fakes of the parameters: these share their version counters, which a graph may check
         fakes = [
             nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
@@ -136,8 +149,8 @@ def _on_fakes(
         are_loops = all("foreach" in g and not g["foreach"] for g in optimizer.param_groups)
         try:
             if in_backward or are_loops:
-                return _counted_by_form(optimizer, in_backward, block)
-            return _counted(optimizer, block)
+                return _counted_by_form(optimizer, in_backward, device, rounding)
+            return _counted(optimizer, device, rounding)
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
             raise ArgumentError(
                 f"{type(optimizer).__name__} cannot step on fake tensors ({error}). Pass "
@@ -157,20 +170,23 @@ def _choose_kernels_of_lists(group: dict[str, Any], device: str | None) -> None:
             group["foreach"] = True
 
 
-def _counted(optimizer: torch.optim.Optimizer, block: int) -> OptimizerBytes:
+def _counted(
+    optimizer: torch.optim.Optimizer, device: str | None, rounding: Rounding
+) -> OptimizerBytes:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     _make_late(optimizer)
-    return OptimizerBytes(_state_bytes(optimizer.state, block), _allocated(block, optimizer.step))
+    state = _state_bytes(optimizer.state, rounding, _are_counters_on_host(optimizer, device))
+    return OptimizerBytes(state, _allocated(rounding, optimizer.step))
 
 
 def _counted_by_form(
-    optimizer: torch.optim.Optimizer, in_backward: bool, block: int
+    optimizer: torch.optim.Optimizer, in_backward: bool, device: str | None, rounding: Rounding
 ) -> OptimizerBytes:
     """Steps for one parameter of each shape and dtype; others of the form take the same."""
-    state, most = 0, 0
+    state, most, counters = 0, 0, _are_counters_on_host(optimizer, device)
     updates: dict[Form, int] = {}
     for group in optimizer.param_groups:
         forms = [form_of(parameter) for parameter in group["params"]]
@@ -179,15 +195,15 @@ def _counted_by_form(
         for form, one in ones.items():
             one.grad = torch.empty_like(one)
             step(one)
-            state += forms.count(form) * _state_bytes(optimizer.state[one], block)
+            state += forms.count(form) * _state_bytes(optimizer.state[one], rounding, counters)
         _make_late(optimizer)
         if in_backward:
             for form, one in ones.items():
-                updates[form] = max(updates.get(form, 0), _allocated(block, step, one))
+                updates[form] = max(updates.get(form, 0), _allocated(rounding, step, one))
             continue
         # the variables of a loop still hold the temporaries of the previous parameter
         for run in dict.fromkeys(itertools.pairwise(forms)) or [forms[:1]]:
-            most = max(most, _allocated(block, step, *map(ones.__getitem__, run)))
+            most = max(most, _allocated(rounding, step, *map(ones.__getitem__, run)))
     return OptimizerBytes(state, most, updates if in_backward else None)
 
 
@@ -197,12 +213,25 @@ def _make_late(optimizer: torch.optim.Optimizer) -> None:
             kept["step"] = kept["step"] + LATE
 
 
-def _state_bytes(state: Any, block: int) -> int:
-    sizes = {id(t): t.untyped_storage().nbytes() for t in tensors_in(state)}
-    return sum(rounded_up(size, block) for size in sizes.values())
+def _are_counters_on_host(optimizer: torch.optim.Optimizer, device: str | None) -> bool:
+    """Returns whether the counters of steps stay on the CPU, as those of torch's Adam do.
+
+    They are where the parameters are if the optimizer is fused or capturable.
+    """
+    kinds = {device or p.device.type for group in optimizer.param_groups for p in group["params"]}
+    on_device = (group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return not kinds <= {"cpu", "meta"} and not any(on_device)
 
 
-def _allocated(block: int, step: Callable[..., Any], *parameters: Tensor) -> int:
-    with AllocationMode(StepContext(block)) as allocations:
+def _state_bytes(state: Any, rounding: Rounding, counters_on_host: bool) -> int:
+    tensors = tensors_in(state)
+    if counters_on_host:
+        tensors = [t for t in tensors if t.ndim or t.device.type != "cpu"]
+    sizes = {id(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(map(rounding, sizes.values()))
+
+
+def _allocated(rounding: Rounding, step: Callable[..., Any], *parameters: Tensor) -> int:
+    with AllocationMode(StepContext(rounding)) as allocations:
         step(*parameters)
     return int(allocations.curve().peak())

@@ -14,7 +14,7 @@ inputs and the gradients that exist *at that moment*. Gradients appear one by on
 their total would understate a peak early in the backward.
 
 Not counted: memory that other libraries allocate themselves; on an accelerator also what the
-caching allocator rounds up and reserves, see `torch.accelerator.max_memory_reserved`. Every
+caching allocator rounds up. What it reserves in all is a number of its own. Every
 operation on the CPU is recorded, so measure a few training steps, not an epoch.
 """
 
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from zoo._torch import allocator_history
 from zoo.engine import devices
 from zoo.invocation import device_of
-from zoo.profiling.caching_allocator import rounded_up
+from zoo.profiling.caching_allocator import Rounding, as_requested
 from zoo.profiling.tensor_spec import storages_of, tensors_in
 
 # otherwise the profiler logs to stderr that it runs and that there is no GPU
@@ -110,12 +110,14 @@ class ResidentBytes:
 class StepMemory:
     """The memory of one training step in bytes; `resident` is after it, with its gradients.
 
-    `activation_peak` is None where the device keeps no history.
+    `activation_peak` is None where the device keeps no history, `reserved_peak` where its allocator
+    reserves nothing, as on the CPU, or does not tell.
     """
 
     peak: int
     activation_peak: int | None
     resident: ResidentBytes
+    reserved_peak: int | None = None
 
 
 def trace(function: Callable[[], object], device: torch.device | str = "cpu") -> MemoryTrace:
@@ -213,6 +215,7 @@ def measure_step(
             record.activation_peak(gradient_addresses(model)) if record.has_history else None
         ),
         resident=resident_bytes(model, optimizer, inputs),
+        reserved_peak=devices.reserved_peak(device_of(model)),
     )
 
 
@@ -220,9 +223,9 @@ def resident_bytes(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     inputs: Iterable[Tensor] = (),
-    block: int = 1,
+    rounding: Rounding = as_requested,
 ) -> ResidentBytes:
-    """Counts the bytes that a model and its step hold now, each storage rounded up to blocks."""
+    """Counts the bytes that a model and its step hold now, each storage counted by `rounding`."""
     seen: set[int] = set()
 
     def new_bytes(tensors: Iterable[Tensor]) -> int:
@@ -230,7 +233,7 @@ def resident_bytes(
         storages = {s._cdata: s for tensor in tensors for s in storages_of(tensor)}
         new = storages.keys() - seen
         seen.update(new)
-        return sum(rounded_up(storages[key].nbytes(), block) for key in new)
+        return sum(rounding(storages[key].nbytes()) for key in new)
 
     return ResidentBytes(
         parameters=new_bytes(model.parameters()),

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from zoo._torch import is_traceable_wrapper_subclass, pytree
 from zoo.engine.operands import parts_of, parts_of_wrapper
-from zoo.engine.operator_effects import CONSTANTS, KERNELS, resolved
+from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, KERNELS, resolved
 from zoo.optimizer.in_backward import FreedGradient
-from zoo.profiling.caching_allocator import rounded_up
+from zoo.profiling.caching_allocator import Rounding, as_requested
 
 # types that hold no tensor
 VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -93,11 +93,11 @@ StateSpec = tuple[TensorSpec | None, ...]
 class Storages:
     """Numbers storages in the order in which they are made here or first seen.
 
-    `sizes` are their bytes, rounded up to multiples of `block`.
+    `sizes` are their bytes, counted by `rounding`.
     """
 
-    def __init__(self, block: int = 1) -> None:
-        self.block = block
+    def __init__(self, rounding: Rounding = as_requested) -> None:
+        self.rounding = rounding
         self.sizes: list[int] = []
         self._numbers: Any = weakref.WeakKeyDictionary()
 
@@ -105,7 +105,7 @@ class Storages:
         """Returns the number of a tensor's storage."""
         storage = tensor.untyped_storage()
         if storage not in self._numbers:
-            self._numbers[storage] = self.add(rounded_up(storage.nbytes(), self.block))
+            self._numbers[storage] = self.add(self.rounding(storage.nbytes()))
         return int(self._numbers[storage])
 
     def numbers_of(self, storages: Iterable[Any]) -> set[int]:
@@ -182,7 +182,8 @@ class KernelSpec(NamedTuple):
         tensors = iter(made)
         leaves = [next(tensors) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return resolved(self.operator), args, kwargs
+        operator = resolved(self.operator)
+        return operator, _with_dropout_state(operator, args), kwargs
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -192,6 +193,17 @@ class KernelSpec(NamedTuple):
     @property
     def _tensors(self) -> tuple[TensorSpec, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
+
+
+def _with_dropout_state(operator: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Puts a state in the place of cuDNN's for dropout, which is made by a kernel of its own."""
+    names = [argument.name for argument in operator._schema.arguments]
+    return tuple(
+        DROPOUT_STATE(0.5, True, 0, dtype=value.dtype, device=value.device)
+        if name == "dropout_state" and value is not None
+        else value
+        for name, value in zip(names, args, strict=False)
+    )
 
 
 def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:

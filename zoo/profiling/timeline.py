@@ -20,7 +20,7 @@ import operator
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from zoo.profiling.caching_allocator import (
     AllocatedBlock,
     CachingAllocator,
     CudaPeaks,
+    Rounding,
 )
 from zoo.report.escaping import to_csv
 from zoo.report.pictures import plots
@@ -112,7 +113,9 @@ class Timeline:
 
     Empty until the tracked block ends. With `allocator` it includes the allocator's own events:
     memory of no tensor has the category "kernel workspace", and the peak is exact to the byte.
-    `error` is the exception that ended the block, "" for none.
+    `error` is the exception that ended the block, "" for none. `reserved_peak` is the most bytes
+    that the device's allocator reserved meanwhile; None on the CPU, which reserves nothing, and for
+    fake tensors.
     """
 
     title: str = ""
@@ -122,6 +125,15 @@ class Timeline:
     error: str = ""
     phases: list[Mark] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
+    reserved_peak: int | None = None
+
+    def counted_by(self, rounding: Rounding) -> "Timeline":
+        """Returns the same timeline with the bytes of each allocation as an allocator counts them.
+
+        `zoo.profiling.caching_allocator` has the roundings.
+        """
+        counted = [replace(a, bytes=rounding(a.bytes)) for a in self.allocations]
+        return replace(self, allocations=counted)
 
     def curves(self) -> dict[str, list[int]]:
         """Returns for each category its bytes at the points 0 to `length`."""
@@ -333,7 +345,9 @@ class Timeline:
         point = self.peak_point
         phase = f" in the {self.phase_at(point)}" if self.phase_at(point) else ""
         peak = f"peak {format_bytes(self.peak)}{phase}, at event {point} of {self.length}"
-        return f"{self.title} on {self.device}: {peak}"
+        reserved = self.reserved_peak
+        held = "" if reserved is None else f"; {format_bytes(reserved)} reserved at most"
+        return f"{self.title} on {self.device}: {peak}{held}"
 
     def _by_category(self) -> Rows:
         at_most = {category: max(curve) for category, curve in self.curves().items()}
@@ -421,6 +435,7 @@ class _Stored:
     error: str
     phases: list[Any]
     allocations: list[Any]
+    reserved_peak: int | None = None
 
 
 def _timeline(values: Any) -> Timeline:
@@ -437,9 +452,8 @@ def _timeline(values: Any) -> Timeline:
     for point in (point for a in allocations for point in (a.start, a.end or 0)):
         if not 0 <= point <= length:
             raise ValueError(f"an allocation is at point {point}, but its length is {length}")
-    return Timeline(
-        stored.title, stored.device, length, stored.allocator, stored.error, phases, allocations
-    )
+    given = stored.title, stored.device, length, stored.allocator, stored.error
+    return Timeline(*given, phases, allocations, stored.reserved_peak)
 
 
 def _lines(rows: Rows) -> str:

@@ -23,7 +23,10 @@ VARIANTS = {
     "checkpointed": "checkpointed",
     "optimizer_in_backward": "+ optimizer in backward",
 }
-PEAKS = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak")
+PEAKS = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak", "reserved_peak")
+# the way out for a baseline that does not repeat its own numbers, and where it was taken
+WAY_OUT = "--deterministic has torch choose kernels that repeat theirs"
+TAKEN = "torch's deterministic algorithms were on"
 # the status of a record whose cell ran out of memory
 UNFIT = "does not fit"
 # quartiles are shown for at least so many timed pairs of steps
@@ -51,6 +54,11 @@ DEFINITIONS = {
         "the activation peak without kernel workspaces, which differ from processor to processor "
         "and with the threads"
     ),
+    "reserved": (
+        "the most bytes that the device's allocator reserved, of which the step peak is a part: "
+        "what runs out; PYTORCH_ALLOC_CONF=expandable_segments:True leaves few gaps; absent on "
+        "the CPU, whose allocator reserves nothing"
+    ),
     "(ratio)": "of what stands in front of it to the baseline",
     "step time": (
         "over that of the baseline, taken in turn on the same batches: the median of n pairs and, "
@@ -59,7 +67,8 @@ DEFINITIONS = {
     "exact": (
         "loss, every gradient, buffer and parameter and the random state are equal bit for bit "
         "after each optimizer step; the optimizer in the backward has freed the gradients, so "
-        "there all others are compared"
+        'there all others are compared; "baseline varies": two trainings of the baseline differ, '
+        "so nothing can be compared bit for bit"
     ),
 }
 
@@ -130,8 +139,14 @@ class ModelRow:
         largest_ratio: the largest accepted ratio of "checkpointed"'s step peak to the baseline's.
         peaks: bytes by name and variant. "peak" and "activation_peak" are the allocator's, with
             kernel workspaces, which differ from processor to processor; "tensor_peak" and
-            "tensor_activation_peak" are of tensors alone, None in older results without them.
+            "tensor_activation_peak" are of tensors alone, None in older results without them;
+            "reserved_peak" is None on the CPU.
+        shows_reserved: whether any row of the table has a "reserved_peak".
         step_seconds, fits: by variant, as far as measured.
+        exact: whether all trainings are equal; None where one is missing, or nothing can be
+            compared.
+        baseline_repeats: whether a second training of the baseline is equal to the first; None
+            where there is no other training that differs, so that none was needed.
         faults: sentences, each a reason why the comparison fails.
     """
 
@@ -146,7 +161,9 @@ class ModelRow:
     step_seconds: Mapping[str, list[float]]
     fits: Mapping[str, bool]
     exact: bool | None
+    baseline_repeats: bool | None
     faults: tuple[str, ...]
+    shows_reserved: bool = False
 
     @property
     def label(self) -> str:
@@ -197,6 +214,7 @@ class ModelRow:
         """Returns the texts and TableCells of a report's table of some variants, by column."""
         parameters = MISSING if self.parameters is None else f"{self.parameters / 1e6:.2f} M"
         times = {f"step time: {name}": self.time_cell(kind) for kind, name in shown.items()}
+        exact = {None: MISSING, True: "yes", False: "NO"}[self.exact]
         return {
             "model": self.label,
             "batch": self.batch,
@@ -204,8 +222,13 @@ class ModelRow:
             **{f"step peak: {name}": self.peak_cell(kind) for kind, name in shown.items()},
             "activation peak": self.peak_cell(*KINDS, peak="activation_peak"),
             "of tensors alone": self.peak_cell(*KINDS, peak="tensor_activation_peak"),
+            **(
+                {"reserved": self.peak_cell(*KINDS, peak="reserved_peak")}
+                if self.shows_reserved
+                else {}
+            ),
             **dict([*times.items()][1:]),
-            "exact": {None: MISSING, True: "yes", False: "NO"}[self.exact],
+            "exact": "baseline varies" if self.baseline_repeats is False else exact,
         }
 
 
@@ -224,6 +247,7 @@ def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Headi
         count = f", {where['threads']} thread{'s' * (where['threads'] != 1)}"
         setting = (
             f"{where['device']}{count if cell['device'] == 'cpu' else ''}, {cell['dtype']}, "
+            f"{'deterministic algorithms, ' * cell.get('deterministic', False)}"
             f"torch {where['torch']}, Python {where['python']}, zoo {where['zoo']}"
         )
     return Heading(visible(name), visible(setting), visible(command))
@@ -231,7 +255,11 @@ def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Headi
 
 def rows(comparisons: Sequence[Comparison]) -> list[ModelRow]:
     """Returns a row for each comparison."""
-    return [_row(number, comparison) for number, comparison in enumerate(comparisons)]
+    found = [_row(number, comparison) for number, comparison in enumerate(comparisons)]
+    reserved = any(
+        size is not None for row in found for size in row.peaks["reserved_peak"].values()
+    )
+    return [replace(row, shows_reserved=reserved) for row in found]
 
 
 def variants(rows: Sequence[ModelRow]) -> dict[str, str]:
@@ -269,10 +297,16 @@ def differences(
     return [f"{name} from step {step} on" for name, step in first.items()]
 
 
+def is_unlike_baseline(comparison: Comparison) -> bool:
+    """Says whether a training in a comparison differs from the baseline's."""
+    return any(_all_differing(comparison).values())
+
+
 def _row(number: int, comparison: Comparison) -> ModelRow:
     model = comparison["model"]
     cells = {kind: comparison[kind] for kind in VARIANTS if kind in comparison}
-    differing = {kind: _differing(kind, cells) for kind in cells if kind != "baseline"}
+    differing = _all_differing(comparison)
+    varying = _differing("baseline_again", comparison) if any(differing.values()) else None
     seconds = comparison["timing"].get("step_seconds", {})
     memory = {kind: cells.get(kind, {}).get("memory", {}) for kind in VARIANTS}
     parameters = (cell["parameters"] for cell in cells.values() if "parameters" in cell)
@@ -287,16 +321,22 @@ def _row(number: int, comparison: Comparison) -> ModelRow:
         peaks={name: {kind: memory[kind].get(name) for kind in VARIANTS} for name in PEAKS},
         step_seconds={kind: seconds.get(kind, []) for kind in cells},
         fits={kind: cell["status"] != UNFIT for kind, cell in cells.items()},
-        exact=None if None in differing.values() else not any(differing.values()),
+        exact=None if varying or None in differing.values() else not any(differing.values()),
+        baseline_repeats=None if varying is None else not varying,
         faults=(),
     )
-    faults = _faults(comparison, differing, row.ratio())
+    faults = _faults(comparison, differing, varying, row.ratio())
     return replace(row, faults=tuple(map(visible, faults)))
 
 
-def _differing(kind: str, cells: Mapping[str, Mapping[str, Any]]) -> list[str] | None:
+def _all_differing(comparison: Comparison) -> dict[str, list[str] | None]:
+    kinds = (kind for kind in VARIANTS if kind in comparison and kind != "baseline")
+    return {kind: _differing(kind, comparison) for kind in kinds}
+
+
+def _differing(kind: str, comparison: Comparison) -> list[str] | None:
     """Lists the differences of a training and the baseline; None if one has no digests."""
-    digests, others = (cells[name].get("digests") for name in ("baseline", kind))
+    digests, others = (comparison.get(name, {}).get("digests") for name in ("baseline", kind))
     if digests is None or others is None:
         return None
     if kind == "optimizer_in_backward":
@@ -306,18 +346,28 @@ def _differing(kind: str, cells: Mapping[str, Mapping[str, Any]]) -> list[str] |
 
 
 def _faults(
-    comparison: Comparison, differing: Mapping[str, Sequence[str] | None], ratio: float | None
+    comparison: Comparison,
+    differing: Mapping[str, Sequence[str] | None],
+    varying: Sequence[str] | None,
+    ratio: float | None,
 ) -> Iterator[str]:
     name, largest = (comparison["model"][key] for key in ("name", "largest_ratio"))
-    for kind in ("baseline", *differing, "timing"):
+    second = ("baseline_again",) if "baseline_again" in comparison else ()
+    for kind in ("baseline", *differing, "timing", *second):
         record, words = comparison[kind], kind.replace("_", " ")
         if record["status"] == "failed":
             yield f"{name} {words} failed: {record['reason']}"
         # a baseline that does not fit is no fault: that is the purpose of checkpointing
         if record["status"] == UNFIT and kind in differing:
             yield f"{name} {words} does not fit: {record['reason']}"
+    if varying:
+        way_out = TAKEN if comparison["baseline"]["cell"].get("deterministic") else WAY_OUT
+        yield (
+            f"{name}: the baseline does not repeat its own numbers: two trainings of it differ in "
+            f"{', '.join(varying)}, so nothing can be compared bit for bit; {way_out}"
+        )
     for kind, found in differing.items():
-        if found:
+        if found and not varying:
             whose = " with the optimizer in the backward" * (kind == "optimizer_in_backward")
             yield f"{name}{whose} is not exact: it differs in {', '.join(found)}"
     if ratio is not None and ratio > largest:

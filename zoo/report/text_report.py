@@ -23,7 +23,7 @@ CAPTION = (
 IN_BACKWARD = "+ optimizer in backward: checkpointed, and each gradient is used and freed at once"
 # columns that a table leaves out in a narrow terminal, in this order
 LEFT_OUT_FIRST = (
-    *("parameters", "batch", "of tensors alone", "activation peak"),
+    *("parameters", "batch", "of tensors alone", "activation peak", "reserved"),
     "step time: + optimizer in backward",
 )
 # where a heading or a cell may break into the next line
@@ -83,6 +83,7 @@ def _models(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
         entry |= _peaks(row, "activation_peak", KINDS)
         entry |= _peaks(row, "tensor_peak", shown)
         entry |= _peaks(row, "tensor_activation_peak", shown)
+        entry |= _peaks(row, "reserved_peak", shown) if row.shows_reserved else {}
         names = ("activation_peak", "tensor_activation_peak")
         entry |= {f"{name}_ratio": row.ratio(peak=name) for name in names}
         entry["largest_ratio"] = row.largest_ratio
@@ -93,7 +94,8 @@ def _models(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
             entry[_of("time_ratio_lower_quartile", kind)] = lower
             entry[_of("time_ratio_upper_quartile", kind)] = upper
         entry["time_pairs"] = len(row.time_ratios("checkpointed"))
-        yield {**entry, "exact": row.exact, "faults": row.faults}
+        verdict = {"exact": row.exact, "baseline_repeats": row.baseline_repeats}
+        yield {**entry, **verdict, "faults": row.faults}
 
 
 def _of(name: str, kind: str) -> str:

@@ -30,8 +30,9 @@ from zoo.report.rows import (
 WHAT = ("name", "data", "batch_size", "size", "arguments", "optimizer", "checkpoint")
 WHERE = ("device", "dtype")
 ENVIRONMENT = ("torch", "zoo", "commit", "python", "device", "threads")
-# with the same of these, trainings on the same device are the same bit for bit
-SAME_BITS = ("steps", "seed", "threads")
+# with the same of these, trainings on the same device are the same bit for bit; their defaults,
+# for older results
+SAME_BITS = {"steps": None, "seed": None, "threads": None, "deterministic": False}
 # names of the numbers in a table and in a file
 COLUMNS = {
     "step peak": "peak_bytes",
@@ -73,7 +74,7 @@ class Change(NamedTuple):
 class CellChanges(NamedTuple):
     """The changes of a cell; `replanned`: `checkpoint=` chose another plan than before.
 
-    `other_bits` lists the differences of trainings with the same steps, seed and threads; `reason`
+    `other_bits` lists the differences of trainings with all of SAME_BITS the same; `reason`
     says why there are no numbers now.
     """
 
@@ -194,7 +195,7 @@ def _changes(before: _Cell, now: _Cell) -> CellChanges:
     (old, kind, _), (new, _, _) = before, now
     records = [record for *_, record in (before, now)]
     plans = [record.get("plan") for record in records]
-    settings = [[record["cell"].get(key) for key in SAME_BITS] for record in records]
+    settings = [[record["cell"].get(*item) for item in SAME_BITS.items()] for record in records]
     digests = [record["digests"] for record in records if "digests" in record]
     is_same = len(digests) == 2 and settings[0] == settings[1]
     past, present = old.time_ratios(kind), new.time_ratios(kind)

@@ -146,7 +146,8 @@ class SizeEstimates:
                 self.make_inputs(size, torch.device("meta")),
                 optimizer=self.optimizer_bytes or self.optimizer,
                 loss=self.loss,
-                device=self.device or "cpu",
+                device=self.device,
+                measured=False,
                 optimizer_in_backward=self.optimizer_in_backward,
             )
             self.optimizer_bytes = planner.optimizer
@@ -199,7 +200,8 @@ def extrapolated(
             continue
         sizes = zip(before.sizes, after.sizes, strict=False)
         ratio = max((size / known for known, size in sizes if known), default=1.0)
-        costs.append(KernelCosts(kernel.seconds * ratio, math.ceil(kernel.workspace * ratio)))
+        workspace = math.ceil(kernel.workspace * ratio)
+        costs.append(KernelCosts(kernel.seconds * ratio, workspace, kernel.held))
     return costs
 
 

@@ -8,7 +8,7 @@ not have runs there on real tensors instead, if all are small; inputs without da
 import copy
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,8 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from zoo._torch import FakeTensor, FakeTensorMode
 from zoo.chain import Chain
+from zoo.engine.devices import count_as_seeded
 from zoo.engine.operands import detached
-from zoo.engine.operator_effects import is_view
+from zoo.engine.operator_effects import DROPOUT_STATE, Argument, effects_of, is_view
 from zoo.engine.recording import KernelMode, thread
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, ZooError, in_a_line, shortened
@@ -33,6 +34,7 @@ from zoo.invocation import (
     own_loss,
     with_loss_errors,
 )
+from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import (
     SMALL,
     FakeTensorFixes,
@@ -159,7 +161,7 @@ class _Forward:
             made = tensor.detach().clone() if known else self._spec(tensor).empty().zero_()
             return made.requires_grad_(tensor.requires_grad)
 
-        model = self.model if is_apart else copy.deepcopy(self.model)
+        model = self.model if is_apart else flattened(copy.deepcopy(self.model))
         return self._traced(model, self.given.map(real), MOST_MADE)
 
     def _traced(self, model: nn.Module, given: Invocation, most_made: int | None) -> Graph:
@@ -235,12 +237,31 @@ def _has_data(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
+def _with_copies(args: Sequence[Any], written: Sequence[Argument]) -> list[Any]:
+    """Puts copies in the place of tensors that a kernel writes."""
+    places = {place for place, _ in written}
+    return [
+        one.clone() if place in places and one is not None else one
+        for place, one in enumerate(args)
+    ]
+
+
 class _Limits(KernelMode):
-    """Refuses collectives, and kernels that return more than `most_made` bytes in all."""
+    """Refuses collectives, and kernels that return more than `most_made` bytes in all.
+
+    The state that cuDNN's networks have for their dropout stays as the program left it.
+    """
 
     def __init__(self, most_made: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.most_made, self.made = most_made, 0
+        # devices on which the state was made, which the program has yet to make
+        self.dropout: set[torch.device] = set()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for device in self.dropout:
+            count_as_seeded(device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "namespace", "") in COLLECTIVE:
@@ -248,7 +269,12 @@ class _Limits(KernelMode):
                 f"the forward calls {func}, which waits for other processes, so that it cannot be "
                 "traced ahead. Plan before the model is distributed"
             )
+        effects = effects_of(func)
+        if effects.dropping is not None:
+            args = _with_copies(args, effects.writes)
         result = func(*args, **(kwargs or {}))
+        if func is DROPOUT_STATE:
+            self.dropout.add(result.device)
         if self.most_made is not None and not is_view(func):
             self.made += sum(tensor.nbytes for tensor in tensors_in(result))
             if self.made > self.most_made:

@@ -13,19 +13,20 @@ For a budget or a user's own plan the first forward is traced ahead instead. A d
 keeps the option and plans anew; a shallow copy runs as it is written.
 """
 
+import functools
 import inspect
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from zoo._torch import active_fake_mode
+from zoo._torch import active_fake_mode, is_exporting
 from zoo.chain import Chain, Runner
 from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
 from zoo.engine.operator_effects import resolved
@@ -49,6 +50,28 @@ MOST_KINDS = 64
 _log = logging.getLogger("zoo")
 
 
+class ForwardOfClass:
+    """The forward of a class of modules."""
+
+    def __init__(self, owner: type[nn.Module]) -> None:
+        self.owner = owner
+        # a TorchScript module has its forward on the instance only
+        self.forward: Any = inspect.getattr_static(owner, "forward", None)
+        self.is_function = isinstance(self.forward, FunctionType)
+        # a builtin such as `forward = torch.relu` is not bound
+        self.is_bound = hasattr(type(self.forward), "__get__")
+
+    def of(self, module: nn.Module) -> Callable[..., Any]:
+        """Returns the forward of a module of the class."""
+        if self.is_bound:
+            return self.forward.__get__(module, self.owner)  # type: ignore[no-any-return]
+        return self.forward  # type: ignore[no-any-return]
+
+    def compiled(self, module: nn.Module) -> Callable[..., Any]:
+        """Returns the same for code that is compiled: torch 2.11 compiles no `__get__`."""
+        return functools.partial(self.forward, module) if self.is_function else self.of(module)
+
+
 class Patch:
     """A callable in place of a module's forward; `before` is the instance attribute it had."""
 
@@ -58,6 +81,7 @@ class Patch:
         # weakly, so that a model is freed without the garbage collector
         self.module: Callable[[], nn.Module] = weakref.ref(module)  # type: ignore[assignment]
         self.before: Any = None
+        self.class_forward = ForwardOfClass(type(module))
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -78,11 +102,9 @@ class Patch:
         if self.before is not None:
             return self.before  # type: ignore[no-any-return]
         owner = type(module)
-        # a TorchScript module has its forward on the instance only
-        forward = inspect.getattr_static(owner, "forward")
-        # a builtin such as `forward = torch.relu` is not bound
-        is_bound = hasattr(type(forward), "__get__")
-        return forward.__get__(module, owner) if is_bound else forward  # type: ignore[no-any-return]
+        # looked up before, since a compiled forward comes here and the compiler warns of `inspect`
+        found = self.class_forward if self.class_forward.owner is owner else ForwardOfClass(owner)
+        return found.compiled(module) if torch.compiler.is_compiling() else found.of(module)
 
     def of_copy(self, frame: FrameType) -> Callable[..., Any] | None:
         """Returns the original forward of a copy that shares this patch; None if none is called.
@@ -121,10 +143,13 @@ class Patch:
             vars(module).update({} if self.before is None else {"forward": self.before})
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"module": self.module()}
+        # a function may be no global name
+        return vars(self) | {"module": self.module(), "class_forward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"module": weakref.ref(state["module"])})
+        module = state["module"]
+        own = {"module": weakref.ref(module), "class_forward": ForwardOfClass(type(module))}
+        vars(self).update(state | own)
 
 
 class BlockMark(Patch):
@@ -221,7 +246,7 @@ class PatchedForward(Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward: by the plan in training, else as it is written."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return torch.compiler.disable(self._run)(args, kwargs)  # type: ignore[no-untyped-call]

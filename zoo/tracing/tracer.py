@@ -39,7 +39,13 @@ from zoo._torch import FakeTensor, is_traceable_wrapper_subclass
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.kernel_segments import Visit
 from zoo.engine.operands import parts_of_wrapper
-from zoo.engine.operator_effects import CONSTANTS, effects_of, name_of, resolved
+from zoo.engine.operator_effects import (
+    CONSTANTS,
+    effects_of,
+    makes_dropout_state,
+    name_of,
+    resolved,
+)
 from zoo.engine.recording import (
     KernelMode,
     has_own_storage,
@@ -72,6 +78,9 @@ def _require_gradient(tensor: Tensor) -> None:
     tensor.requires_grad_()
 
 
+SETS_STORAGE = frozenset(
+    {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+)
 ALIAS, DETACH = "aten.alias.default", "aten.detach.default"
 REQUIRE = "aten.requires_grad_.default"
 # what a step calls instead: the forward may have read `Tensor.data`, whose writes autograd ignores,
@@ -146,7 +155,7 @@ class Call:
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             if self.stands_in is not None:
                 results = _StandIn.apply(self.stands_in, *args)
-                if effects_of(resolved(self.operator)).opaque:
+                if effects_of(resolved(self.operator)).keeps_results(args, kwargs):
                     note_made_once(results)
                 return results
             made = (REPLACED.get(self.operator) or resolved(self.operator))(*args, **kwargs)
@@ -322,7 +331,8 @@ class Tracer(KernelMode):
         if thread.replaying:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
         kernel = kernel_of(func, effects_of(func), args, kwargs)
-        if is_elsewhere or self._is_of_fakes(func, frame):
+        is_extra = self._is_of_fakes(func, frame) or makes_dropout_state(func, args, kwargs)
+        if is_elsewhere or is_extra:
             return kernel(*args, **kwargs)
         self._graph.operators.append(name_of(func))
         call = self._guarded(self._before, func, args, kwargs, frame)
@@ -388,6 +398,10 @@ class Tracer(KernelMode):
         effects = effects_of(func)
         if not effects.opaque and _is_question(func):
             return None
+        if func in SETS_STORAGE:
+            # what reads it reads a view of the tensor that has the storage
+            self._numbers.pop(args[0], None)
+            return None
         within, line = modules_around(frame, self.paths)
         for tensor in reversed(tensors_in((args, kwargs))):
             if isinstance(tensor, FakeTensor):
@@ -399,6 +413,9 @@ class Tracer(KernelMode):
             call.args, call.stands_in = tuple(self._value(one, call) for one in tensors), ()
             return call
         written = [args[0]] if effects.reshapes else written_by(effects, args, kwargs)
+        if effects.dropping is not None:
+            # the state of its dropout is the device's, and no step's alone
+            written = []
         if not self._parameters.isdisjoint(map(self._origin, written)):
             # it takes no bytes, and plans do not change parameters
             return None
@@ -458,9 +475,14 @@ class Tracer(KernelMode):
         # a view that no operator returned
         geometry = _geometry(tensor)
         operator, args = ("alias", ()) if known == geometry else ("as_strided", geometry[1:])
-        view = Call(f"aten.{operator}.default", (GraphValue(first), *args), {}, call.index - 1,
-                    call.within, call.grad and tensor.requires_grad)  # fmt: skip
-        self._add(view, [tensor])
+        place = call.index - 1, call.within, call.grad and tensor.requires_grad
+        if first in self._parameters and not tensor.requires_grad:
+            # a view of a parameter requires a gradient, whatever it is made under
+            self._add(Call(DETACH, (GraphValue(first),), {}, *place), [tensor])
+            first = self._numbers[tensor]
+        self._add(
+            Call(f"aten.{operator}.default", (GraphValue(first), *args), {}, *place), [tensor]
+        )
         return GraphValue(self._numbers[tensor])
 
     def _number(self, tensor: Tensor) -> int:

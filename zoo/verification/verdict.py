@@ -23,7 +23,8 @@ class Difference:
 
     Attributes:
         kind: output, loss, input gradient, parameter gradient, buffer, parameter, optimizer state,
-            attribute or random state; they are compared in this order.
+            attribute or random state; they are compared in this order. Where all of them are equal,
+            a replayed tensor on an accelerator, of which 64 bytes are compared.
         name: which one, as `named_parameters` and the like name it.
         training_step: the step of training after which it was seen, from 1.
         differing, elements: how many numbers differ in a bit, of how many.
@@ -55,18 +56,18 @@ class Report:
     """The result of `verify`: plain data without tensors, which prints as a sentence.
 
     Attributes:
-        exact: whether checkpointed training was that of the baseline in every bit.
-        deterministic: whether the baseline was equal to itself; if not, `first` is about that.
+        exact: whether checkpointed training was that of the baseline in every bit; None where the
+            baseline does not repeat its own numbers, and `first` is about that.
         steps: how many steps of training were asked for.
         compared: how many tensors and values of each kind were compared after each of them.
         plan: the plan in force at last; None where nothing was checkpointed.
         first: the first difference; None when exact.
         model, checkpoint: what was verified, in words.
         optimizer_in_backward: whether the optimizer stepped in the backward.
+        deterministic: whether all trained by torch's deterministic algorithms.
     """
 
-    exact: bool
-    deterministic: bool
+    exact: bool | None
     steps: int
     compared: Mapping[str, int]
     plan: Plan | None
@@ -74,6 +75,7 @@ class Report:
     model: str
     checkpoint: str
     optimizer_in_backward: bool = False
+    deterministic: bool = False
 
     def check(self) -> None:
         """Raises VerifyError, with the report as its message, unless training was exact."""
@@ -81,12 +83,11 @@ class Report:
             raise VerifyError(str(self))
 
     def __str__(self) -> str:
-        if not self.deterministic:
+        if self.exact is None:
             return (
-                f"nondeterministic baseline: two trainings of {self.model} without recomputation "
-                f"from the same state differ, first in {self.first} Nothing is said about "
-                "checkpointing; look for a nondeterministic kernel "
-                "(torch.use_deterministic_algorithms), the clock, or state outside the model."
+                "the baseline does not repeat its own numbers: two trainings of "
+                f"{self.model} without recomputation from the same state differ, first in "
+                f"{self.first} Nothing can be compared bit for bit. {self._way_out()}"
             )
         subject = f"{self.model} with checkpoint={self.checkpoint}"
         if self.optimizer_in_backward:
@@ -103,6 +104,18 @@ class Report:
         return (
             f"exact, with nothing recomputed: {subject} keeps every step and {same} This says "
             "nothing about recomputation; verify another plan, such as checkpoint='blocks'."
+        )
+
+    def _way_out(self) -> str:
+        others = "the clock, random numbers from outside of torch, or state outside of the model"
+        if self.deterministic:
+            return (
+                f"torch's deterministic algorithms were on; look for {others}, or, of an LSTM on "
+                "CUDA, start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8."
+            )
+        return (
+            "Pass deterministic=True (--deterministic), for kernels that do not repeat theirs; "
+            f"else look for {others}."
         )
 
     def _recomputed(self) -> str:

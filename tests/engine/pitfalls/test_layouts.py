@@ -313,7 +313,11 @@ class Scaled(Tensor):
     @staticmethod
     def __new__(cls, numbers: Tensor, scale: Tensor) -> Any:
         return torch.Tensor._make_wrapper_subclass(
-            cls, numbers.shape, dtype=numbers.dtype, requires_grad=numbers.requires_grad
+            cls,
+            numbers.shape,
+            dtype=numbers.dtype,
+            device=numbers.device,
+            requires_grad=numbers.requires_grad,
         )
 
     def __init__(self, numbers: Tensor, scale: Tensor) -> None:

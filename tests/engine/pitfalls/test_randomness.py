@@ -19,6 +19,7 @@ from tests.engine.pitfalls.program import (
     rows,
     state_of,
 )
+from tests.training import generator
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -43,7 +44,7 @@ def test_layers_that_draw(layer: nn.Module, way: Way) -> None:
     assert_trains(lambda: net(nn.Linear(4, 4), layer, nn.Linear(4, 4)), way=way)
 
 
-shared = torch.Generator()
+shared = generator()
 
 
 class Drawing(nn.Module):
@@ -55,7 +56,7 @@ class Drawing(nn.Module):
         self.start()
 
     def start(self) -> None:
-        self.generator = torch.Generator().manual_seed(3)
+        self.generator = generator(3)
 
     def noise(self, y: Tensor) -> Tensor:
         return torch.rand(y.shape, generator=self.generator)
@@ -67,7 +68,7 @@ class Drawing(nn.Module):
 
 class InADict(Drawing):
     def start(self) -> None:
-        self.generators = {"noise": [torch.Generator().manual_seed(3)]}
+        self.generators = {"noise": [generator(3)]}
 
     def noise(self, y: Tensor) -> Tensor:
         return torch.rand(y.shape, generator=self.generators["noise"][0])
@@ -184,18 +185,18 @@ def test_a_generator_that_is_passed(where: str) -> None:
     """A generator as an argument, or as a variable of a closure."""
 
     def program(call: Call) -> Any:
-        generator = torch.Generator().manual_seed(5)
+        own = generator(5)
 
         def draw(x: Tensor, other: Any = None, *, keyword: Any = None) -> Tensor:
-            found = keyword or (other[0] if isinstance(other, list) else other) or generator
+            found = keyword or (other[0] if isinstance(other, list) else other) or own
             return torch.tanh(x * torch.rand(x.shape, generator=found)).exp()
 
         (x,) = rows()
-        other = torch.Generator().manual_seed(6)
+        other = generator(6)
         places = {"argument": other, "list": [other]}
         keywords = {"keyword": other} if where == "keyword" else {}
         call(draw, x, places.get(where), **keywords).sum().backward()
-        return x.grad, generator, other
+        return x.grad, own, other
 
     assert_exact(program)
 

@@ -1,0 +1,259 @@
+"""What each part of `benchmarks/gpu.py` measures, in processes that it starts; rows as they come.
+
+families   a baseline twice and each way once, from the same weights and seeds: which tensors
+           differ after three steps, and the peaks of the third
+budgets    a plan for a share of the baseline's peak: bytes asked, predicted and taken
+speed      seven steps, synchronized: milliseconds, and the peaks in them
+batches    the largest batch within a budget (`largest_batch.py`)
+"""
+
+import gc
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import gpu_cases
+import largest_batch
+import peers
+import torch
+import transformers
+from gpu_cases import Case
+from gpu_rows import Job
+from torch import Tensor
+
+import zoo
+from zoo.engine.devices import synchronize
+from zoo.errors import in_a_line
+from zoo.units import parse_bytes
+from zoo.verification.state_comparison import same_bits
+
+STEPS, TIMED = 3, 7
+BASELINE, AGAIN, SWITCH, TRUE, PLAN = "baseline", "baseline again", "switch", "True", "plan"
+IN_BACKWARD = "True, optimizer in the backward"
+WAYS: dict[str, Callable[[peers.Training, Any], Any]] = {
+    BASELINE: peers.METHODS["plain"].apply,
+    AGAIN: peers.METHODS["plain"].apply,
+    SWITCH: peers.METHODS[peers.OWN].apply,
+    TRUE: peers.METHODS["zoo, True"].apply,
+    IN_BACKWARD: largest_batch.by_true_and_optimizer,
+}
+# what a user gets who does not set PYTORCH_ALLOC_CONF, for these of SPEED
+DEFAULT_SEGMENTS, SEGMENTS = "expandable_segments:False", "expandable_segments:True"
+FRAGMENTED = ("DenseNet-121", gpu_cases.TIMM_RESNET)
+BATCH_BUDGET, SMALL_BUDGET = "8GiB", "4MiB"
+Write = Callable[..., None]
+
+
+def jobs(part: str, device: str, conf: str, *, small: bool) -> Iterator[Job]:
+    """Yields the jobs of a part, the most telling first."""
+    make = partial(Job, part, device=device, small=small, conf=conf)
+    if part == "families":
+        for name, case in gpu_cases.FAMILIES.items():
+            ways = (BASELINE, AGAIN, TRUE, IN_BACKWARD)
+            yield make(name, with_switch(ways, case), only_on=case.only_on)
+    elif part == "budgets":
+        for name, (case, shares) in gpu_cases.BUDGETS.items():
+            yield make(name, tuple(f"{share:g}" for share in shares), only_on=case.only_on)
+    elif part == "speed":
+        for name, case in gpu_cases.SPEED.items():
+            ways = (BASELINE, TRUE, PLAN)
+            yield make(name, with_switch(ways, case), only_on=case.only_on)
+        if conf == SEGMENTS:
+            for name in FRAGMENTED:
+                yield replace(make(name, (BASELINE, TRUE)), conf=DEFAULT_SEGMENTS)
+    else:
+        # in software the search is slow
+        for name in ("GPT-2",) if small else largest_batch.MODELS:
+            needs = ("monai",) if name == "U-Net" else ()
+            yield make(name, tuple(largest_batch.METHODS), needs=needs)
+
+
+def with_switch(ways: tuple[str, ...], case: Case) -> tuple[str, ...]:
+    return ways if case.switch is None else (*ways, SWITCH)
+
+
+def measure(job: Job, write: Write) -> None:
+    """Measures a job's variants and writes a row for each; runs in a process of its own."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    if job.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        # what has no such kernel shows in whether the baseline repeats itself
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if job.conf == DEFAULT_SEGMENTS:
+        torch.cuda.memory._set_allocator_settings(job.conf)
+    parts = {"families": families, "budgets": budgets, "speed": speed, "batches": batches}
+    parts[job.part](job, write)
+
+
+def families(job: Job, write: Write) -> None:
+    """Compares what three steps leave with what those of the baseline did, bit for bit."""
+    case = gpu_cases.FAMILIES[job.case]
+    expected: dict[Any, Any] = {}
+    for variant in job.variants:
+        with row_of(job, variant, write, case) as row:
+            training, took = begun(case, variant, job)
+            row.update(took)
+            losses = [float(training.step(step)) for step in range(1, STEPS)]
+            reset_peaks(job.device)
+            loss = training.step(STEPS)
+            row.update(peaks(job.device))
+            # an optimizer in the backward leaves no gradients
+            left_out = "parameter gradient" if variant == IN_BACKWARD else ""
+            state = {
+                key: to_host(value)
+                for key, value in training.state(loss).items()
+                if key[0] != left_out
+            }
+            row.update(losses=[*losses, float(loss)])
+            del training
+            state["losses", ""] = row["losses"]
+            if variant == BASELINE:
+                expected = state
+            else:
+                differing = [key for key in state if not same(expected[key], state[key])]
+                row.update(differing=len(differing), of=len(state))
+                row.update({"repeats": not differing} if variant == AGAIN else {})
+                row["first"] = " ".join(differing[0]) if differing else ""
+
+
+def same(expected: Any, actual: Any) -> bool:
+    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
+        return same_bits(expected, actual)
+    return type(expected) is type(actual) and repr(expected) == repr(actual)
+
+
+def to_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def budgets(job: Job, write: Write) -> None:
+    """Plans for shares of the baseline's peak and trains by the plans."""
+    case, _ = gpu_cases.BUDGETS[job.case]
+    for variant in job.variants:
+        with row_of(job, variant, write, case) as row:
+            training = built(case, job)
+            started = time.perf_counter()
+            report = planned(training, float(variant), job)
+            row.update(
+                share=float(variant),
+                plan_s=round(time.perf_counter() - started, 2),
+                asked=report.budget,
+                predicted=report.predicted_peak,
+                baseline=report.baseline_peak,
+            )
+            for step in range(1, STEPS):
+                training.step(step)
+            reset_peaks(job.device)
+            for step in range(STEPS, 2 * STEPS):
+                training.step(step)
+            row.update(peaks(job.device))
+
+
+def speed(job: Job, write: Write) -> None:
+    """Times steps: until the last kernel was launched, and until all are done."""
+    case = gpu_cases.SPEED[job.case]
+    for variant in job.variants:
+        with row_of(job, variant, write, case) as row:
+            training, took = begun(case, variant, job)
+            row.update(took)
+            row["first_s"] = round(timed(partial(training.step, 0), job.device)[1], 2)
+            for step in range(1, STEPS):
+                training.step(step)
+            reset_peaks(job.device)
+            steps = 1 if job.small else TIMED
+            pairs = [timed(partial(training.step, step), job.device) for step in range(steps)]
+            launched, done = (
+                1e3 * statistics.median(column) for column in zip(*pairs, strict=True)
+            )
+            row.update(ms=round(done, 2), cpu_ms=round(launched, 2), steps=steps)
+            row.update(peaks(job.device))
+
+
+def batches(job: Job, write: Write) -> None:
+    """Searches for the largest batch by each method."""
+    budget = parse_bytes(SMALL_BUDGET if job.small else BATCH_BUDGET)
+    model = largest_batch.MODELS[job.case][job.small](1)
+    ask = partial(largest_batch.Search, job.case, device=job.device, budget=budget, small=job.small)
+    for method in job.variants:
+        if method == peers.OWN and model.switch is None:
+            continue
+        with row_of(job, method, write, model) as row:
+            row.update(budget=budget, **largest_batch.search(ask(method)))
+
+
+@contextmanager
+def row_of(
+    job: Job, variant: str, write: Write, model: Case | peers.Model
+) -> Iterator[dict[str, Any]]:
+    """Writes a row when the block ends; an error is a row, too, and the next variant follows."""
+    dtype = str(model.dtype or torch.float32).removeprefix("torch.")
+    row: dict[str, Any] = {"case": job.case, "variant": variant, "size": model.size, "dtype": dtype}
+    row |= {"deterministic": True} if job.deterministic else {}
+    try:
+        yield row
+    except Exception as error:  # of whatever kind: the others are still to be measured
+        row["error"] = in_a_line(error)[:600]
+    write(part=job.part, **row, conf=job.conf)
+    gc.collect()
+    torch.accelerator.empty_cache()
+
+
+def built(case: Case, job: Job) -> peers.Training:
+    with torch.device(job.device):
+        return peers.Training(case.model(small=job.small))
+
+
+def begun(case: Case, variant: str, job: Job) -> tuple[peers.Training, dict[str, Any]]:
+    """Returns a training put under a way, and what that took."""
+    training = built(case, job)
+    started = time.perf_counter()
+    if variant != PLAN:
+        WAYS[variant](training, None)
+        return training, {}
+    report = planned(training, case.share, job)
+    seconds = round(time.perf_counter() - started, 2)
+    took = {"share": case.share, "plan_s": seconds, "predicted": report.predicted_peak}
+    return training, {**took, "plan": str(report.plan).partition("\n")[0]}
+
+
+def planned(training: peers.Training, share: float, job: Job) -> zoo.PlanReport:
+    """Plans for a share of the baseline's peak; a small model by halves of what a plan can save."""
+    try:
+        return peers.by_budget(training, share)
+    except zoo.BudgetError as error:
+        if not job.small:
+            raise
+        return peers.by_budget(training, (error.least + error.baseline) // 2)
+
+
+def timed(step: Callable[[], object], device: str) -> tuple[float, float]:
+    """Returns the seconds until a step had launched its kernels, and until they were done."""
+    where = torch.device(device)
+    synchronize(where)
+    started = time.perf_counter()
+    step()
+    launched = time.perf_counter() - started
+    synchronize(where)
+    return launched, time.perf_counter() - started
+
+
+def reset_peaks(device: str) -> None:
+    synchronize(torch.device(device))
+    torch.accelerator.reset_peak_memory_stats()
+
+
+def peaks(device: str) -> dict[str, int | None]:
+    """Returns the most bytes since `reset_peaks`, as the allocator counts them."""
+    synchronize(torch.device(device))
+    return {
+        "allocated": torch.accelerator.max_memory_allocated(),
+        "requested": torch.accelerator.memory_stats().get("requested_bytes.all.peak"),
+        "reserved": torch.accelerator.max_memory_reserved(),
+    }

@@ -1,0 +1,163 @@
+"""Training steps that an H200 ran, and what zoo predicts for them today without one.
+
+    python -m tests.policy.recorded_steps
+
+`recorded_steps.json` has what was recorded (one run on an NVIDIA H200, torch 2.11.0+cu130, commit
+6b9466f): for each step the budget that was asked for, if any, the prediction of then, and
+`torch.cuda.max_memory_allocated`; for each model the workspaces of its kernels, as zoo measured
+them there, where they were kept. The plans were not kept. A plan of the same model whose prediction
+was about that of the plan that ran stands for it, and `before` is what the code of then predicts
+for that plan. The steps were `loss(model(x)).backward()`, with AdamW or SGD with momentum.
+
+The steps are traced on emulated CUDA (`tests.profiling.cuda_runtime`); no kernel runs.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.profiling import cuda_runtime
+
+RECORDED = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+MODELS: dict[str, dict[str, Any]] = RECORDED["models"]
+# what torch 2.11 holds for a thread on Hopper: for cuBLAS, and for cuBLASLt, which adds a bias, too
+PRODUCT, WITH_BIAS = 32 << 20, 33 << 20
+LONGEST = 500  # characters of a call's text, by which its workspace is kept
+
+
+class Step(NamedTuple):
+    """A step: what was asked and taken on the device, and what is predicted now, in bytes."""
+
+    case: str
+    asked: int | None
+    taken: int
+    predicted: int
+
+    @property
+    def above(self) -> float:
+        """The prediction over what was taken, less 1."""
+        return self.predicted / self.taken - 1
+
+
+def key_of(spec: Any) -> str:
+    """Returns a short name for a kernel call, by which its workspace is kept."""
+    return hashlib.sha256(repr(spec)[:LONGEST].encode()).hexdigest()[:10]
+
+
+def steps(model: str) -> list[Step]:
+    """Predicts the recorded steps of a model."""
+    program = f"from tests.policy.recorded_steps import predictions\nprint(predictions({model!r}))"
+    # an H200 is a Hopper: compute capability 9.0
+    predicted = cuda_runtime.run(program, SOFTWARE_CUDA_MAJOR="9")
+    rows = zip(MODELS[model]["steps"], predicted, strict=True)
+    return [
+        Step(
+            step["case"], step.get("asked"), step["taken"], step["predicted"] + now - step["before"]
+        )
+        for step, now in rows
+    ]
+
+
+def predictions(name: str) -> str:
+    """Returns as JSON what is predicted for the plans of a model's steps; runs on emulated CUDA."""
+    planner = _planner(name)
+    plans = [step.get("plan") for step in MODELS[name]["steps"]]
+    points = [planner.baseline if plan is None else planner.point(_plan(plan)) for plan in plans]
+    return json.dumps([point.peak for point in points])
+
+
+def _plan(text: str) -> Any:
+    from zoo.planner.plan import Plan  # noqa: PLC0415
+
+    return Plan.parse(text)
+
+
+def _planner(name: str) -> Any:
+    # imported late, since only the process on emulated CUDA needs torch's CUDA
+    import contextlib  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+
+    from zoo.api.plan import planner_for  # noqa: PLC0415
+    from zoo.profiling import chain_profile  # noqa: PLC0415
+
+    def recorded(specs: Any, *_: Any, **__: Any) -> list[Any]:
+        return [spec and _costs(spec, MODELS[name]["workspaces"]) for spec in specs]
+
+    chain_profile.measure_kernels = recorded
+    build, inputs, loss, make = _setups()[name]
+    with torch.device("meta"):
+        model = build()
+    model.to_empty(device="cuda").train()
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    half = torch.autocast("cuda", torch.bfloat16)
+    with half if "float32" not in name else contextlib.nullcontext():
+        return planner_for(model, inputs, optimizer=make, loss=loss, holds_outputs=False)
+
+
+def _costs(spec: Any, workspaces: dict[str, int]) -> Any:
+    from zoo.profiling.kernel_costs import PRODUCTS, KernelCosts  # noqa: PLC0415
+
+    operator = spec.operator.rpartition(".")[0]
+    held = WITH_BIAS if operator == "aten.addmm" else PRODUCT if operator in PRODUCTS else 0
+    return KernelCosts(1.0, workspaces.get(key_of(spec), 0), held)
+
+
+def _setups() -> dict[str, tuple[Any, Any, Any, Any]]:
+    """Returns for each model what builds it, its inputs, its loss and its optimizer."""
+    from functools import partial  # noqa: PLC0415
+
+    import timm  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+    from torch.nn.functional import cross_entropy  # noqa: PLC0415
+
+    import zoo  # noqa: PLC0415
+
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    adamw = torch.optim.AdamW
+
+    def images(count: int, build: Any, make: Any) -> tuple[Any, Any, Any, Any]:
+        labels = torch.zeros(count, dtype=torch.long, device="cuda")
+        batch = torch.empty(count, 3, 224, 224, device="cuda")
+        return build, batch, lambda outputs: cross_entropy(outputs, labels), make
+
+    def texts(shape: tuple[int, int], build: Any) -> tuple[Any, Any, Any, Any]:
+        tokens = torch.zeros(shape, dtype=torch.long, device="cuda")
+        return build, {"input_ids": tokens, "labels": tokens}, None, adamw
+
+    resnet = partial(timm.create_model, "resnet50")
+    voxels = torch.zeros(2, 128, 128, 64, dtype=torch.long, device="cuda")
+    gpt2 = transformers.GPT2Config(use_cache=False)
+    llama = transformers.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
+    return {
+        "timm ResNet-50, 256": images(256, resnet, sgd),
+        "timm ResNet-50, 128, float32": images(128, resnet, sgd),
+        "ViT-B/16, 128": images(128, zoo.vit_base_patch16, adamw),
+        "DenseNet-121, 128": images(128, zoo.densenet121, sgd),
+        "timm ConvNeXt-T, 128": images(128, partial(timm.create_model, "convnext_tiny"), adamw),
+        "V-Net, 2x128x128x64": (
+            partial(zoo.vnet, classes=3, activation="prelu"),
+            torch.empty(2, 1, 128, 128, 64, device="cuda"),
+            lambda outputs: cross_entropy(outputs, voxels),
+            adamw,
+        ),
+        "HF GPT-2, 16x1024": texts((16, 1024), partial(transformers.GPT2LMHeadModel, gpt2)),
+        "HF Llama 1B, 4x2048": texts((4, 2048), partial(transformers.LlamaForCausalLM, llama)),
+    }
+
+
+if __name__ == "__main__":
+    print(f"{'step':40} {'asked':>14} {'predicted':>14} {'taken':>14}  above")
+    for row in (step for model in MODELS for step in steps(model)):
+        asked = f"{row.asked:,}" if row.asked else "baseline"
+        print(f"{row.case:40} {asked:>14} {row.predicted:>14,} {row.taken:>14,} {row.above:6.2%}")

@@ -1,0 +1,220 @@
+"""The kernels whose forward does not repeat its own bits: their results are kept, not replayed.
+
+A replay calls a kernel again with the same arguments, and most return the same bits. These may not:
+
+    sum       floats added by atomics: the order of threads decides how the sum is rounded
+    choice    one of equal numbers: a router that picks another expert is no rounding error
+    write     several numbers for one element: the last thread wins
+
+On accelerators all of them are kept, on the CPU those that threads share. torch's deterministic
+mode has another kernel for some, which is replayed. Kept results cost memory and change no number.
+
+Sources: the documentation of `torch.use_deterministic_algorithms` lists most of them. `_CHOICES`
+are indices, small beside what they are taken from, whose ties no documentation settles. The scans
+(`cumprod`, `logcumsumexp`, `cummax`, `cummin`) go through that of `cumsum`, whose deterministic
+form is for sums alone. On an H200, torch 2.11, the database of operators found two that differ:
+`cummin`, and `conv_transpose3d` in float32, whose forward is a convolution's backward
+(pytorch#75363); an LSTM of cuDNN's, GPT-2 and ViT repeated themselves there and are left out. On
+the CPU with four threads torch 2.14 repeated neither `index_put` into float32, `put` nor
+`index_copy`, and with one thread not the median of an expanded tensor.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+Condition = Callable[[Args, Kwargs], bool]
+
+# numbers from which the CPU shares a kernel among threads
+GRAIN = 1 << 15
+# the masks by which a tensor may be indexed, which name no element twice
+MASKS = (torch.bool, torch.uint8)
+
+
+class Nondeterminism(NamedTuple):
+    """When a kernel may return other bits for the same arguments.
+
+    Attributes:
+        varies: whether it may for these arguments, on an accelerator.
+        is_avoidable: whether deterministic mode has another kernel, which may not.
+        varies_on_cpu: as `varies`, on the CPU; None if it never does there.
+    """
+
+    varies: Condition
+    is_avoidable: bool = True
+    varies_on_cpu: Condition | None = None
+
+    def applies(self, args: Args, kwargs: Kwargs) -> bool:
+        """Returns whether a call made now may return other bits in a replay."""
+        condition = self.varies_on_cpu if _is_on_cpu(args, kwargs) else self.varies
+        if condition is None or not condition(args, kwargs):
+            return False
+        return not (self.is_avoidable and torch.are_deterministic_algorithms_enabled())
+
+
+def _is_on_cpu(args: Args, kwargs: Kwargs) -> bool:
+    """Returns whether all tensors are on the CPU, or on the meta device, which stands for it."""
+    parts = (value if type(value) in (list, tuple) else (value,) for value in args)
+    tensors = itertools.chain(kwargs.values(), *parts)
+    return all(t.device.type in ("cpu", "meta") for t in tensors if isinstance(t, Tensor))
+
+
+def _argument(args: Args, position: int, default: Any = None) -> Any:
+    return args[position] if position < len(args) else default
+
+
+def _always(args: Args, kwargs: Kwargs) -> bool:
+    return True
+
+
+def _adds_floats(args: Args, kwargs: Kwargs) -> bool:
+    """Integers have the same sum in any order."""
+    dtype = kwargs.get("dtype") or args[0].dtype
+    return bool(dtype.is_floating_point or dtype.is_complex)
+
+
+def _is_weighted(args: Args, kwargs: Kwargs) -> bool:
+    return _argument(args, 1) is not None
+
+
+def _reduces_floats(args: Args, kwargs: Kwargs) -> bool:
+    """The largest and the smallest number are the same in any order."""
+    return _adds_floats(args, kwargs) and args[4] not in ("amax", "amin")
+
+
+def _multiplies_floats(args: Args, kwargs: Kwargs) -> bool:
+    return _adds_floats(args, kwargs) and args[4] == "prod"
+
+
+def _is_transposed(args: Args, kwargs: Kwargs) -> bool:
+    wide = args[0].dtype in (torch.float32, torch.float64)
+    return wide and bool(args[6]) and not torch.backends.cudnn.deterministic
+
+
+def _is_convolution(args: Args, kwargs: Kwargs) -> bool:
+    return not torch.backends.cudnn.deterministic
+
+
+def _puts(args: Args, kwargs: Kwargs) -> bool:
+    """By indices that may name an element twice, other numbers or a sum of floats."""
+    _, indices, values = args[:3]
+    if _argument(args, 3, default=False):
+        return _adds_floats(args, {})
+    given = [index for index in indices if index is not None]
+    return values.numel() > 1 and not all(index.dtype in MASKS for index in given)
+
+
+def _puts_on_cpu(args: Args, kwargs: Kwargs) -> bool:
+    # other sums than those of float32 are serial there
+    is_sum = _argument(args, 3, default=False)
+    if not _puts(args, kwargs) or (is_sum and args[0].dtype is not torch.float32):
+        return False
+    given = [index for index in args[1] if index is not None]
+    shapes = (index.shape for index in given)
+    chosen = math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    rest = args[0].numel() // max(math.prod(args[0].shape[: len(args[1])]), 1)
+    return _is_shared(max(chosen * rest, args[2].numel()))
+
+
+def _is_shared(count: int) -> bool:
+    """Returns whether the CPU's threads share a kernel of so many numbers."""
+    return count >= GRAIN and torch.get_num_threads() > 1
+
+
+def _puts_flat(args: Args, kwargs: Kwargs) -> bool:
+    """Numbers at places of the whole tensor."""
+    is_sum = bool(_argument(args, 3, default=False))
+    return _adds_floats(args, {}) if is_sum else args[2].numel() > 1
+
+
+def _puts_flat_on_cpu(args: Args, kwargs: Kwargs) -> bool:
+    return _puts_flat(args, kwargs) and _is_shared(args[1].numel())
+
+
+def _copies_on_cpu(args: Args, kwargs: Kwargs) -> bool:
+    return _is_shared(args[3].numel())
+
+
+def _is_expanded(args: Args, kwargs: Kwargs) -> bool:
+    """Several elements lie in one place, where the kernel sorts them."""
+    return any(
+        step == 0 and size > 1 for step, size in zip(args[0].stride(), args[0].shape, strict=True)
+    )
+
+
+def _named(names: str, *given: Any, **others: Any) -> dict[str, Nondeterminism]:
+    row = Nondeterminism(*given, **others)
+    return {f"aten::{name}": row for name in names.split()}
+
+
+# Rows by the name of the operator, or of one overload. In-place and `out=` forms are those of the
+# name without them.
+_SUMS = {
+    **_named("scatter_add index_add cumsum", _adds_floats),
+    **_named("cumprod logcumsumexp histc", _adds_floats, is_avoidable=False),
+    **_named("bincount", _is_weighted, is_avoidable=False),
+    **_named("scatter_reduce", _reduces_floats),
+    **_named("index_reduce", _reduces_floats, is_avoidable=False),
+    **_named("nll_loss2d_forward", _always, is_avoidable=False),
+    **_named("convolution", _is_transposed),
+}
+_WRITES = {
+    **_named("index_put _index_put_impl _unsafe_index_put", _puts, varies_on_cpu=_puts_on_cpu),
+    **_named("put", _puts_flat, is_avoidable=False, varies_on_cpu=_puts_flat_on_cpu),
+    **_named("index_copy", _always, varies_on_cpu=_copies_on_cpu),
+    **_named("scatter.src scatter.src_out scatter_.src", _always),
+    **_named("scatter.reduce scatter.reduce_out scatter_.reduce", _always, is_avoidable=False),
+    **_named("max_unpool2d max_unpool3d", _always, is_avoidable=False),
+}  # fmt: skip
+_CHOICES = {
+    **_named("topk sort argsort argmax argmin mode nonzero nonzero_static multinomial", _always),
+    **_named("max.dim max.dim_max min.dim min.dim_min", _always),
+    **_named("_unique _unique2 unique_dim unique_consecutive unique_dim_consecutive", _always),
+    **_named("cummax cummin _cummax_helper _cummin_helper", _always, is_avoidable=False),
+    **_named("kthvalue", _always, is_avoidable=False, varies_on_cpu=_is_expanded),
+    **_named("median.dim median.dim_values nanmedian.dim nanmedian.dim_values", _always,
+             is_avoidable=False, varies_on_cpu=_is_expanded),
+    "torchvision::nms": Nondeterminism(_always),
+}  # fmt: skip
+# kernels of a backward, which are recorded where a forward takes gradients itself
+_GRADIENTS = {
+    **_named("embedding_dense_backward max_pool3d_with_indices_backward "
+             "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward "
+             "_flash_attention_backward _efficient_attention_backward _cudnn_attention_backward "
+             "_scaled_dot_product_flash_attention_backward "
+             "_scaled_dot_product_efficient_attention_backward "
+             "_scaled_dot_product_cudnn_attention_backward", _always),
+    **_named("convolution_backward", _is_convolution),
+    **_named("_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
+             "adaptive_max_pool2d_backward adaptive_max_pool3d_backward avg_pool3d_backward "
+             "fractional_max_pool2d_backward fractional_max_pool3d_backward "
+             "max_pool2d_with_indices_backward upsample_linear1d_backward "
+             "upsample_bilinear2d_backward _upsample_bilinear2d_aa_backward "
+             "upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward "
+             "upsample_trilinear3d_backward reflection_pad1d_backward reflection_pad2d_backward "
+             "reflection_pad3d_backward nll_loss2d_backward _ctc_loss_backward "
+             "_embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward "
+             "grid_sampler_2d_backward grid_sampler_3d_backward _cudnn_rnn_backward", _always,
+             is_avoidable=False),
+    **{f"torchvision::{name}": Nondeterminism(_always, is_avoidable=False) for name in (
+        "_roi_align_backward", "_roi_pool_backward", "_ps_roi_align_backward",
+        "_ps_roi_pool_backward", "_deform_conv2d_backward")},
+}  # fmt: skip
+TABLE: dict[str, Nondeterminism] = {**_SUMS, **_WRITES, **_CHOICES, **_GRADIENTS}
+# of what torch itself marks so
+_TAG = getattr(torch.Tag, "nondeterministic_bitwise", None)
+
+
+def nondeterminism_of(operator: Any) -> Nondeterminism | None:
+    """Returns when an operator's kernel may not repeat its bits; None if it always does."""
+    name = operator._schema.name
+    found = TABLE.get(operator.name()) or TABLE.get(name) or TABLE.get(name.removesuffix("_"))
+    if found is None and _TAG in operator.tags:
+        return Nondeterminism(_always, is_avoidable=False)
+    return found

@@ -1,0 +1,192 @@
+"""Compares recomputed tensors on accelerators with those of the forward, without waiting for them.
+
+On the CPU each replay is checked as it comes, since reading memory there waits for nothing. To read
+an accelerator's memory waits for all of its work. So a sample of each saved tensor stays there:
+
+    forward      a saved tensor       -> 64 bytes of it, by one kernel
+    replay       all of a segment     -> their bytes beside the samples, a flag for each, by four
+    at the end   flags of all replays -> read once, where the check ends or every n backwards
+
+The check is off by default, since its kernels cost time where Python is what a step waits for, and
+each sample holds the least block of the allocator (512 bytes on CUDA) until its segment is
+replayed. A graph of CUDA's may capture it; there flags can only be read after the check ends.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zoo._torch import DisableTorchDispatch
+from zoo.engine.devices import synchronize
+from zoo.errors import ArgumentError, RecomputeError
+
+# bytes of a tensor that are compared
+SAMPLE = 64
+OTHER_NUMBERS = (
+    "has other numbers than in the forward: code that torch does not see wrote it in place, or a "
+    "kernel is not deterministic. Leave that code outside of the segment, or let it write a copy."
+)
+
+
+class Replayed(NamedTuple):
+    """What a flag is about: a tensor that was replayed, and the operator that made it."""
+
+    operator: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype} of {self.operator} on {self.device}"
+
+
+class Compared(NamedTuple):
+    """A replayed tensor, and the sample of the one in the forward."""
+
+    replayed: Replayed
+    tensor: Tensor
+    sample: Tensor
+
+
+class ReplayCheck:
+    """The flags of all replays of some steps.
+
+    Attributes:
+        every: after how many backwards they are read; None for the end of the check alone.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every, self.backwards, self._last = every, 0, -1
+        # for what was replayed together, one flag for each byte of its samples
+        self._flags: dict[tuple[Replayed, ...], Tensor] = {}
+        self._lock = threading.Lock()
+
+    def compare(self, compared: list[Compared]) -> None:
+        """Has a device compare what a segment replayed there; waits for nothing."""
+        by_device: dict[torch.device, list[Compared]] = {}
+        for one in compared:
+            by_device.setdefault(one.replayed.device, []).append(one)
+        with self._lock, torch.inference_mode(False), DisableTorchDispatch():
+            for together in by_device.values():
+                found = torch.cat([_view(one.tensor) for one in together])
+                differs = found != torch.cat([one.sample for one in together])
+                replayed = tuple(one.replayed for one in together)
+                flags = self._flags.setdefault(replayed, differs)
+                if flags is not differs:
+                    flags.logical_or_(differs)
+
+    def take(self) -> list[Replayed]:
+        """Waits for the devices, and returns what differed since the last time."""
+        with self._lock, torch.inference_mode(False), DisableTorchDispatch():
+            for device in {replayed[0].device for replayed in self._flags}:
+                synchronize(device)
+            found: list[Replayed] = []
+            for replayed, flags in self._flags.items():
+                sizes = [_size(one.shape, one.dtype) for one in replayed]
+                parts = torch.split(flags.cpu(), sizes)
+                found += [one for one, part in zip(replayed, parts, strict=True) if part.any()]
+                flags.zero_()
+            # autograd may have saved one tensor more than once
+            return list(dict.fromkeys(found))
+
+    def end_backward(self, number: int) -> None:
+        """Counts a backward, which may end on several threads, and reads the flags if it is time.
+
+        Raises:
+            RecomputeError: a replayed tensor differed.
+        """
+        if number == self._last:
+            return
+        self._last = number
+        self.backwards += 1
+        if self.every is not None and self.backwards % self.every == 0:
+            self.check()
+
+    def check(self) -> None:
+        """Reads the flags.
+
+        Raises:
+            RecomputeError: a replayed tensor differed.
+        """
+        if found := self.take():
+            more = f" (and {len(found) - 1} others)" if len(found) > 1 else ""
+            raise RecomputeError(
+                f"a replayed tensor {found[0]}{more} {OTHER_NUMBERS} "
+                "torch.use_deterministic_algorithms(True) has kernels that repeat themselves. The "
+                "gradients of the backwards since the last check may be wrong."
+            )
+
+
+# the one in force on all threads, since a device's backward has its own
+_checks: list[ReplayCheck] = []
+
+
+def present() -> ReplayCheck | None:
+    """Returns the check that is in force."""
+    return _checks[-1] if _checks else None
+
+
+@contextlib.contextmanager
+def checking(every: int | None = None) -> Iterator[ReplayCheck]:
+    """Has replays be compared in the block, and yields their flags, which nobody has read yet."""
+    check = ReplayCheck(every)
+    _checks.append(check)
+    try:
+        yield check
+    finally:
+        _checks.remove(check)
+
+
+@contextlib.contextmanager
+def check_replays(*, every: int | None = None) -> Iterator[None]:
+    """Compares what is recomputed on accelerators inside of the block with the forward.
+
+    64 bytes of each saved tensor that is recomputed are compared on its device; the result is read
+    at the end of the block, and with `every=10` after each tenth backward, which waits for the
+    device. What a block's backward recomputes has to be saved in the block, too. On the CPU each
+    recomputation is compared anyway.
+
+    Raises:
+        ArgumentError: `every` is no number of backwards.
+        RecomputeError: a recomputed tensor differs: after the block, or with `every` by the
+            backward, whose gradients may be wrong.
+    """
+    if every is not None and (type(every) is not int or every < 1):
+        raise ArgumentError(f"every= is a number of backwards, 1 at least; got {every!r}")
+    with checking(every) as check:
+        yield
+    check.check()
+
+
+def sample_of(tensor: Tensor) -> Tensor | None:
+    """Returns a sample of a tensor on an accelerator, where a check is in force."""
+    if not _checks or not _is_dense(tensor):
+        return None
+    with torch.inference_mode(False), DisableTorchDispatch():
+        return _view(tensor).clone()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    is_real = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    return is_real and any(tensor.is_contiguous(memory_format=one) for one in formats)
+
+
+def _view(tensor: Tensor) -> Tensor:
+    """Returns bytes spread over a dense tensor, without a copy.
+
+    An odd stride takes high and low bytes of numbers in turn.
+    """
+    start, size = tensor.storage_offset() * tensor.itemsize, tensor.nbytes
+    count = min(size, SAMPLE)
+    stride = 1 if count < SAMPLE else ((size - 1) // (SAMPLE - 1) - 1) | 1
+    found = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return found.set_(tensor.untyped_storage(), start, (count,), (stride,))
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return min(torch.Size(shape).numel() * dtype.itemsize, SAMPLE)

@@ -1,0 +1,126 @@
+"""The sizes of what cuDNN's recurrent networks take and make: weights, reserve, dropout's state.
+
+An LSTM or GRU on CUDA is one kernel for all its layers and time steps. Its weights lie in one flat
+buffer, and it returns a reserve, which only its own backward reads: most of what it saves.
+
+    weights  W0 R0 (P0) | W1 R1 (P1) | ... | bW0 bR0 | bW1 bR1 | ...    by layer and direction
+    reserve  gates and cells of all layers | outputs between layers | masks of the dropout | 256
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# cuDNN's numbers of the kinds of networks, and the gates of each
+GATES = {0: 1, 1: 1, 2: 4, 3: 3}
+# parts of a reserve are rounded up to so many bytes, and it has so many more
+ALIGNED, MORE = 32, 256
+# bytes of a generator's state for a thread, of which a multiprocessor runs so many at once
+STATE, THREADS = 24, 2048
+# the multiprocessors of an H200
+PROCESSORS = 132
+
+
+class Network(NamedTuple):
+    """A call of cuDNN's for all layers of a recurrent network."""
+
+    inputs: int
+    mode: int
+    hidden: int
+    projected: int  # 0 for none
+    layers: int
+    directions: int
+    tokens: int  # T x N, or all of packed sequences
+    dtype: torch.dtype
+    dropout: float
+    trains: bool
+
+    @classmethod
+    def of(cls, x: Tensor, settings: Sequence[Any]) -> "Network":
+        """Reads the arguments of `_cudnn_rnn` or its backward, from `mode` to `batch_sizes`."""
+        mode, hidden, projected, layers, _, dropout, trains, bidirectional, _ = settings
+        sizes = mode, hidden, projected, layers, 1 + bidirectional, prod(x.shape[:-1])
+        return cls(x.shape[-1], *sizes, x.dtype, dropout, trains)
+
+    @classmethod
+    def flattened(cls, dtype: torch.dtype, *settings: Any) -> "Network":
+        """Reads the arguments of `_cudnn_rnn_flatten_weight` after the weights."""
+        inputs, mode, hidden, projected, layers, _, bidirectional = settings
+        return cls(inputs, mode, hidden, projected, layers, 1 + bidirectional, 0, dtype, 0.0, False)
+
+    @property
+    def outputs(self) -> int:
+        """The width of what a direction returns."""
+        return self.projected or self.hidden
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """For each layer and direction the numbers in each of its parameters, as torch has them."""
+        gates = GATES[self.mode] * self.hidden
+        above = self.directions * self.outputs
+        widths = [self.inputs] * self.directions + [above] * self.directions * (self.layers - 1)
+        projection = [self.hidden * self.projected] if self.projected else []
+        return [
+            [gates * width, gates * self.outputs, gates, gates, *projection] for width in widths
+        ]
+
+    @property
+    def weights(self) -> int:
+        """The numbers in the flat buffer of all weights; biases are there without being used."""
+        return sum(map(sum, self.parts))
+
+    @property
+    def offsets(self) -> list[list[int]]:
+        """Where in the flat buffer each parameter begins."""
+        biases = sum(sum(sizes) - 2 * sizes[2] for sizes in self.parts)
+        found, matrices = [], 0
+        for first, second, bias, _, *projection in self.parts:
+            places = [matrices, matrices + first, biases, biases + bias]
+            found.append([*places, *(matrices + first + second for _ in projection)])
+            matrices += first + second + sum(projection)
+            biases += 2 * bias
+        return found
+
+    def reserve_bytes(self) -> int:
+        """Estimates the bytes of the reserve, where no device can be asked.
+
+        Of an LSTM exactly what cuDNN 9.19 asked for on an H200, for one layer in float32 and in
+        half precision and for two with dropout; an estimate for a GRU, a network without gates,
+        projections, two directions, other versions and other devices.
+        """
+        if not self.trains:
+            return 0
+        numbers = self.tokens * self.directions * self.hidden
+        between = (self.layers - 1) * numbers
+        sizes = (
+            self.layers * numbers * (GATES[self.mode] + 1) * self.dtype.itemsize,
+            between * self.dtype.itemsize,
+            -(-between // 8) if self.dropout else 0,
+        )
+        return MORE + sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
+
+
+def dropout_state_bytes(device: torch.device) -> int:
+    """Returns the bytes of a dropout's state; of an H200's where there is no such device.
+
+    There 6,488,064, as was measured; other devices are taken to need as much per multiprocessor.
+    """
+    there = device.type == "cuda" and torch.cuda.is_available()
+    processors = PROCESSORS
+    if there:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * THREADS * STATE
+
+
+def flattened(model: nn.Module) -> nn.Module:
+    """Puts the weights of a copy's networks into flat buffers again; returns the copy.
+
+    A copy has each weight in memory of its own, which cuDNN would copy in each call.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return model

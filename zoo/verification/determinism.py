@@ -1,0 +1,78 @@
+"""Trains by torch's deterministic algorithms, for models that do not repeat their own numbers.
+
+A kernel that adds up by atomic operations rounds differently each time, so that two trainings
+without any plan differ, and nothing can be compared bit for bit. Of torch's settings against that
+one alone does not suffice:
+
+    use_deterministic_algorithms   other kernels; an operator that has none raises
+    cudnn.benchmark                off: it chooses among kernels by the seconds that they took
+    CUBLAS_WORKSPACE_CONFIG        for cuDNN's LSTM and GRU, as torch's page on nn.LSTM says; other
+                                   products repeat themselves without it (pytorch#161749). It is
+                                   read once in a process, and what was read stays
+
+Errors and not torch's warnings: by warnings, attention on CUDA goes on with its kernels whose
+gradients do not repeat themselves.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+import torch
+
+from zoo._torch import compiler_settings
+from zoo.errors import DeterminismError
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+# those with which cuBLAS repeats itself
+WORKSPACES = (":4096:8", ":16:8")
+REFUSAL = re.compile(r"([^:]+) does not have a deterministic implementation")
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(wanted: bool = True) -> Iterator[None]:
+    """Has torch use deterministic algorithms inside the block, if wanted; restores all settings.
+
+    Whether torch fills memory that is not initialized stays as it is, by default it does.
+
+    Raises:
+        DeterminismError: torch has none for an operator in the block.
+    """
+    if not wanted:
+        yield
+        return
+    cudnn, compiler = torch.backends.cudnn, compiler_settings()
+    mode, compiled = torch.get_deterministic_debug_mode(), compiler.deterministic
+    flags, workspace = (cudnn.benchmark, cudnn.deterministic), os.environ.get(CUBLAS)
+    try:
+        torch.use_deterministic_algorithms(True)
+        cudnn.benchmark, cudnn.deterministic = False, True
+        if workspace not in WORKSPACES:
+            os.environ[CUBLAS] = WORKSPACES[0]
+        yield
+    except Exception as error:
+        if (reason := _refusal(error)) is not None:
+            raise DeterminismError(reason) from error
+        raise
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        compiler.deterministic = compiled
+        cudnn.benchmark, cudnn.deterministic = flags
+        if workspace is None:
+            os.environ.pop(CUBLAS, None)
+        else:
+            os.environ[CUBLAS] = workspace
+
+
+def _refusal(error: BaseException | None) -> str | None:
+    """Words what torch refuses in deterministic mode; None for any other error."""
+    while error is not None:
+        if found := REFUSAL.search(str(error)):
+            return (
+                f"torch has no deterministic algorithm for {found[1].strip()}, which "
+                "deterministic=True (--deterministic) needs: leave that out, or have the model "
+                "compute this by another operator"
+            )
+        error = error.__cause__
+    return None
