@@ -351,7 +351,7 @@ def is_same_state(one: Tensor, other: Tensor) -> bool:
 
 
 class PutAside:
-    """The state of a stream, put aside while others are written; a call brings it back.
+    """The state of a stream, put aside while others are written, from `begin` until it is called.
 
     A state that is written counts as a seed: after one, cuDNN's networks draw and make the state of
     their dropout anew. So the stream of a CUDA device is given another object for its state, and
@@ -364,12 +364,17 @@ class PutAside:
         if _swaps_state(stream):
             self.own = stream.graphsafe_get_state()
             self.written = stream.clone_state()
-            stream.graphsafe_set_state(self.written)
         else:
             self.state = stream.get_state()
 
+    def begin(self) -> None:
+        """Has the stream be written from now on."""
+        if self.own is not None:
+            self.stream.graphsafe_set_state(self.written)  # type: ignore[union-attr, arg-type]
+
     def write(self, state: Tensor) -> None:
         """Sets another state."""
+        self.begin()
         self.written.set_state(state)
 
     def __call__(self) -> None:
@@ -418,6 +423,8 @@ def random_state_restored() -> Iterator[dict[str, Any]]:
     states = read_streams()
     aside = {str(device): PutAside(restorable_stream(device)) for device in devices_in_use()}
     try:
+        for one in aside.values():
+            one.begin()
         yield states
     finally:
         for bring_back in aside.values():

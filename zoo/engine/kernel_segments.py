@@ -17,16 +17,16 @@ import itertools
 import operator
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from zoo._torch import sequence_number, top_saved_tensors_hooks
+from zoo._torch import dispatch_modes, sequence_number, top_saved_tensors_hooks
 from zoo.engine.operands import Outside, alive, parts_of
 from zoo.engine.operator_effects import makes_dropout_state
-from zoo.engine.recompute import HOOKS, records
+from zoo.engine.recompute import HOOKS, is_packing, records
 from zoo.engine.recording import (
     Recorder,
     Segment,
@@ -238,6 +238,14 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         handles = [one for one in thread.segment.living() if one.sequence > self._sequence]
         return [handle for handle in handles if handle.original() is not None]
 
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Runs a forward; whatever interrupts it, and where, the thread is left as it was."""
+        try:
+            with self:
+                return function()
+        finally:
+            self._leave()
+
     def __enter__(self) -> Any:
         thread.conductor = self
         found = super().__enter__()  # type: ignore[no-untyped-call]
@@ -247,12 +255,21 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         return found
 
     def __exit__(self, *raised: Any) -> None:
-        HOOKS.__exit__(*raised)
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        thread.conductor, self.recording = None, None
+        self._leave()
+
+    def _leave(self) -> None:
+        """Ends the forward, unless it has ended: an interrupt may have cut the end short."""
+        if thread.conductor is not self:
+            return
+        if is_packing():
+            HOOKS.__exit__()
+        if self in dispatch_modes():
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.recording = None
         # not by the path, which is not that of the segments where a turn was interrupted
         while thread.segment is not None:
             self._close()
+        thread.conductor = None
 
 
 def conducts() -> bool:

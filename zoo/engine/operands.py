@@ -175,8 +175,8 @@ class Outside:
     """A tensor from outside as it is, with the check that autograd makes in the baseline, too."""
 
     __slots__ = (
-        "__weakref__", "copy", "earlier", "geometry", "home", "is_read", "parts", "tensor",
-        "version", "wrapper",
+        "__weakref__", "copy", "earlier", "geometry", "home", "is_read", "original", "parts",
+        "tensor", "version", "wrapper",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
@@ -184,6 +184,8 @@ class Outside:
         self.home = home  # its storage
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
+        # the tensor with its history, where an operation of autograd's saved it as an argument
+        self.original: Callable[[], Tensor | None] | None = None
         self.is_read = False  # whether a kernel has read it
         self.copy: Any = None  # its storage before a kernel wrote it, and where it lay there
         self.geometry: Geometry | None = None
@@ -212,8 +214,13 @@ class Outside:
         """Returns the tensor, which autograd saved.
 
         Raises:
-            RecomputeError: it was changed in place since.
+            RecomputeError: it was changed or detached in place since.
         """
+        if self.original is not None:
+            check_history(self.original())
+        return self._unchanged()
+
+    def _unchanged(self) -> Tensor:
         tensor = self.tensor
         if tensor._version != self.version:
             check_version(tensor, self.version)
@@ -222,7 +229,11 @@ class Outside:
         return tensor
 
     def now(self) -> Tensor:
-        """Returns the tensor as the forward read it; raises as `unpack`."""
+        """Returns the tensor as the forward read it.
+
+        Raises:
+            RecomputeError: it was changed in place since, or given other memory.
+        """
         tensor = self.tensor
         if isinstance(tensor, FakeTensor):
             return tensor
@@ -233,7 +244,7 @@ class Outside:
                     "memory after it was used, by `Tensor.data` or a conversion of its module. Do "
                     "so after the backward."
                 )
-            return self.unpack()
+            return self._unchanged()
         with DisableTorchDispatch():
             return self.geometry.of_storage(self.copy, self.tensor.device)
 
@@ -251,7 +262,7 @@ class Sparse(Outside):
         self.is_coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
 
     def now(self) -> Tensor:
-        """Returns the tensor as the forward read it; raises as `unpack`."""
+        """Returns the tensor as the forward read it; raises as that of any other."""
         parts = [part.now() for part in self.parts]
         for part, found in zip(self.parts, self.samples, strict=True):
             if part.geometry is None and sample(part.tensor.untyped_storage()) != found:
@@ -261,7 +272,7 @@ class Sparse(Outside):
                     "change a copy."
                 )
         if not self.is_copied:
-            return self.unpack()
+            return self._unchanged()
         size, layout = self.tensor.size(), self.tensor.layout
         given: dict[str, Any] = {"layout": layout}
         make: Callable[..., Tensor] = torch.sparse_compressed_tensor
@@ -395,6 +406,31 @@ def check_version(tensor: Tensor, version: int) -> None:
         raise RecomputeError(
             f"a {what} that this gradient needs was changed in place after it was used (version "
             f"{version}, now {now}). Change it after the backward, or change a copy."
+        )
+
+
+def has_history(tensor: Tensor, sequence: int) -> bool:
+    """Says whether a tensor that autograd saves now has a history that its operation reads.
+
+    `sequence` is the number of the next operation. One that saves its result reads none. A view
+    cannot be detached in place, and asked for its history it may make it anew.
+    """
+    if not tensor.requires_grad or tensor._base is not None:
+        return False
+    made_by: Any = tensor.grad_fn
+    return made_by is not None and made_by._sequence_nr() != sequence - 1
+
+
+def check_history(tensor: Tensor | None) -> None:
+    """Refuses a saved tensor that had a history and is detached, where it is still held.
+
+    Raises:
+        RecomputeError: it is, which autograd refuses in the baseline, too.
+    """
+    if tensor is not None and not tensor.requires_grad:
+        raise RecomputeError(
+            f"a tensor {tuple(tensor.shape)} that this gradient needs was detached in place after "
+            "it was used, by `detach_()`. Use `detach()`, which leaves it as it is."
         )
 
 

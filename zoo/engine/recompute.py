@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo._torch import (
     are_functorch_transforms_active,
     are_saved_tensors_hooks_enabled,
+    dispatch_modes,
     is_tracing,
     top_saved_tensors_hooks,
 )
@@ -66,8 +67,7 @@ def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwa
         raise ArgumentError("use_reentrant=True cannot be exact; leave it out or pass False")
     if torch.compiler.is_compiling():
         return _recompute_compiled(function, args, kwargs)
-    with segment():
-        return function(*args, **kwargs)
+    return segment().run(function, *args, **kwargs)
 
 
 def _recompute_compiled(function: Function, args: Any, kwargs: Any) -> Any:
@@ -120,8 +120,18 @@ class segment:
 
     __slots__ = ("part",)
 
-    def __enter__(self) -> None:
+    def __init__(self) -> None:
         self.part: Segment | None = None
+
+    def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function; whatever interrupts it, and where, the thread is left as it was."""
+        try:
+            with self:
+                return function(*args, **kwargs)
+        finally:
+            self._leave()
+
+    def __enter__(self) -> None:
         # where another plan is in force, that is the one
         if not records() or thread.conductor is not None:
             return
@@ -138,16 +148,31 @@ class segment:
         thread.segment = part
 
     def __exit__(self, *raised: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Ends the segment, unless it has ended: an interrupt may have cut the end short."""
         part = self.part
         if part is None:
             return
         thread.segment, part.end = part.parent, part.recording.count
         if part.parent is None:
-            HOOKS.__exit__(*raised)
-            assert thread.recorder is not None, "the segment was opened on this thread"
-            thread.recorder.__exit__(*raised)  # type: ignore[no-untyped-call]
-            thread.recorder.recording = None
+            if is_packing():
+                HOOKS.__exit__()
+            recorder = thread.recorder
+            if recorder in dispatch_modes():
+                recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call, union-attr]
+            if recorder is not None:
+                recorder.recording = None
+        self.part = None
+        if part.parent is None:
             prune(part)
+
+
+def is_packing() -> bool:
+    """Says whether what autograd saves on this thread is packed here."""
+    hooks = top_saved_tensors_hooks(False)
+    return hooks is not None and hooks[0] is pack
 
 
 def records() -> bool:
@@ -195,8 +220,7 @@ def _run(items: Sequence[Item], steps: Sequence[Step], state: State) -> Any:
         if isinstance(item, int):
             value = fold((steps[item],), state)
         else:
-            with segment():
-                value = _run(item, steps, state)
+            value = segment().run(_run, item, steps, state)
     return value
 
 

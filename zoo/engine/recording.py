@@ -19,6 +19,7 @@ import bisect
 import ctypes
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Optional
 
@@ -650,8 +651,10 @@ class Recorder(KernelMode):
         if keeps or (effects.seeded and draws is None):
             return self._run_outside(kernel, effects, written, args, kwargs)
         values = [recording.target(tensor, effects) for tensor in written]
-        if written and not effects.makes and not any(values):
-            # all that it writes comes from outside and is there
+        # all that it writes comes from outside and is there
+        is_there = bool(written) and not effects.makes and not any(values)
+        # or it may read what it wrote, of which each argument has a copy in a replay
+        if is_there or (None in values and _is_given_twice(written, values, args, kwargs)):
             return self._run_outside(kernel, effects, written, args, kwargs)
         targets = [*zip(written, values, strict=True)]
         node = Node(kernel, recording.count, recording.settings_for(effects), args)
@@ -852,6 +855,16 @@ def written_by(effects: Effects, args: Any, kwargs: Any) -> list[Tensor]:
         elif value is not None:
             found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return found
+
+
+def _is_given_twice(
+    written: list[Tensor], values: Sequence[Value | None], args: Any, kwargs: Any
+) -> bool:
+    """Says whether memory from outside that a kernel writes is also that of another argument."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    storages = Counter(id(storage_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+    outside = (tensor for tensor, value in zip(written, values, strict=True) if value is None)
+    return any(storages[id(storage_of(tensor))] > 1 for tensor in outside)
 
 
 def statistics_of(effects: Effects, args: Any) -> dict[int, Tensor]:

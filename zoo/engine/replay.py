@@ -77,34 +77,52 @@ def outside_of(found: Iterable[Scheduled]) -> Iterator[Tensor]:
 
 def replay(found: Iterable[Scheduled]) -> None:
     """Calls the operators of scheduled nodes again; what they make lies in `made` of its value."""
-    with DisableAutocast(), BelowAutograd():
-        _run(found)
-
-
-def _run(found: Iterable[Scheduled]) -> None:
-    settings: list[Callable[[], object]] = []
-    streams: dict[int, PutAside] = {}
-    trains = torch.is_grad_enabled()
-    set_grad_enabled(True)
+    changed = Changes()
     try:
+        with DisableAutocast(), BelowAutograd():
+            _run(found, changed)
+    finally:
+        # once more, where an interrupt has cut it short
+        changed.restore()
+
+
+class Changes:
+    """What a replay changes for its kernels, and how it was before."""
+
+    def __init__(self) -> None:
+        self.trains = torch.is_grad_enabled()
+        self.settings: list[Callable[[], object]] = []
+        self.streams: dict[int, PutAside] = {}
+        self.are_restored = False
+
+    def restore(self) -> None:
+        """Restores all of it, unless it was."""
+        if self.are_restored:
+            return
+        thread.origin = None
+        restores: list[Callable[[], object]] = [*self.streams.values(), *reversed(self.settings)]
+        for restore in restores:
+            restore()
+        set_grad_enabled(self.trains)
+        self.are_restored = True
+
+
+def _run(found: Iterable[Scheduled], changed: Changes) -> None:
+    try:
+        set_grad_enabled(True)
         present = read_settings()
         for node, drops in found:
             if node.settings is not present:
                 if node.settings != present:
-                    write_settings(node.settings, settings)
+                    write_settings(node.settings, changed.settings)
                 present = node.settings
             if node.draws:
-                draw_as(node.draws, streams)
+                draw_as(node.draws, changed.streams)
             if node.origin is not None:
                 thread.origin = node.origin
             _call(node, drops)
     finally:
-        thread.origin = None
-        for bring_back in streams.values():
-            bring_back()
-        for restore in reversed(settings):
-            restore()
-        set_grad_enabled(trains)
+        changed.restore()
 
 
 def without_modes() -> Any:
@@ -130,8 +148,10 @@ def without_modes() -> Any:
 
 def _call(node: Node, drops: Sequence[Value]) -> None:
     """Calls the operator of a node, on scratch memory where it writes an argument."""
+    # values whose storage is a copy during the call, and what they were
+    before: list[tuple[Value, Tensor]] = []
     for write in node.writes:
-        write.scratch = _scratch(write.target, drops)
+        write.scratch = _scratch(write.target, drops, before)
     # most are values, and calls are what a replay costs
     args = [
         (made if (made := value.made) is not None else value.now())
@@ -144,6 +164,8 @@ def _call(node: Node, drops: Sequence[Value]) -> None:
     else:
         given = node.kwargs.items()
         out = node.kernel(*args, **{n: v.now() if type(v) in REFERENCES else v for n, v in given})
+    for written, tensor in before:
+        written.made = tensor
     parts = (out,) if isinstance(out, Tensor) else flat(out)
     # of a kernel that only writes the results are its arguments
     for value, tensor in zip(node.outs, parts, strict=False):
@@ -159,18 +181,34 @@ def _call(node: Node, drops: Sequence[Value]) -> None:
         value.made = None
 
 
-def _scratch(target: Reference | Outside, drops: Sequence[Value]) -> Tensor:
-    """Returns a tensor that a kernel may write: a copy where others need it as it was."""
-    is_last = not isinstance(target, Outside) and target.value in drops
+def _scratch(
+    target: Reference | Outside, drops: Sequence[Value], before: list[tuple[Value, Tensor]]
+) -> Tensor:
+    """Returns a tensor that a kernel may write: in a copy where the value is read later.
+
+    All arguments of a call that lie in one storage share its copy, as a kernel may write two views
+    of it, or read what it wrote; `before` takes the value with what it was.
+    """
+    if isinstance(target, Outside):
+        return _copy(target.now())
+    value = target.value
     if type(target) is View:
         target.make_room()
-        if is_last:
-            # a view of what requires a gradient gets a history when it is written
-            target.value.now().requires_grad_(False)
-    tensor = target.now()
-    if is_last:
-        return tensor
+    if value not in drops and all(value is not other for other, _ in before):
+        made = value.now()
+        before.append((value, made))
+        value.made = _copy(made)
+    if type(target) is View:
+        # a view of what requires a gradient gets a history when it is written
+        value.now().requires_grad_(False)
+    return target.now()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Returns the same tensor on a copy of its storage."""
     if isinstance(tensor, FakeTensor):
-        return tensor.clone()
+        numbers = tensor.untyped_storage().nbytes() // tensor.itemsize
+        whole = tensor.new_empty(numbers)
+        return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
     storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
     return Geometry(tensor).of_storage(storage, tensor.device)

@@ -22,10 +22,12 @@ from zoo.engine.operands import (
     Reference,
     Value,
     View,
+    check_history,
     check_version,
     counted,
     detached,
     fingerprint,
+    has_history,
     read,
     read_memory,
 )
@@ -50,8 +52,8 @@ class Handle:
     """
 
     __slots__ = (
-        "__weakref__", "counter", "filled", "fingerprint", "is_written", "kept", "original",
-        "reference", "segment", "sequence", "tensor", "version", "view",
+        "__weakref__", "counter", "filled", "fingerprint", "has_history", "is_written", "kept",
+        "original", "reference", "segment", "sequence", "tensor", "version", "view",
     )  # fmt: skip
 
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
@@ -62,6 +64,7 @@ class Handle:
         self.version = tensor._version
         # which operation of autograd's saved it
         self.sequence = sequence_number()
+        self.has_history = has_history(tensor, self.sequence)
         # shares the version of the tensor, once that is written or somebody has it; and where it is
         self.counter: Tensor | None = None
         self.view: View | None = None
@@ -146,11 +149,18 @@ class Handle:
             return self.kept.unpack()
         if self.counter is not None:
             check_version(self.counter, self.version)
+        if self.has_history:
+            check_history(self.original())
         with self.segment.recording.lock:
             if self.tensor is None and not self.is_written:
-                # the kernels ran outside of a vmap that is around the backward
-                with without_modes():
-                    fill(self.segment)
+                around = thread.replaying
+                try:
+                    # the kernels ran outside of a vmap that is around the backward
+                    with without_modes():
+                        fill(self.segment)
+                finally:
+                    # once more, where an interrupt has cut it short
+                    thread.replaying = around
             if self.is_written:
                 raise RecomputeError(WRITTEN)
             tensor = self.tensor
@@ -268,17 +278,17 @@ def pack(tensor: Tensor) -> Any:
     if not has_own_storage(type(tensor)) and hasattr(tensor, "__tensor_flatten__"):
         return Opaque(tensor, pack)
     segment = thread.segment
-    if segment is None:
-        return kept(tensor)
-    recording = segment.recording
-    reference = recording.refer(tensor)
-    if isinstance(reference, Outside):
+    reference = kept(tensor) if segment is None else segment.recording.refer(tensor)
+    if segment is None or isinstance(reference, Outside):
+        assert isinstance(reference, Outside), "all that is kept is from outside"
+        if has_history(tensor, sequence_number()):
+            reference.original = weakref.ref(tensor)
         return reference
     value = reference.value
     handle = Handle(segment, reference, tensor)
     found = weakref.ref(handle)
     segment.handles.append(found)
-    recording.saved[id(tensor)] = value
+    segment.recording.saved[id(tensor)] = value
     value.saved = (*value.saved, found)
     return handle
 

@@ -262,15 +262,14 @@ class PatchedForward(Patch):
         traces = self._traces_for(spec)
         if (not traces.branches or traces.strayed) and has_lazy(module):
             # block by block: this forward gives lazy parameters their sizes
-            with Conductor([]):
-                return given.on(self.__wrapped__)
+            return Conductor([]).run(lambda: given.on(self.__wrapped__))
         if not traces.branches and self._is_planned_ahead():
             self._plan_first(given)
         is_new = not traces.branches or (traces.strayed and len(traces.branches) < MOST_BRANCHES)
         if is_new and traces.can_be_planned:
             return self._trace(given, spec, traces)
-        with Conductor(traces.branches[::-1]) as conductor:
-            outputs = given.on(self.__wrapped__)
+        conductor = Conductor(traces.branches[::-1])
+        outputs = conductor.run(lambda: given.on(self.__wrapped__))
         traces.strayed = conductor.lost
         # not in place: during a sort other threads would find the list empty
         traces.branches = sorted(traces.branches, key=lambda one: one is conductor.script)
@@ -312,8 +311,7 @@ class PatchedForward(Patch):
         except TraceError as error:
             refused = error
         if refused.raised:
-            with Conductor([]):
-                given.on(self.__wrapped__)
+            Conductor([]).run(lambda: given.on(self.__wrapped__))
         raise refused
 
     def _is_planned_ahead(self) -> bool:
@@ -327,8 +325,8 @@ class PatchedForward(Patch):
         check_switches(self.module())
         with without_modes():
             tracer, conductor = Tracer(self.module()), Conductor([])
-        with tracer, conductor:
-            outputs = given.on(self.__wrapped__)
+        with tracer:
+            outputs = conductor.run(lambda: given.on(self.__wrapped__))
         traces.strayed = False
         try:
             with without_modes():

@@ -191,3 +191,27 @@ def test_weights_loaded_before_the_backward() -> None:
     model.load_state_dict(state)
     with pytest.raises(zoo.RecomputeError, match="changed"):
         loss.backward()
+
+
+@pytest.mark.parametrize("made", ["outside", "inside"])
+@pytest.mark.parametrize("operation", [torch.sin, torch.exp, torch.square])
+def test_a_saved_tensor_that_is_detached_in_place(operation: Any, made: str) -> None:
+    """Refused where autograd needs its history: that of an argument, and not of a result."""
+
+    def program(call: Call) -> Any:
+        x = torch.rand(3, requires_grad=True)
+
+        def inside(x: Tensor, h: Tensor) -> list[Tensor]:
+            h = h if made == "outside" else x.clone()
+            return [h, operation(h)]
+
+        h, result = call(inside, x, x.clone())
+        loss = result.sum()
+        (result if operation is torch.exp else h).detach_()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return "detached in" in str(error)
+        return x.grad
+
+    assert_exact(program)

@@ -1,0 +1,137 @@
+"""A Ctrl-C at any line of a forward or a backward leaves the thread as it was."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.engine.pitfalls.program import compare, frozen
+from zoo._torch import count_dispatch_modes, excluded_keys, included_keys, top_saved_tensors_hooks
+from zoo.engine.devices import read_streams
+from zoo.engine.kernel_settings import read_settings
+from zoo.engine.recording import thread
+
+# rooms whose lines run in each step
+ROOMS = ("/zoo/engine/", "/zoo/tracing/planned_forward")
+
+
+class Block(nn.Module):
+    """Draws, normalizes, writes in place, and chooses its kernels by settings of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.use_deterministic_algorithms(True)
+        try:
+            h = self.norm(self.linear(x))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return x + nn.functional.dropout(h.relu_(), 0.5)
+
+
+class Nested(nn.Module):
+    """Segments inside of segments, by `zoo.recompute`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return zoo.recompute(self.blocks[1], self.blocks[0](x) * 2)  # type: ignore[no-any-return]
+
+        return zoo.recompute(inner, x).sin()  # type: ignore[no-any-return]
+
+
+def planned() -> nn.Module:
+    torch.manual_seed(0)
+    return zoo.checkpoint(nn.Sequential(*(Block(4) for _ in range(2))), 2)
+
+
+def nested() -> nn.Module:
+    torch.manual_seed(0)
+    return Nested()
+
+
+def state_of_thread() -> dict[str, Any]:
+    """Returns all that a forward or a backward changes while it runs."""
+    return {
+        "modes": count_dispatch_modes(),
+        "hooks": top_saved_tensors_hooks(False),
+        "keys": (str(included_keys()), str(excluded_keys())),
+        "grad": torch.is_grad_enabled(),
+        "settings": read_settings(),
+        "thread": (thread.segment, thread.conductor, thread.replaying, thread.origin),
+        "recording": getattr(thread.recorder, "recording", None),
+    }
+
+
+def train(model: nn.Module) -> list[Any]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    x = torch.rand(6, 4, requires_grad=True)
+    model(x).square().sum().backward()
+    return [x.grad, [p.grad for p in model.parameters()], read_streams()]
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before a line of zoo's, the n-th that runs."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.places = at, list[str]()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not any(room in frame.f_code.co_filename for room in ROOMS):
+            return None
+        if event == "line":
+            self.places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            if len(self.places) - 1 == self.at:
+                raise KeyboardInterrupt
+        return self
+
+    def during(self, function: Callable[[], object]) -> None:
+        sys.settrace(self)
+        try:
+            function()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+
+
+def times_of_lines(function: Callable[[], object]) -> list[int]:
+    """Returns when each line runs for the last time."""
+    every = Interrupt(-1)
+    every.during(function)
+    return sorted({place: time for time, place in enumerate(every.places)}.values())
+
+
+@pytest.mark.parametrize("make", [planned, nested])
+def test_an_interrupt_at_any_line_is_undone(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    for _ in range(3):
+        train(model)
+    before, buffers = state_of_thread(), [buffer.clone() for buffer in model.buffers()]
+
+    def step() -> list[Any]:
+        with torch.no_grad():
+            for buffer, value in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+        return train(model)
+
+    expected = frozen(step())
+    for number, at in enumerate(times_of_lines(step)):
+        interrupt = Interrupt(at)
+        interrupt.during(step)
+        assert state_of_thread() == before, interrupt.places[-1]
+        # a whole step takes long
+        if number % 20 == 0:
+            compare(frozen(step()), expected)
+    compare(frozen(step()), expected)
