@@ -153,6 +153,12 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "pitfalls/test_unseen_writes",
         ),
         (
+            "a kernel that writes and reads memory from outside is not replayed",
+            " or (None in values and _is_given_twice(written, values, args, kwargs))",
+            "",
+            "pitfalls/test_aliases",
+        ),
+        (
             "what a kernel makes of a tensor without a version is kept",
             "                if not found.is_read and value.is_inference():\n",
             "                if False:\n",
@@ -559,10 +565,17 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_replay",
         ),
         (
-            "a forward that goes on after a replay is recorded again",
-            "        thread.replaying = around\n",
-            "        pass\n",
-            "test_replay",
+            "an interrupt at the end of a replay leaves the thread recording",
+            "                    # once more, where an interrupt has cut it short\n"
+            "                    thread.replaying = around\n",
+            "                    pass\n",
+            "test_interrupts",
+        ),
+        (
+            "a saved tensor that is detached in place is refused",
+            "            check_history(self.original())\n",
+            "            pass\n",
+            "pitfalls/test_changes",
         ),
         (
             "what was gathered for a replay is freed after it",
@@ -594,26 +607,26 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a replay draws what the forward drew",
-            "                draw_as(node.draws, streams)",
+            "                draw_as(node.draws, changed.streams)",
             "                pass",
             "test_executor test_recompute",
         ),
         (
             "random streams go on after a replay as if there had been none",
-            "(*streams.values(), *reversed(settings))",
-            "reversed(settings)",
+            "[*self.streams.values(), *reversed(self.settings)]",
+            "[*reversed(self.settings)]",
             "test_executor test_recompute pitfalls/test_randomness",
         ),
         (
             "a kernel runs under the settings that it had",
-            "                    write_settings(node.settings, settings)\n",
+            "                    write_settings(node.settings, changed.settings)\n",
             "                    pass\n",
             "test_replay",
         ),
         (
             "settings are put back after a replay",
-            "(*streams.values(), *reversed(settings))",
-            "streams.values()",
+            "[*self.streams.values(), *reversed(self.settings)]",
+            "[*self.streams.values()]",
             "test_replay",
         ),
         (
@@ -630,14 +643,20 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what is read later is not written in place",
-            "is_last = not isinstance(target, Outside) and target.value in drops",
-            "is_last = not isinstance(target, Outside)",
+            "    if value not in drops and all(value is not other for other, _ in before):\n",
+            "    if False:\n",
             "test_recompute",
         ),
         (
+            "arguments that share memory share the copy of it",
+            " and all(value is not other for other, _ in before)",
+            "",
+            "pitfalls/test_aliases",
+        ),
+        (
             "a view of what requires a gradient is written without a history",
-            "            target.value.now().requires_grad_(False)\n",
-            "            pass\n",
+            "        value.now().requires_grad_(False)\n",
+            "        pass\n",
             "pitfalls/test_autograd",
         ),
         (
