@@ -133,14 +133,14 @@ def recurrent(name: str, length: int, batch: int) -> Case:
     return Case(f"{length}×{batch} words", large, small, **RECURRENT)
 
 
-def timm(name: str, small_name: str, batch: int, optimizer: str) -> Case:
+def timm(name: str, small_name: str, batch: int, optimizer: str, **options: Any) -> Case:
     large = partial(peers.from_timm, name, batch, 3, 224, 224)
     small = partial(peers.from_timm, small_name, 2, 3, 32, 32)
-    return Case(f"{batch}×3×224×224", large, small, optimizer, peers.by_timm)
+    return Case(f"{batch}×3×224×224", large, small, optimizer, peers.by_timm, **options)
 
 
-def timm_resnet50(batch: int) -> Case:
-    return timm("resnet50", "resnet10t", batch, "sgd")
+def timm_resnet50(batch: int, **options: Any) -> Case:
+    return timm("resnet50", "resnet10t", batch, "sgd", **options)
 
 
 def timm_convnext(batch: int) -> Case:
@@ -166,8 +166,8 @@ SPEED: dict[str, Case] = {
     HF_GPT2: hf_gpt2(16, 1024, 0.6),
     "ViT-B/16": vit(128),
     HF_LLAMA: hf_llama(4, 2048),
-    f"{TIMM_RESNET}, small batch": timm_resnet50(8),
-    f"{HF_GPT2}, small batch": hf_gpt2(1, 256, 0.95),
+    f"{TIMM_RESNET}, small batch": timm_resnet50(8, share=0.75),
+    f"{HF_GPT2}, small batch": hf_gpt2(1, 256, 1.0),
     "LSTM": recurrent("lstm", 100, 80),
     "V-Net": vnet(2),
     "DenseNet-121": densenet121(128),

@@ -357,9 +357,12 @@ def test_a_model_trains_in_the_memory_that_the_device_has(module: Any) -> None:
 def test_the_largest_batch_is_measured_on_the_device() -> None:
     # before torch 2.13 AdamW counts its steps on the default device, and not on the parameters'
     with device(COUNT - 1):
-        found = zoo.largest(deep(), torch.randn(4, 64), memory_budget="4MiB")
+        # what cuBLAS holds, whatever the size
+        least = zoo.plan(deep(), torch.randn(4, 64), max_overhead=9.0).fixed.libraries
+        budget = (4 << 20) + least
+        found = zoo.largest(deep(), torch.randn(4, 64), memory_budget=budget)
     assert found.size > 4
-    assert found.measured_peak <= 4 << 20
+    assert found.measured_peak <= budget
 
 
 @needs_numpy
