@@ -4,6 +4,7 @@ The program in software runs torch's own CUDA code, and of cuDNN what tells whic
 gets: see `cuda_runtime.c`.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -64,6 +65,30 @@ def test_without_the_device_the_reserve_is_estimated() -> None:
     assert reserve.nbytes == 20_077_152
     assert flat is args[3]
     assert {one.device for one in (output, hidden, cell, reserve)} == {CUDA}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is here is asked")
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_a_buffer_that_the_weights_lie_in_is_no_new_memory(is_flat: bool) -> None:
+    """torch 2.11 does not find it for fake tensors, and a fake of it may stand for each weight."""
+    mode, network = FakeTensorMode(), Network(32, LSTM, 32, 0, 1, 1, 40, torch.float32, 0.0, True)
+    shapes = [(128, 32), (128, 32), (128,), (128,)]
+    weights = []
+    for shape, place in zip(shapes, network.offsets[0], strict=True):
+        made = torch.empty(network.weights if is_flat else shape, device="meta")
+        if is_flat:
+            made = made[place : place + math.prod(shape)].view(shape)
+        weights.append(FakeTensor(mode, made, CUDA))
+    x, hidden = (
+        FakeTensor(mode, torch.empty(shape, device="meta"), CUDA)
+        for shape in ((5, 8, 32), (1, 8, 32))
+    )
+    settings = LSTM, 32, 0, 1, False, 0.0, True, False, [], None
+    with mode, FakeTensorFixes(mode):
+        *_, flat = aten._cudnn_rnn.default(x, weights, 4, None, hidden, hidden, *settings)
+    assert flat.shape == (network.weights,)
+    storages = {weight.untyped_storage()._cdata for weight in weights}
+    assert (flat.untyped_storage()._cdata in storages) is is_flat
 
 
 def test_without_a_rate_or_training_the_state_of_the_dropout_is_not_written() -> None:

@@ -311,6 +311,8 @@ def _recurrent(mode: FakeTensorMode, x: Tensor, weights: Any, *others: Any) -> A
     width = network.outputs * network.directions
     *sequence, _ = x.transpose(0, 1).shape if batch_first and x.ndim > 2 else x.shape
     output = _contiguous(mode, (*sequence, width), x.dtype, x.device)
+    if flat is None:
+        flat = _flat_weights(mode, weights, network)
     made = _specs_of_results(RECURRENT, (x, weights, *others), {})
     # the flat weights come last, with or without memory of their own
     size = made[3].bytes if isinstance(made, list) else network.reserve_bytes()
@@ -323,6 +325,19 @@ def _recurrent(mode: FakeTensorMode, x: Tensor, weights: Any, *others: Any) -> A
         reserve,
         _contiguous(mode, (network.weights,), x.dtype, x.device) if flat is None else flat,
     )
+
+
+def _flat_weights(mode: FakeTensorMode, weights: Sequence[Tensor], network: Network) -> Any:
+    """Returns the one buffer that weights lie in; None where each has memory of its own.
+
+    torch 2.11 looks for it by addresses, which fake tensors lack, and makes a fake of the buffer
+    for each weight that is one.
+    """
+    places = [*itertools.chain.from_iterable(network.offsets)]
+    if [weight.storage_offset() for weight in weights] != places:
+        return None
+    whole = max(weights, key=lambda weight: weight.untyped_storage().nbytes())
+    return _view(mode, _aten.as_strided.default, (whole, (network.weights,), (1,), 0), {})
 
 
 def _recurrent_backward(mode: FakeTensorMode, x: Tensor, weights: Any, *others: Any) -> Any:
