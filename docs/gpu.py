@@ -21,7 +21,7 @@ DOCS = Path(__file__).parent
 ROWS, PAGE = DOCS / "gpu.jsonl", DOCS / "gpu.md"
 Row = dict[str, Any]
 Rows = list[Row]
-FACTS = ("machine", "torch", "cudnn", "commit", "n", "conf", "script")
+FACTS = ("machine", "torch", "cudnn", "commit", "n", "conf", "script", "beside")
 HEAD = """\
 # On a GPU
 
@@ -41,6 +41,10 @@ A baseline and each way to train it start from the same weights and seeds. Compa
 of each step, and after the last one parameters, buffers and, in newer rows, gradients and the
 random state, bit for bit. Where the baseline, trained twice, does not repeat its own numbers,
 nothing can be compared; a row *deterministic* has `torch.use_deterministic_algorithms(True)`.
+"""
+REPEATED = """\
+The gradients of more steps from the same weights and batch, beside those of the first, with nothing
+else on the GPU. A script measured this once.
 """
 SPEED = """\
 Milliseconds of a training step, the median of 7 that were synchronized; in parentheses those until
@@ -91,21 +95,22 @@ def page(rows: Rows) -> str:
     """Returns the page."""
     sections: list[tuple[str, str, str, Callable[[Rows], str]]] = [
         ("families", "Exactness", EXACT, exactness),
+        ("repeated", "A baseline, repeated", REPEATED, repeated),
         ("speed", "Time and memory", SPEED, speed),
         ("budgets", "Budgets", BUDGETS, budgets),
-        ("speed", "Reserved memory", RESERVED, reserved),
+        ("speed reserved", "Reserved memory", RESERVED, reserved),
         ("graphs", "CUDA graphs", GRAPHS, graphs),
         ("graphs exact", "Exactness of a graph", SAME, exactness),
         ("batches", "The largest batch", BATCHES, batches),
         ("tests", "Tests", TESTS, tests),
     ]
     text = [HEAD]
-    for part, title, about, table in sections:
+    for names, title, about, table in sections:
         # the table of reserved memory compares settings of the allocator
         shared = FACTS if table is not reserved else tuple(f for f in FACTS if f != "conf")
         groups: dict[tuple[Any, ...], Rows] = {}
         for row in rows:
-            if row["part"] == part:
+            if row["part"] in names.split():
                 groups.setdefault(tuple(str(row.get(name)) for name in shared), []).append(row)
         shown = [(caption(group, shared), table(group)) for group in groups.values()]
         if any(made for _, made in shown):
@@ -124,6 +129,8 @@ def caption(rows: Rows, shared: Iterable[str]) -> str:
     if "conf" in shared:
         conf = row.get("conf")
         parts.append(f"`PYTORCH_ALLOC_CONF={conf}`" if conf else "`PYTORCH_ALLOC_CONF` not set")
+    if beside := row.get("beside"):
+        parts.append(f"beside {beside}")
     return f"{', '.join(parts)}:"
 
 
@@ -185,6 +192,15 @@ def exactness(rows: Rows) -> str:
     compared = [row for row in rows if row.keys() & {"differing", "repeats", "error", "skipped"}]
     text = by_variant(compared, (*names, "2 segments", "switch", "baseline"), cell)
     return text.replace("| baseline again ", "| the baseline repeats itself ") + peaks(rows)
+
+
+def repeated(rows: Rows) -> str:
+    """Returns how many steps of a baseline differ from its first one."""
+    lines = [
+        (name, f"{variants['baseline']['steps']}", f"{variants['baseline']['differing']}")
+        for (name, *_), variants in cases(rows).items()
+    ]
+    return markdown_table(("model", "steps", "differ from the first"), lines) if lines else ""
 
 
 def peaks(rows: Rows) -> str:

@@ -30,14 +30,14 @@ def settings() -> dict[str, Any]:
 def before(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What was set before, by torch or by a user."""
     own = request.param == "torch's own"
-    monkeypatch.setattr(CUDNN, "benchmark", not own)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", own)
     if own:
         monkeypatch.delenv(CUBLAS, raising=False)
     else:
         monkeypatch.setenv(CUBLAS, ":4096:2")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    yield settings()
+    with CUDNN.flags(benchmark=not own):
+        yield settings()
     torch.use_deterministic_algorithms(False)
 
 

@@ -21,12 +21,14 @@ from collections.abc import Iterator
 
 import torch
 
-from zoo._torch import compiler_settings
+from zoo._torch import CUDA_SETTINGS, compiler_settings
 from zoo.errors import DeterminismError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 # those with which cuBLAS repeats itself
 WORKSPACES = (":4096:8", ":16:8")
+# how to read and to write what cuDNN chooses by
+CUDNN = CUDA_SETTINGS["cudnn_benchmark"], CUDA_SETTINGS["cudnn_deterministic"]
 REFUSAL = re.compile(r"([^:]+) does not have a deterministic implementation")
 
 
@@ -42,12 +44,15 @@ def deterministic_algorithms(wanted: bool = True) -> Iterator[None]:
     if not wanted:
         yield
         return
-    cudnn, compiler = torch.backends.cudnn, compiler_settings()
+    compiler, workspace = compiler_settings(), os.environ.get(CUBLAS)
     mode, compiled = torch.get_deterministic_debug_mode(), compiler.deterministic
-    flags, workspace = (cudnn.benchmark, cudnn.deterministic), os.environ.get(CUBLAS)
+    # torch.backends.cudnn refuses to be set where torch.testing has frozen it
+    (has_benchmark, set_benchmark), (is_deterministic, set_deterministic) = CUDNN
+    flags = has_benchmark(), is_deterministic()
     try:
         torch.use_deterministic_algorithms(True)
-        cudnn.benchmark, cudnn.deterministic = False, True
+        set_benchmark(False)
+        set_deterministic(True)
         if workspace not in WORKSPACES:
             os.environ[CUBLAS] = WORKSPACES[0]
         yield
@@ -58,7 +63,8 @@ def deterministic_algorithms(wanted: bool = True) -> Iterator[None]:
     finally:
         torch.set_deterministic_debug_mode(mode)
         compiler.deterministic = compiled
-        cudnn.benchmark, cudnn.deterministic = flags
+        set_benchmark(flags[0])
+        set_deterministic(flags[1])
         if workspace is None:
             os.environ.pop(CUBLAS, None)
         else:
