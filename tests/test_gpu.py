@@ -169,7 +169,9 @@ def test_every_table_of_the_page_says_what_it_was_measured_on(docs):
     page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
     tables = re.findall(r"^(.*)\n\n\| model", page, re.MULTILINE)
     assert len(tables) >= 5
-    assert all(re.match(r"One .+, torch .+, commit .+, n = \d+ run.*:$", line) for line in tables)
+    # a table of the same steps has no caption of its own
+    of_others = [line for line in tables if not line.startswith("The peak of the last of these")]
+    assert all(re.match(r"One .+, torch .+, commit .+, n = \d+ run.*:$", one) for one in of_others)
 
 
 def test_a_part_of_a_new_run_replaces_the_one_that_was_there(docs):
