@@ -191,6 +191,8 @@ def exactness(rows: Rows) -> str:
     names = ("baseline again", "True", "True, optimizer in the backward", "blocks", "4 segments")
     compared = [row for row in rows if row.keys() & {"differing", "repeats", "error", "skipped"}]
     text = by_variant(compared, (*names, "2 segments", "switch", "baseline"), cell)
+    notes = [f"{row['case']}, {row['variant']}: {row['note']}." for row in rows if "note" in row]
+    text = "\n\n".join([text, *notes])
     return text.replace("| baseline again ", "| the baseline repeats itself ") + peaks(rows)
 
 

@@ -151,8 +151,8 @@ def test_what_it_writes_elsewhere_is_kept(program: Callable[[Tensor], Tensor]) -
 
 
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def deterministic(*, warn_only: bool = False) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield
     finally:
@@ -164,9 +164,32 @@ def deterministic() -> Iterator[None]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_in_deterministic_mode_it_is_replayed_where_that_helps(name: str) -> None:
     x = torch.rand(6, 5, requires_grad=True)
-    with deterministic():
+    # what has no deterministic kernel is refused otherwise
+    with deterministic(warn_only=name in ALWAYS):
         loss = zoo.recompute(around(name), x).sum()
     assert (name in replayed(loss.backward)) is (name not in ALWAYS)
+
+
+@on_accelerator
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_where_torch_warns_alone_it_is_kept(name: str) -> None:
+    x = torch.rand(6, 5, requires_grad=True)
+    with deterministic(warn_only=True):
+        loss = zoo.recompute(around(name), x).sum()
+    assert name not in replayed(loss.backward)
+
+
+@on_accelerator
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
+def test_a_product_of_scattered_numbers_has_no_deterministic_kernel() -> None:
+    x = torch.rand(6, 5, requires_grad=True)
+    places = index()[:, None].expand(6, 5)
+    with deterministic():
+        row = effects_of(torch.ops.aten.scatter_reduce.two).varies
+        assert row is not None
+        assert row.applies((x, 0, places, x, "prod"), {})
+        assert not row.applies((x, 0, places, x, "sum"), {})
 
 
 @on_accelerator

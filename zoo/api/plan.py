@@ -385,6 +385,7 @@ class _Rank:
             if self.other is not None:
                 other = self._tracked(plan, self.other(in_backward=True)).peak + self.libraries
                 text += only_in_backward(other) if other <= budget else ""
+        text += self.planner.gaps
         return BudgetError(text, budget, least, self._peak(None))
 
 

@@ -350,7 +350,7 @@ def is_same_state(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other)
 
 
-class PutAside:
+class SetAsideState:
     """The state of a stream, put aside while others are written, from `begin` until it is called.
 
     A state that is written counts as a seed: after one, cuDNN's networks draw and make the state of
@@ -391,11 +391,11 @@ def _swaps_state(stream: RandomStream) -> TypeGuard[Generator]:
     return is_of_cuda and not torch.cuda.is_current_stream_capturing()
 
 
-def draw_as(draws: Kept, restore: dict[int, PutAside]) -> None:
+def draw_as(draws: Kept, restore: dict[int, SetAsideState]) -> None:
     """Sets streams to recorded states; what brings each back goes into `restore`, by its id."""
     for stream, packed in draws:
         if id(stream) not in restore:
-            restore[id(stream)] = PutAside(stream)
+            restore[id(stream)] = SetAsideState(stream)
         restore[id(stream)].write(packed.state())
 
 
@@ -421,7 +421,7 @@ def set_streams(states: Mapping[str, Any]) -> None:
 def random_state_restored() -> Iterator[dict[str, Any]]:
     """Yields the states of all global random streams and restores them at the end."""
     states = read_streams()
-    aside = {str(device): PutAside(restorable_stream(device)) for device in devices_in_use()}
+    aside = {str(device): SetAsideState(restorable_stream(device)) for device in devices_in_use()}
     try:
         for one in aside.values():
             one.begin()

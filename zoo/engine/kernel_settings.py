@@ -160,7 +160,7 @@ def write_settings(wanted: Settings, restore: list[Callable[[], object]]) -> Non
             setting.write(value)
 
 
-class Heeded:
+class HeededSettings:
     """The settings, beside those of all kernels, that the kernels of an operator heed."""
 
     __slots__ = ("on_cpu", "with_cuda")
@@ -188,6 +188,6 @@ def _heeds(name: str, setting: Setting) -> bool:
     return any(part and part in name for part in setting.kernels)
 
 
-def heeded_by(name: str) -> Heeded | None:
+def heeded_by(name: str) -> HeededSettings | None:
     """Returns the settings that an operator's kernels heed; None where these are all kernels'."""
-    return Heeded(name) if any(_heeds(name, setting) for setting in TABLE) else None
+    return HeededSettings(name) if any(_heeds(name, setting) for setting in TABLE) else None

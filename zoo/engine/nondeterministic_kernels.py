@@ -49,7 +49,8 @@ class Nondeterminism(NamedTuple):
 
     Attributes:
         varies: whether it may for these arguments, on an accelerator.
-        is_avoidable: whether deterministic mode has another kernel, which may not.
+        is_avoidable: whether its results are recomputed in deterministic mode: torch then has
+            another kernel, or none of the sources says that this one may differ there.
         varies_on_cpu: as `varies`, on the CPU; None if it never does there.
     """
 
@@ -62,7 +63,13 @@ class Nondeterminism(NamedTuple):
         condition = self.varies_on_cpu if _is_on_cpu(args, kwargs) else self.varies
         if condition is None or not condition(args, kwargs):
             return False
-        return not (self.is_avoidable and torch.are_deterministic_algorithms_enabled())
+        return not (self.is_avoidable and _is_deterministic())
+
+
+def _is_deterministic() -> bool:
+    """Returns whether torch raises for a kernel that is not; by warnings it calls that kernel."""
+    is_lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not is_lenient
 
 
 def _is_on_cpu(args: Args, kwargs: Kwargs) -> bool:
@@ -95,6 +102,12 @@ def _reduces_floats(args: Args, kwargs: Kwargs) -> bool:
     return _adds_floats(args, kwargs) and args[4] not in ("amax", "amin")
 
 
+def _scatters_floats(args: Args, kwargs: Kwargs) -> bool:
+    """In deterministic mode torch has other kernels than for products."""
+    is_product = _multiplies_floats(args, kwargs)
+    return is_product or (_reduces_floats(args, kwargs) and not _is_deterministic())
+
+
 def _multiplies_floats(args: Args, kwargs: Kwargs) -> bool:
     return _adds_floats(args, kwargs) and args[4] == "prod"
 
@@ -112,7 +125,7 @@ def _is_tuned_or_free(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _are_convolutions_deterministic() -> bool:
-    return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    return torch.backends.cudnn.deterministic or _is_deterministic()
 
 
 @functools.cache
@@ -183,7 +196,7 @@ _SUMS = {
     **_named("scatter_add index_add cumsum", _adds_floats),
     **_named("cumprod logcumsumexp histc", _adds_floats, is_avoidable=False),
     **_named("bincount", _is_weighted, is_avoidable=False),
-    **_named("scatter_reduce", _reduces_floats),
+    **_named("scatter_reduce", _scatters_floats, is_avoidable=False),
     **_named("index_reduce", _reduces_floats, is_avoidable=False),
     **_named("nll_loss2d_forward", _always, is_avoidable=False),
     **_named("convolution", _is_tuned_or_transposed, is_avoidable=False),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zoo.engine.kernel_settings import Heeded, heeded_by
+from zoo.engine.kernel_settings import HeededSettings, heeded_by
 from zoo.engine.nondeterministic_kernels import Nondeterminism, nondeterminism_of
 
 # what operators take beside tensors, generators and lists of these
@@ -81,7 +81,7 @@ class Effects:
     makes: bool = False  # it returns storages of its own
     empty: bool = False  # its result has no content yet
     blank: bool = False  # its result is made to be written, and may be by code that nobody sees
-    heeded: Heeded | None = None  # settings that decide which kernel it runs
+    heeded: HeededSettings | None = None  # settings that decide which kernel it runs
     norm: bool = False  # it updates statistics in training, without reading them
     overwrites: bool = False  # it does not read what it writes
     leaf: bool = False  # its kernel is known to call no operator for which autocast casts

@@ -27,7 +27,7 @@ from zoo._torch import (
     no_transforms,
     set_grad_enabled,
 )
-from zoo.engine.devices import PutAside, draw_as
+from zoo.engine.devices import SetAsideState, draw_as
 from zoo.engine.kernel_settings import read_settings, write_settings
 from zoo.engine.operands import REFERENCES, Geometry, Listed, Outside, Reference, Value, View
 from zoo.engine.recording import Node, flat, thread
@@ -92,7 +92,7 @@ class Changes:
     def __init__(self) -> None:
         self.trains = torch.is_grad_enabled()
         self.settings: list[Callable[[], object]] = []
-        self.streams: dict[int, PutAside] = {}
+        self.streams: dict[int, SetAsideState] = {}
         self.are_restored = False
 
     def restore(self) -> None:

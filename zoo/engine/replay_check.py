@@ -32,7 +32,7 @@ OTHER_NUMBERS = (
 )
 
 
-class Replayed(NamedTuple):
+class TensorDescription(NamedTuple):
     """What a flag is about: a tensor that was replayed, and the operator that made it."""
 
     operator: str
@@ -44,10 +44,10 @@ class Replayed(NamedTuple):
         return f"{self.shape} {self.dtype} of {self.operator} on {self.device}"
 
 
-class Compared(NamedTuple):
+class SampleComparison(NamedTuple):
     """A replayed tensor, and the sample of the one in the forward."""
 
-    replayed: Replayed
+    replayed: TensorDescription
     tensor: Tensor
     sample: Tensor
 
@@ -62,12 +62,12 @@ class ReplayCheck:
     def __init__(self, every: int | None) -> None:
         self.every, self.backwards, self._last = every, 0, -1
         # for what was replayed together, one flag for each byte of its samples
-        self._flags: dict[tuple[Replayed, ...], Tensor] = {}
+        self._flags: dict[tuple[TensorDescription, ...], Tensor] = {}
         self._lock = threading.Lock()
 
-    def compare(self, compared: list[Compared]) -> None:
+    def compare(self, compared: list[SampleComparison]) -> None:
         """Has a device compare what a segment replayed there; waits for nothing."""
-        by_device: dict[torch.device, list[Compared]] = {}
+        by_device: dict[torch.device, list[SampleComparison]] = {}
         for one in compared:
             by_device.setdefault(one.replayed.device, []).append(one)
         with self._lock, torch.inference_mode(False), DisableTorchDispatch():
@@ -79,16 +79,22 @@ class ReplayCheck:
                 if flags is not differs:
                     flags.logical_or_(differs)
 
-    def take(self) -> list[Replayed]:
+    def take(self) -> list[TensorDescription]:
         """Waits for the devices, and returns what differed since the last time."""
         with self._lock, torch.inference_mode(False), DisableTorchDispatch():
             for device in {replayed[0].device for replayed in self._flags}:
                 synchronize(device)
-            found: list[Replayed] = []
-            for replayed, flags in self._flags.items():
-                sizes = [_size(one.shape, one.dtype) for one in replayed]
-                parts = torch.split(flags.cpu(), sizes)
-                found += [one for one, part in zip(replayed, parts, strict=True) if part.any()]
+            found: list[TensorDescription] = []
+            by_device: dict[torch.device, list[tuple[TensorDescription, ...]]] = {}
+            for replayed in self._flags:
+                by_device.setdefault(replayed[0].device, []).append(replayed)
+            for every in by_device.values():
+                tensors = [one for replayed in every for one in replayed]
+                sizes = [_size(one.shape, one.dtype) for one in tensors]
+                flags = torch.cat([self._flags[replayed] for replayed in every]).cpu()
+                parts = torch.split(flags, sizes)
+                found += [one for one, part in zip(tensors, parts, strict=True) if part.any()]
+            for flags in self._flags.values():
                 flags.zero_()
             # autograd may have saved one tensor more than once
             return list(dict.fromkeys(found))

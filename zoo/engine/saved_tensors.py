@@ -34,7 +34,7 @@ from zoo.engine.operands import (
 from zoo.engine.operator_effects import name_of_kernel
 from zoo.engine.recording import Segment, has_own_storage, storage_of, thread
 from zoo.engine.replay import outside_of, replay, schedule, without_modes
-from zoo.engine.replay_check import CHECKS, OTHER_NUMBERS, Compared, Replayed
+from zoo.engine.replay_check import CHECKS, OTHER_NUMBERS, SampleComparison, TensorDescription
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
 
@@ -173,7 +173,7 @@ class Handle:
                 self.tensor = None
             return tensor
 
-    def fill(self) -> Compared | None:
+    def fill(self) -> SampleComparison | None:
         """Takes the tensor out of a replay; returns what is left to compare, on its device."""
         reference = self.reference
         tensor = reference.value.made
@@ -185,21 +185,21 @@ class Handle:
             tensor = reference.on(tensor)
         before, compared = self.fingerprint, None
         if isinstance(before, Tensor):
-            compared = Compared(self._described(tensor), tensor, before)
+            compared = SampleComparison(self._described(tensor), tensor, before)
         elif before is not None and before != read(tensor):
             raise RecomputeError(f"a replayed tensor {self._described(tensor)} {OTHER_NUMBERS}")
         self.tensor = tensor = self._as_it_is(tensor)
         self.filled = tensor._version
         return compared
 
-    def _described(self, tensor: Tensor) -> Replayed:
+    def _described(self, tensor: Tensor) -> TensorDescription:
         """Says what a replayed tensor is, for the error if it has other numbers."""
         value = self.reference.value
         makers = (node for node in self.segment.recording.nodes if node.index == value.node)
         kernel = next(makers).kernel
         # one with keys holds another
         operator = name_of_kernel(getattr(kernel, "kernel", kernel))
-        return Replayed(operator, tuple(tensor.shape), tensor.dtype, tensor.device)
+        return TensorDescription(operator, tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def _as_it_is(self, replayed: Tensor) -> Tensor:
         """Returns the tensor itself where somebody has it: what torch does not see may write it.

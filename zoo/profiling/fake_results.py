@@ -211,9 +211,10 @@ _reserves: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _clone(mode: FakeTensorMode, tensor: Tensor, **others: Any) -> Any:
-    """Clones a tensor; of a reserve only autograd makes one, unless it releases what it saved.
+    """Clones a tensor, and returns a reserve as it is.
 
-    Which it does in training, but not where its nodes are called one by one.
+    The autograd node of a recurrent network clones its reserve if the graph is retained. A training
+    step does not retain it, but to a node that is called by itself it looks retained.
     """
     if _is_plain(tensor) and tensor.untyped_storage() in _reserves:
         return _view(mode, _aten.alias.default, (tensor,), {})

@@ -101,8 +101,8 @@ def device_named(name: str) -> Device:
 class KernelCosts(NamedTuple):
     """Seconds of a kernel (median; of its first run if not timed), and its workspaces in bytes.
 
-    The workspace is its peak without its results; `held` is what its library keeps of that for the
-    next call on the thread, as cuBLAS does.
+    The workspace is its peak without its results; `held` is what its library keeps from the first
+    call on, as cuBLAS does for each thread, and no part of the workspace.
     """
 
     seconds: float
