@@ -174,6 +174,8 @@ def work_telling(cell):
 
 @pytest.mark.parametrize("kind", ["baseline", "checkpointed", "baseline_again"])
 def test_deterministic_algorithms_are_in_force_in_the_process_of_a_cell(kind, monkeypatch):
+    # torch.testing, which other tests import, sets it for the whole process
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(run, "work", work_telling)
     (plain,), (asked,) = (
         expand(Config("mine", (MODEL,), steps=2, deterministic=wanted)) for wanted in (False, True)
