@@ -87,14 +87,14 @@ operators: .venv/.installed
 mutants: .venv/.installed
 	$(python) -m tests.mutants
 
-# tests that need no extras and those of the device, on the oldest and on the newest torch that
-# setup.cfg admits, with what `pip install .` brings and nothing else
+# tests that need no extras, on the oldest and on the newest torch that setup.cfg admits, with what
+# `pip install .` brings and nothing else; then the device's, whose programs use NumPy and hypothesis
 BARE ?= tests/test_chain.py tests/policy/test_options.py tests/tracing/test_exact.py \
 	tests/tracing/test_engines.py tests/profiling tests/models
 oldest newest: %: .venv-%/.installed
 	.venv-$*/bin/python -c 'import torch; print("torch", torch.__version__)'
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest $(BARE)
-	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest --device soft $(ON_DEVICE)
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv-$*/device .venv-$*/bin/python -m pytest --device soft $(ON_DEVICE)
 
 clean:
 	rm -rf .venv .venv-oldest .venv-newest results
@@ -126,4 +126,6 @@ comma := ,
 	python3 -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
 		pytest pytest-timeout '$(torch)' --editable .
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--target $(@D)/device --constraint constraints.txt numpy hypothesis
 	touch $@
