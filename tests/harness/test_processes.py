@@ -99,6 +99,20 @@ def tells_its_settings(cell):
     return {name: os.environ.get(name) for name in ALLOCATOR_SETTINGS}
 
 
+def tells_its_environment(cell):
+    return dict(os.environ)
+
+
+def test_a_process_has_the_environment_of_now_and_not_of_the_first_one(monkeypatch):
+    monkeypatch.setenv("ZOO_BEFORE", "set")
+    assert outcome(tells_its_environment, "a cell", 300)["ZOO_BEFORE"] == "set"
+    monkeypatch.delenv("ZOO_BEFORE")
+    monkeypatch.setenv("ZOO_AFTER", "set")
+    found = outcome(tells_its_environment, "a cell", 300)
+    assert "ZOO_BEFORE" not in found
+    assert found["ZOO_AFTER"] == "set"
+
+
 @pytest.mark.parametrize("name", [None, *ALLOCATOR_SETTINGS])
 def test_a_process_has_expandable_segments_unless_the_user_sets_the_allocator(name, monkeypatch):
     for known in ALLOCATOR_SETTINGS:

@@ -74,7 +74,7 @@ def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> R
     with tempfile.TemporaryDirectory() as folder, receiver:
         output = Path(folder) / "output"
         output.touch()
-        arguments = (function, cell, sender, output)
+        arguments = (function, cell, sender, output, dict(os.environ))
         process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
         # how many processes Linux has killed so far because memory ran out
         kills = proc_entry("vmstat", "oom_kill ")
@@ -179,8 +179,19 @@ def _raised(error: Exception, limit: int | None) -> Result:
     return {"status": UNFIT, "reason": f"needs {needs}"}
 
 
-def _serve(function: Callable[[Work], Result], cell: Work, sender: Connection, out: Path) -> None:
-    """Runs in the new process; its output goes to a file, not into the progress display."""
+def _serve(
+    function: Callable[[Work], Result],
+    cell: Work,
+    sender: Connection,
+    out: Path,
+    environment: dict[str, str],
+) -> None:
+    """Runs in the new process; its output goes to a file, not into the progress display.
+
+    `environment` is that of the waiting process now; the server has the one of its start.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
     # Ctrl-C reaches the whole group; the waiting process handles it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     score = Path("/proc/self/oom_score_adj")
