@@ -150,7 +150,7 @@ class Chain(nn.Module):
         found = outline(self.steps_for(*inputs))
         if not found.steps:
             raise self._stepless()
-        if self.runner is None or not self.training or not torch.is_grad_enabled():
+        if self.runner is None or not torch.is_grad_enabled():
             return fold(found.steps, inputs)
         return self.runner(self, found, inputs)
 

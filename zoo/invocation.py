@@ -5,9 +5,10 @@ first state), so it is called, and stopped where the first step would run.
 """
 
 import functools
+import logging
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
@@ -39,6 +40,7 @@ OUTPUTS_ALONE = (
     "It is called with that alone and knows its targets, as lambda logits: cross_entropy(logits, "
     "targets) does; where several sizes are looked at, it makes targets of the size of the outputs"
 )
+_log = logging.getLogger("zoo")
 # what a user writes for what a model is called with
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -115,8 +117,9 @@ class InputSpec(NamedTuple):
     def of(cls, given: Invocation, model: nn.Module) -> "InputSpec":
         """Describes arguments; values that are no tensors count by their types.
 
-        A model of which more is trained, or in another type, is planned for anew; so is one under
-        another autocast, and one with an optimizer in the backward, which frees gradients.
+        A model of which more is trained, or in another type, is planned for anew; so is one of
+        which another part is in training mode, one under another autocast, and one with an
+        optimizer in the backward, which frees gradients.
         """
         leaves, tree = pytree.tree_flatten((given.args, given.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -127,7 +130,7 @@ class InputSpec(NamedTuple):
             if torch.amp.is_autocast_available(device)
         )
         in_backward = attached_to(model.parameters()) is not None
-        around = _trained(model), autocast, in_backward
+        around = *_state(model), autocast, in_backward
         return cls((str(tree), *map(_leaf_spec, leaves), *around), sizes)
 
     def is_within(self, other: "InputSpec") -> bool:
@@ -143,23 +146,36 @@ class InputSpec(NamedTuple):
         return min(covers, key=lambda spec: sum(map(math.prod, spec.sizes)), default=None)
 
 
-# nn.Module.parameters() takes 10 ms for a thousand layers, in each forward
-_holders: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
+# nn.Module.modules() takes 10 ms for a thousand layers, in each forward
+_modules: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
 
 
-def _trained(model: nn.Module) -> tuple[tuple[torch.dtype | None, bool], ...]:
-    """Lists the type of each parameter and whether it is trained."""
-    found = [holder() for holder in _holders.get(model, ())]
+def _modules_of(model: nn.Module) -> list[nn.Module]:
+    """Lists a model's modules, itself first."""
+    found = [module() for module in _modules.get(model, ())]
     if not found or None in found:  # a module is gone
-        found = [module for module in model.modules() if module._parameters]
-        _holders[model] = [ref(module) for module in found if module is not None]
-    return tuple(
-        (weight.dtype, weight.requires_grad)
-        for module in found
-        if module is not None
-        for weight in module._parameters.values()
-        if weight is not None
-    )
+        found = [*model.modules()]
+        _modules[model] = [ref(module) for module in found if module is not None]
+    return [module for module in found if module is not None]
+
+
+def _weights_of(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in _modules_of(model):
+        for weight in module._parameters.values():
+            if weight is not None:
+                yield weight
+
+
+def _state(model: nn.Module) -> tuple[Any, ...]:
+    """Lists each parameter's type and whether it is trained, and the mode of each module."""
+    weights = tuple((weight.dtype, weight.requires_grad) for weight in _weights_of(model))
+    return weights, tuple(module.training for module in _modules_of(model))
+
+
+def needs_gradients(model: nn.Module, given: Invocation) -> bool:
+    """Says whether a parameter of a model or a tensor that it is called with needs a gradient."""
+    trained = any(weight.requires_grad for weight in _weights_of(model))
+    return trained or any(tensor.requires_grad for tensor in given.tensors)
 
 
 def _leaf_spec(leaf: Any) -> Any:
@@ -232,14 +248,20 @@ def check_module(model: object, what: str) -> None:
         raise ArgumentError(f"{what} needs a torch.nn.Module; got {type(model).__name__}")
 
 
-def check_training(model: nn.Module, what: str, loss: object = None) -> None:
-    """Raises ArgumentError unless a model is a module in training mode, and a loss a function."""
+def check_step(model: nn.Module, what: str, loss: object = None) -> None:
+    """Raises ArgumentError unless a model is a module, and a loss a function; warns of eval mode.
+
+    A model in eval mode is taken as it is, since gradients may flow through it all the same.
+    """
     check_loss(loss)
     check_module(model, what)
     if not model.training:
-        raise ArgumentError(
-            f"this {type(model).__name__} is in eval mode, and {what} needs a training step; call "
-            "model.train() first (modules in it may stay in eval mode)"
+        _log.warning(
+            "this %s is in eval mode, and %s is for a step in that mode: norms use their running "
+            "statistics, dropout does nothing. For a step in training mode call model.train() "
+            "first",
+            type(model).__name__,
+            what,
         )
 
 
@@ -342,7 +364,8 @@ def _shape(value: Any) -> str:
 def title_of(model: nn.Module, inputs: State) -> str:
     """Names a model and the shapes of its inputs, without numbers: 'ResNet on 8×3×224×224'."""
     shapes = [shape_text(value.shape) for value in inputs if value is not None and value.ndim]
-    return f"{type(model).__name__} on {', '.join(shapes)}"
+    mode = "" if model.training else " in eval mode"
+    return f"{type(model).__name__}{mode} on {', '.join(shapes)}"
 
 
 def own_loss(outputs: Any) -> Any:

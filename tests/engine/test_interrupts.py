@@ -1,8 +1,9 @@
 """A Ctrl-C at any line of a forward or a backward leaves the thread as it was."""
 
+import functools
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -81,20 +82,27 @@ def train(model: nn.Module) -> list[Any]:
     return [x.grad, [p.grad for p in model.parameters()], read_streams()]
 
 
+@functools.cache
+def is_in_rooms(code: CodeType) -> bool:
+    return any(room in code.co_filename for room in ROOMS)
+
+
 class Interrupt:
     """Raises KeyboardInterrupt before a line of zoo's, the n-th that runs."""
 
     def __init__(self, at: int) -> None:
-        self.at, self.places = at, list[str]()
+        self.at, self.places = at, list[tuple[CodeType, int]]()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not any(room in frame.f_code.co_filename for room in ROOMS):
-            return None
+        return self.line if is_in_rooms(frame.f_code) else None
+
+    def line(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Is called before each line of a function in the rooms."""
         if event == "line":
-            self.places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            self.places.append((frame.f_code, frame.f_lineno))
             if len(self.places) - 1 == self.at:
                 raise KeyboardInterrupt
-        return self
+        return self.line
 
     def during(self, function: Callable[[], object]) -> None:
         sys.settrace(self)

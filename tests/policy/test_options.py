@@ -145,7 +145,6 @@ def test_the_plan_is_none_until_the_first_training_forward(checkpoint: Any) -> N
     assert model.plan is None
     with torch.no_grad():
         model(images())
-    model.eval()(images())
     assert model.plan is None
     model.train()(images())
     assert isinstance(model.plan, zoo.Plan)

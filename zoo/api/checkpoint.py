@@ -13,7 +13,7 @@ from zoo.invocation import (
     Loss,
     capture_first_state,
     check_module,
-    check_training,
+    check_step,
     kernel_device,
     with_loss_errors,
 )
@@ -51,15 +51,16 @@ def checkpoint(
     - a `Plan`, nested tuple or `PlanReport`: that plan.
 
     The model's own forward runs, once and as it is written; a plan decides which of the tensors
-    that it saves stay in memory. The steps are those of a `zoo.Chain`; of any other model they are
-    ranges of its kernels (`zoo.chain_of` shows them). The first training forward of such a model
-    runs block by block and is traced, and the plan is in force from the next one on. A budget and a
-    plan of your own are in force from the first one on: for them the forward is traced ahead, on
-    fake tensors in a forked process. Where `inputs` are given (a tensor, a tuple of arguments or a
-    dict of keyword arguments), this call does so and plans for them, whatever the option; call it
-    under the autocast that the training has, if any. `steps` names the modules that count as
-    blocks, with `*` for any name: `["encoder.layers.*"]`. A `zoo.Chain` has its own blocks, and
-    plans at its first training forward or for `inputs`.
+    that it saves stay in memory. It does so wherever gradients are recorded, in `eval()`, too; an
+    option that saves nothing says so by a warning. The steps are those of a `zoo.Chain`; of any
+    other model they are ranges of its kernels (`zoo.chain_of` shows them). The first training
+    forward of such a model runs block by block and is traced, and the plan is in force from the
+    next one on. A budget and a plan of your own are in force from the first one on: for them the
+    forward is traced ahead, on fake tensors in a forked process. Where `inputs` are given (a
+    tensor, a tuple of arguments or a dict of keyword arguments), this call does so and plans for
+    them, whatever the option; call it under the autocast that the training has, if any. `steps`
+    names the modules that count as blocks, with `*` for any name: `["encoder.layers.*"]`. A
+    `zoo.Chain` has its own blocks, and plans at its first training forward or for `inputs`.
 
     A budget counts the state of AdamW, or that of the optimizer that steps in the backward, and
     nothing of a loss outside of the model: `zoo.plan` takes the optimizer and the loss, and the
@@ -67,13 +68,14 @@ def checkpoint(
 
     A plan serves inputs of the size that it was made for and smaller ones, which need no more
     memory; where several plans would serve, the one for the fewest elements does. Larger inputs,
-    and those that take other steps, are planned for when they come. A fraction of the baseline, an
-    overhead and the least peak are those of the size that was planned for.
+    and those that take other steps, are planned for when they come; where no plan is found for
+    these, a training that has begun goes on block by block, with a warning. A fraction of the
+    baseline, an overhead and the least peak are those of the size that was planned for.
 
     Raises:
-        ArgumentError: none of these options, no module, a model that checkpoints itself, `steps` of
-            a `zoo.Chain`; at that forward, more segments than blocks; for a budget or a plan, one
-            that needs data of a real step.
+        ArgumentError: none of these options, no module, one without a forward of its own, a model
+            that checkpoints itself, `steps` of a `zoo.Chain`; at that forward, more segments than
+            blocks; for a budget or a plan, one that needs data of a real step.
         BudgetError: at that forward, when no plan keeps to the budget.
         PlanError: a malformed plan; one that does not fit raises at that forward.
     """
@@ -91,13 +93,19 @@ def checkpoint(
         )
     if runner_for(*option) is None:
         return uncheckpoint(model)
+    if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
+        raise ArgumentError(
+            f"this {type(model).__name__} has no forward of its own, and a plan is for a forward; "
+            "give it one that does what the method that you train by does, or put zoo.checkpoint "
+            "on the module in it that is called"
+        )
     check_switches(model)
     patched, earlier = PatchedForward(model, option, _names(steps)), patched_forward(model)
     uncheckpoint(model)
     patched.install()
     if inputs is not None:
         try:
-            check_training(model, "zoo.checkpoint")
+            check_step(model, "zoo.checkpoint")
             patched.plan_ahead(Invocation.of(inputs))
         except BaseException:
             patched.uninstall()
@@ -116,7 +124,7 @@ def _attach(model: Chain, option: Any, inputs: Any, steps: Sequence[str] | None)
         )
     runner = runner_for(*option)
     if inputs is not None and runner is not None:
-        check_training(model, "zoo.checkpoint")
+        check_step(model, "zoo.checkpoint")
         runner.plan_for(model, *capture_first_state(model, Invocation.of(inputs)))
     model.runner = runner
 
@@ -185,7 +193,7 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
     check_module(model, "zoo.chain_of")
     if not isinstance(model, Chain):
         check_switches(model)
-        check_training(model, "zoo.chain_of")
+        check_step(model, "zoo.chain_of")
     found = steps_of(model, Invocation.of(inputs), patterns=_names(steps))
     return ChainSummary(tuple(step_names(model, found.outline.steps)), found.outline.blocks)
 

@@ -38,7 +38,7 @@ from zoo.invocation import (
     Inputs,
     Invocation,
     Loss,
-    check_training,
+    check_step,
     device_of,
     nothing_trained,
     title_of,
@@ -154,7 +154,7 @@ def planner_for(
 
     `measured` runs its kernels where their device is here.
     """
-    check_training(model, "planning", loss)
+    check_step(model, "planning", loss)
     given = Invocation.of(inputs)
     with (
         torch.inference_mode(False),
@@ -279,7 +279,7 @@ def plan_rank(
         OptimizerError: the optimizer cannot step in the backward.
     """
     check_bounds(memory_budget, max_overhead)
-    check_training(model, "planning", loss)
+    check_step(model, "planning", loss)
     if memory_budget == "device":
         raise ArgumentError(
             "memory_budget='device' is what is free here; for a rank that is elsewhere give bytes, "

@@ -24,7 +24,7 @@ from zoo.invocation import (
     Inputs,
     Invocation,
     Loss,
-    check_training,
+    check_step,
     checked_loss,
     fake_at,
     nothing_trained,
@@ -139,7 +139,7 @@ def anatomy(
         ArgumentError: no module or not in training mode; a plan for what cannot be traced.
         OptimizerError: the optimizer cannot step in the backward.
     """
-    check_training(model, "an anatomy", loss)
+    check_step(model, "an anatomy", loss)
     if device not in (None, "meta"):
         raise ArgumentError(
             f"device={device!r} is neither None nor 'meta'; the step runs where the model is"

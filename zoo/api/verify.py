@@ -31,7 +31,7 @@ from zoo.engine.operands import without_fingerprints
 from zoo.engine.replay_check import OTHER_NUMBERS, checking
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.errors import ArgumentError, RecomputeError
-from zoo.invocation import Invocation, Loss, check_training
+from zoo.invocation import Invocation, Loss, check_step
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, runner_for
@@ -80,12 +80,12 @@ def verify(
             repeat its own numbers; its settings are restored afterwards.
 
     Raises:
-        ArgumentError: no module, one in eval mode, or other arguments that cannot be verified.
+        ArgumentError: no module, or other arguments that cannot be verified.
         DeterminismError: torch has no deterministic algorithm for an operator of the model.
         OptimizerError: this optimizer cannot step in the backward.
         RecomputeError: the engine itself refuses to train this model.
     """
-    check_training(model, "verify", loss)
+    check_step(model, "verify", loss)
     if type(steps) is not int or steps < 1:
         raise ArgumentError(f"verify needs at least 1 training step; got steps={steps!r}")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):

@@ -21,9 +21,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from zoo._torch import dispatch_modes, sequence_number, top_saved_tensors_hooks
+from zoo._torch import (
+    are_functorch_transforms_active,
+    are_saved_tensors_hooks_enabled,
+    dispatch_modes,
+    is_tracing,
+    sequence_number,
+    top_saved_tensors_hooks,
+)
 from zoo.engine.operands import Outside, alive, parts_of
 from zoo.engine.operator_effects import makes_dropout_state
 from zoo.engine.recompute import HOOKS, is_packing, records
@@ -276,3 +285,19 @@ def conducts() -> bool:
     """Says whether a forward that begins now may be cut into segments."""
     hooks = top_saved_tensors_hooks(False)
     return records() and hooks is None and thread.segment is None and thread.conductor is None
+
+
+def reason_for_plain() -> str | None:
+    """Says why a forward that records gradients is not cut into segments; None if nobody asked."""
+    if not torch.is_grad_enabled() or is_tracing():
+        return None
+    if thread.segment is not None or thread.conductor is not None:
+        return None
+    if are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "a transform of torch.func or forward-mode derivatives are around it"
+    if not are_saved_tensors_hooks_enabled():
+        return "hooks for saved tensors are disabled around it, and a plan works by them"
+    return (
+        "hooks for saved tensors, such as save_on_cpu, are around it and decide what is kept. Take "
+        "them off, or call zoo.recompute inside of them, which hands them each tensor"
+    )

@@ -1,6 +1,7 @@
 """What autograd saves inside of a segment: handles for what a replay makes, the rest as it is."""
 
 import functools
+import logging
 import operator
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from zoo._torch import (
     is_graph_kept,
     queue_callback,
     sequence_number,
+    top_saved_tensors_hooks,
 )
 from zoo.engine.operands import (
     Outside,
@@ -38,6 +40,7 @@ from zoo.engine.replay_check import CHECKS, OTHER_NUMBERS, SampleComparison, Ten
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
 
+_log = logging.getLogger("zoo")
 WRITTEN = (
     "a tensor that this gradient needs was changed in place after it was saved. Change a copy."
 )
@@ -153,6 +156,8 @@ class Handle:
             check_history(self.original())
         with self.segment.recording.lock:
             if self.tensor is None and not self.is_written:
+                if torch.is_grad_enabled() and top_saved_tensors_hooks(False) is None:
+                    _warn_of_graph()
                 around = thread.replaying
                 try:
                     # the kernels ran outside of a vmap that is around the backward
@@ -257,6 +262,17 @@ class Opaque:
             parts, self.context, self.sizes, self.strides
         )
         return found
+
+
+@functools.cache
+def _warn_of_graph() -> None:
+    """Says once that a backward makes a graph, which keeps what the backward reads."""
+    _log.warning(
+        "this backward makes a graph (create_graph=True), which keeps all that the backward reads: "
+        "what is recomputed stays in memory until that graph is freed, so that checkpointing saves "
+        "little, and a memory budget, which counts no such graph, may be exceeded. Leave "
+        "create_graph out where no gradient of gradients is needed"
+    )
 
 
 def _has_gradient(part: Any) -> bool:

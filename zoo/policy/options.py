@@ -8,6 +8,7 @@ size is larger, such as an epoch's last batch:
     plan      for 32  for 32  for 32  for 48  for 32  for 48
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -30,11 +31,12 @@ from zoo.engine.devices import splits_all_blocks
 from zoo.engine.recompute import run_compiled, run_plan
 from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
-from zoo.errors import ArgumentError, BudgetError
-from zoo.invocation import InputSpec, Invocation, device_of
+from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.invocation import InputSpec, Invocation, device_of, needs_gradients
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
+from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
@@ -97,6 +99,8 @@ class PlannedRunner:
     plan: Plan | None = None
     plans: dict[InputSpec, Plan] = field(default_factory=dict)
     compiled: tuple[tuple[Any, ...], ...] = ()
+    # whether a step ran, which a plan may no longer end
+    has_run: bool = False
 
     def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
         """Chooses a plan unless one is cached, then runs by it.
@@ -112,16 +116,27 @@ class PlannedRunner:
                 _plan_uncompiled(self, chain, outline, inputs)
             assert self.plan is not None
             return run_compiled(self.plan, self.compiled, outline.steps, inputs)
-        refused = None
+        with without_modes():
+            is_trained = needs_gradients(chain, Invocation(inputs))
+        if not is_trained:
+            return fold(outline.steps, inputs)
+        by_blocks, refused = schemes.each_block(outline.blocks, outline.whole), None
         with without_modes():
             try:
                 plan = self.plan_for(chain, outline, inputs)
             except StepError as error:
                 # the step's own error tells more
-                plan, refused = schemes.each_block(outline.blocks, outline.whole), error
+                plan, refused = by_blocks, error
+            except (ArgumentError, BudgetError, PlanError) as error:
+                if not self.has_run:
+                    raise
+                plan = by_blocks
+                warn_of_blocks(chain, error)
+                self.plans[_spec(chain, outline, inputs)] = plan
         outputs = run_plan(plan, outline.steps, inputs)
         if refused is not None:
             raise refused
+        self.has_run = True
         return outputs
 
     def plan_for(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
@@ -175,10 +190,15 @@ class PlannedRunner:
             if option == "auto":
                 return _first_decided(request, lambda: self._planned(chain, outline, inputs))
             return _first_decided(request, lambda: _least(chain, outline, inputs, later_step))
+        costs = functools.cache(lambda: _costs(chain, outline, inputs))
         if isinstance(option, int):
-            return schemes.segments(outline.blocks, option)
-        blocks = outline.blocks, outline.whole
-        return schemes.named(option, *blocks, lambda: Profile(chain, outline, inputs).costs())
+            plan = schemes.segments(outline.blocks, option)
+        else:
+            plan = schemes.named(option, outline.blocks, outline.whole, costs)
+        # these need no measured step, but for what follows
+        with contextlib.suppress(StepError):
+            _warn_of_no_saving(chain, option, plan, costs())
+        return plan
 
     def _planned(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
         """Plans for the budget and logs the prediction.
@@ -211,6 +231,12 @@ class PlannedRunner:
         return report.plan
 
 
+def warn_of_blocks(model: nn.Module, error: Exception) -> None:
+    """Warns that a model whose training has begun goes on block by block."""
+    what = "%s runs block by block: its forward cannot be planned for (%s)"
+    _log.warning(what, type(model).__name__, error)
+
+
 def has_lazy(model: nn.Module) -> bool:
     """Says whether a model has lazy parameters or buffers without a size."""
     return any(map(is_lazy, (*model.parameters(), *model.buffers())))
@@ -239,7 +265,33 @@ def _least(chain: Chain, outline: Outline, inputs: State, later_step: BudgetPlan
     optimizer = _optimizer_in_backward(chain) if later_step is None else later_step.optimizer
     updates = None if optimizer is None else optimizer.updates
     costs = profile.costs(kernels=kernels, updates=updates)
-    return least_memory(replace(costs, returned=returned).with_parameter_gradients())
+    costs = replace(costs, returned=returned).with_parameter_gradients()
+    plan = least_memory(costs)
+    _warn_of_no_saving(chain, True, plan, costs)
+    return plan
+
+
+def _costs(chain: Chain, outline: Outline, inputs: State) -> StepCosts:
+    """Returns the costs of steps whose kernels are not measured."""
+    updates = None if (known := _optimizer_in_backward(chain)) is None else known.updates
+    return Profile(chain, outline, inputs).costs(updates=updates).with_parameter_gradients()
+
+
+def _warn_of_no_saving(chain: Chain, option: Any, plan: Plan, costs: StepCosts) -> None:
+    """Says that a training step takes no less by a plan than without one, where it is so."""
+    plain = simulate(Plan.keep_all(len(costs)), costs).peak
+    peak = simulate(plan, costs).peak
+    if plain and peak >= plain:
+        _log.warning(
+            "checkpoint=%r saves nothing of %s: a training step takes %s by its plan and %s plain, "
+            "beside weights and optimizer. Take another option, such as memory_budget=, which says "
+            "the least that is possible, or leave checkpointing out. Where the peak is made by the "
+            "gradients of weights, zoo.optimizer_in_backward frees them",
+            option,
+            type(chain).__name__,
+            format_bytes(peak),
+            format_bytes(plain),
+        )
 
 
 def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:

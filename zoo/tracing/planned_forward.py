@@ -4,10 +4,11 @@ It is an instance attribute; nothing else of a module changes: class, names, hoo
 original forward runs, once and as it is written. The patch opens and closes segments between its
 kernels (`engine.kernel_segments`), by a plan for the operators that were traced:
 
-    first forward in training   traced while it runs block by block, then planned
-    every later one             by the plan, as long as the operators are the same
-    other operators             block by block; if the next forward's differ, too, it is traced
-    parameters without a size   block by block; the next forward counts as the first
+    first forward with gradients   traced while it runs block by block, then planned
+    every later one                by the plan, as long as the operators are the same
+    other operators                block by block; if the next forward's differ, too, it is traced
+    parameters without a size      block by block; the next forward counts as the first
+    no plan is found               an error in the first step; later block by block, with a warning
 
 For a budget or a user's own plan the first forward is traced ahead instead. A deep copy or a pickle
 keeps the option and plans anew; a shallow copy runs as it is written.
@@ -26,18 +27,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo._torch import active_fake_mode, is_exporting
+from zoo._torch import active_fake_mode, is_exporting, sequence_number
 from zoo.chain import Chain, Runner
-from zoo.engine.kernel_segments import Conductor, Script, Visit, conducts
+from zoo.engine.kernel_segments import (
+    Conductor,
+    Script,
+    Visit,
+    conducts,
+    reason_for_plain,
+)
 from zoo.engine.operator_effects import resolved
 from zoo.engine.recording import thread
 from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
-from zoo.errors import ArgumentError, PlanError
-from zoo.invocation import InputSpec, Invocation
+from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.invocation import InputSpec, Invocation, needs_gradients
 from zoo.planner.schemes import SegmentsError
 from zoo.policy.budget import Budget
-from zoo.policy.options import Checkpoint, PlannedRunner, has_lazy, runner_for
+from zoo.policy.options import (
+    Checkpoint,
+    PlannedRunner,
+    has_lazy,
+    runner_for,
+    warn_of_blocks,
+)
 from zoo.profiling.progress import shown
 from zoo.tracing.isolated_trace import TraceError, graph_of
 from zoo.tracing.partition import check_switches, partition, paths_of
@@ -155,9 +168,9 @@ class Patch:
 class BlockMark(Patch):
     """The forward of a block; tells the conductor where the block begins and ends."""
 
-    def __init__(self, module: nn.Module, path: str) -> None:
+    def __init__(self, module: nn.Module, path: str, notices: "Notices") -> None:
         super().__init__(module)
-        self.path = path
+        self.path, self.notices = path, notices
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block."""
@@ -167,12 +180,49 @@ class BlockMark(Patch):
             return forward(*args, **kwargs)
         conductor = thread.conductor
         if conductor is None:
-            return self.__wrapped__(*args, **kwargs)
+            return self._run_alone(args, kwargs)
         conductor.enter(self.path)
         try:
             return self.__wrapped__(*args, **kwargs)
         finally:
             conductor.leave()
+
+    def _run_alone(self, args: Any, kwargs: Any) -> Any:
+        """Runs the block where no plan is in force; warns if another method trains it."""
+        before = sequence_number()
+        outputs = self.__wrapped__(*args, **kwargs)
+        if sequence_number() != before and conducts() and not self._is_in_forward():
+            self.notices.warn(
+                "outside",
+                "%s runs its block %s in another method than its forward, where no plan is in "
+                "force: call the model itself, give its forward the work of that method, or put "
+                "zoo.checkpoint on the module in it whose forward is called",
+                self.path,
+            )
+        return outputs
+
+    def _is_in_forward(self) -> bool:
+        """Says whether the model's forward runs, as it is written: it may have begun in no_grad."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is PatchedForward._run.__code__:
+                return frame.f_locals["self"].notices is self.notices
+            frame = frame.f_back
+        return False
+
+
+@dataclass
+class Notices:
+    """What was said about a model, `name`; each is said once."""
+
+    name: str
+    said: set[str] = field(default_factory=set)
+
+    def warn(self, what: str, text: str, *values: Any) -> None:
+        """Logs a warning, whose first value is the model's name."""
+        if what not in self.said:
+            self.said.add(what)
+            _log.warning(text, self.name, *values)
 
 
 @dataclass
@@ -189,10 +239,10 @@ class Traces:
 
 
 class PatchedForward(Patch):
-    """A model's forward that runs by a plan in training.
+    """A model's forward that runs by a plan where gradients are recorded, in any mode.
 
-    In `eval()`, under `no_grad`, `torch.func`, `torch.export` or a tracer, and inside another
-    segment, the original forward runs.
+    Under `no_grad`, `torch.func`, `torch.export` or a tracer, inside another segment, and where
+    nothing needs a gradient, the original forward runs.
 
     Attributes:
         option: `checkpoint`, `memory_budget` and `max_overhead` as the user chose them.
@@ -209,22 +259,33 @@ class PatchedForward(Patch):
     ) -> None:
         super().__init__(module)
         self.option, self.patterns = option, patterns
+        self.notices = Notices(type(module).__name__)
         runner = self.runner()
         self.is_given = runner.plan is not None
         self.binds_first_step = self.is_given or runner.checkpoint == "auto"
         blocks = {path: module.get_submodule(path) for path in paths_of(module, patterns)}
         # the kernels of a compiled block are invisible
         self.marks = [
-            BlockMark(block, path)
+            BlockMark(block, path, self.notices)
             for path, block in blocks.items()
             if block._compiled_call_impl is None and not hasattr(block, "_orig_mod")
         ]
+        if blocks and not self.marks:
+            self.notices.warn(
+                "compiled blocks",
+                "all blocks of %s are compiled, and what a compiled block saves is kept: leave the "
+                "blocks that a plan shall recompute uncompiled",
+            )
         # the most recently used kind of inputs last
         self.traces: dict[InputSpec, Traces] = {}
         self.latest: Script | None = None
+        # whether a step ran, which a plan may no longer end
+        self.has_run = False
+        # whether gradients came from neither parameters nor arguments
+        self.has_hidden_gradients = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"traces": {}, "latest": None}
+        return super().__getstate__() | {"traces": {}, "latest": None, "has_run": False}
 
     def install(self) -> None:
         """Installs this, and the marks of the blocks."""
@@ -245,26 +306,54 @@ class PatchedForward(Patch):
         return runner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward: by the plan in training, else as it is written."""
+        """Runs the forward: by the plan where gradients are recorded, else as it is written."""
         if is_exporting():
             return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(self._run)(args, kwargs)  # type: ignore[no-untyped-call]
+            uncompiled = torch.compiler.disable(self._run_uncompiled)  # type: ignore[no-untyped-call]
+            return uncompiled(args, kwargs)
         if (forward := self.of_copy(sys._getframe(1))) is not None:
+            if conducts():
+                self.notices.warn(
+                    "outside",
+                    "a copy of %s, by copy.copy or nn.DataParallel, runs without its plan: copy by "
+                    "copy.deepcopy, train on several devices by DistributedDataParallel",
+                )
             return forward(*args, **kwargs)
+        return self._run(args, kwargs)
+
+    def _run_uncompiled(self, args: Any, kwargs: Any) -> Any:
+        self.notices.warn(
+            "compiled",
+            "%s is compiled as a whole, and runs as it is written: a plan takes the kernels of the "
+            "forward apart, which a compiler hides. Compile its blocks before zoo.checkpoint, or "
+            "take the plan off with zoo.uncheckpoint",
+        )
         return self._run(args, kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         module, given = self._living(), Invocation(args, kwargs)
-        if not module.training or not conducts():
+        if not conducts():
+            if (reason := reason_for_plain()) is not None:
+                self.notices.warn("plain", "%s runs without its plan: %s", reason)
             return given.on(self.__wrapped__)
+        if not self._is_trained(given):
+            before = sequence_number()
+            outputs = given.on(self.__wrapped__)
+            self.has_hidden_gradients = sequence_number() != before
+            return outputs
+        outputs = self._run_planned(module, given)
+        self.has_run = True
+        return outputs
+
+    def _run_planned(self, module: nn.Module, given: Invocation) -> Any:
         spec = self._spec(given)
         traces = self._traces_for(spec)
         if (not traces.branches or traces.strayed) and has_lazy(module):
             # block by block: this forward gives lazy parameters their sizes
             return Conductor([]).run(lambda: given.on(self.__wrapped__))
-        if not traces.branches and self._is_planned_ahead():
-            self._plan_first(given)
+        if not traces.branches and traces.can_be_planned and self._is_planned_ahead():
+            self._plan_first(given, traces)
         is_new = not traces.branches or (traces.strayed and len(traces.branches) < MOST_BRANCHES)
         if is_new and traces.can_be_planned:
             return self._trace(given, spec, traces)
@@ -275,6 +364,10 @@ class PatchedForward(Patch):
         traces.branches = sorted(traces.branches, key=lambda one: one is conductor.script)
         self.latest = traces.branches[-1] if traces.branches else None
         return outputs
+
+    def _is_trained(self, given: Invocation) -> bool:
+        with without_modes():
+            return self.has_hidden_gradients or needs_gradients(self.module(), given)
 
     def _spec(self, given: Invocation) -> InputSpec:
         """Returns the properties that a plan depends on."""
@@ -304,15 +397,26 @@ class PatchedForward(Patch):
         self.latest = self._script(graph, [*map(resolved, graph.operators)], graph.visits)
         self._traces_for(self._spec(given)).branches.append(self.latest)
 
-    def _plan_first(self, given: Invocation) -> None:
-        """Makes a plan for the first forward; one that raises an error raises it as unplanned."""
+    def _plan_first(self, given: Invocation, traces: Traces) -> None:
+        """Makes a plan for the first forward; one that raises an error raises it as unplanned.
+
+        For a kind of inputs that comes later, a plan that is not found is a warning.
+        """
         try:
             return self.plan_ahead(given)
-        except TraceError as error:
+        except (ArgumentError, BudgetError, PlanError) as error:
             refused = error
-        if refused.raised:
+        if self.has_run:
+            self._go_by_blocks(traces, refused)
+            return
+        if isinstance(refused, TraceError) and refused.raised:
             Conductor([]).run(lambda: given.on(self.__wrapped__))
         raise refused
+
+    def _go_by_blocks(self, traces: Traces, error: Exception) -> None:
+        """Warns that inputs of this kind run block by block from now on."""
+        self.latest, traces.can_be_planned = None, False
+        warn_of_blocks(self.module(), error)
 
     def _is_planned_ahead(self) -> bool:
         """Says whether the first forward is traced ahead, since it must run by a plan, too."""
@@ -334,15 +438,11 @@ class PatchedForward(Patch):
             self.latest = self._script(tracer.graph, conductor.operators, conductor.visits)
             traces.spec = spec
             traces.branches.append(self.latest)
-        except (ArgumentError, PlanError) as error:
-            # a user's plan or number of segments may be for another path of this forward, where it
-            # stays in force
+        except (ArgumentError, BudgetError, PlanError) as error:
             is_for_a_path = self.is_given or isinstance(error, SegmentsError)
-            if not traces.branches if is_for_a_path else self.binds_first_step:
+            if not self.has_run and (is_for_a_path or self.binds_first_step):
                 raise
-            self.latest, traces.can_be_planned = None, False
-            what = "%s runs block by block: its forward cannot be planned for (%s)"
-            _log.warning(what, type(self.module()).__name__, error)
+            self._go_by_blocks(traces, error)
         return outputs
 
     def _script(self, graph: Graph, operators: Sequence[Any], visits: dict[Visit, int]) -> Script:

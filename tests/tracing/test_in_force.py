@@ -1,0 +1,336 @@
+"""A plan is in force where gradients are recorded; one that is not, or saves nothing, says so once.
+
+Which mode the modules are in does not matter: gradients flow through frozen networks in eval mode,
+as in textual inversion or perceptual losses.
+"""
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+import zoo
+from tests.tracing.models import Net
+from tests.training import Residuals, images
+from zoo.engine import saved_tensors
+from zoo.errors import ArgumentError, BudgetError
+from zoo.profiling.peak_memory import trace
+from zoo.tracing.planned_forward import patched_forward
+
+MIB = 2**20
+OPTIONS: dict[str, dict[str, Any]] = {
+    "least": {"checkpoint": True},
+    "blocks": {"checkpoint": "blocks"},
+    "budget": {"memory_budget": 0.6},
+}
+
+
+class Layers(nn.Module):
+    """Layers that are trained by the forward or by another method."""
+
+    def __init__(self, width: int = 64, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width)
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return Layers.forward(self, x).square().mean()
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    return model.eval().requires_grad_(False)
+
+
+def peak_of(model: nn.Module, x: Tensor) -> int:
+    """Returns the bytes of the second of two steps, at their most."""
+    model(x).square().mean().backward()
+    return int(trace(lambda: model(x).square().mean().backward()).peak)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_model_in_eval_mode_is_trained_by_its_plan(option: str, is_frozen: bool) -> None:
+    plain = Layers().eval().requires_grad_(not is_frozen)
+    model = zoo.checkpoint(copy.deepcopy(plain), **OPTIONS[option])
+    one, other = (torch.rand(512, 64, generator=torch.Generator().manual_seed(0)) for _ in "12")
+    least, most = (peak_of(m, x.requires_grad_()) for m, x in ((model, one), (plain, other)))
+    assert least < 0.8 * most
+    torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    plan = zoo.plan_of(model)
+    assert plan is not None
+    assert plan.depth() > 0
+
+
+def test_a_chain_in_eval_mode_is_trained_by_its_plan() -> None:
+    plain = Residuals().eval()
+    model = zoo.checkpoint(copy.deepcopy(plain), "blocks")
+    x = images(size=32)
+    assert peak_of(model, x) < 0.8 * peak_of(plain, x)
+
+
+@pytest.mark.parametrize("build", [Layers, Residuals])
+def test_nothing_is_planned_where_nothing_needs_a_gradient(build: Callable[[], nn.Module]) -> None:
+    model = zoo.checkpoint(frozen(build()), memory_budget="1KiB")
+    x = torch.rand(2, 64) if isinstance(model, Layers) else images()
+    model(x)
+    assert zoo.plan_of(model) is None
+    with pytest.raises(BudgetError):
+        model(x.requires_grad_())
+
+
+def test_gradients_that_come_from_elsewhere_are_found() -> None:
+    class Prompted(Layers):
+        prompt: dict[str, Tensor]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.prompt["added"])
+
+    model = zoo.checkpoint(frozen(Prompted()), "blocks")
+    model.prompt = {"added": torch.zeros(64, requires_grad=True)}
+    for _ in range(2):
+        model(torch.rand(8, 64)).sum().backward()
+    plan = zoo.plan_of(model)
+    assert plan is not None
+    assert plan.depth() > 0
+
+
+def test_the_mode_of_each_module_is_part_of_what_a_plan_is_for() -> None:
+    model, x = zoo.checkpoint(Layers(), memory_budget=0.6), torch.rand(512, 64)
+    plans = []
+    modes = nn.Module.train, nn.Module.eval, lambda model: model.layers[:4].train(), nn.Module.train
+    for change in modes:
+        change(model)
+        model(x).sum().backward()
+        plans.append(zoo.plan_of(model))
+    patched = patched_forward(model)
+    assert patched is not None
+    assert len(patched.traces) == 3
+    assert not any(traces.strayed for traces in patched.traces.values())
+    assert plans[0] == plans[-1]
+
+
+@pytest.mark.parametrize("what", ["plan", "chain_of", "verify"])
+def test_what_is_looked_at_in_eval_mode_says_so(what: str, caplog: Any) -> None:
+    model, x = Layers(8, 2).eval(), torch.rand(4, 8)
+    look = {
+        "plan": lambda: zoo.plan(model, x, memory_budget="1GiB"),
+        "chain_of": lambda: zoo.chain_of(model, x),
+        "verify": lambda: zoo.verify(model, x),
+    }
+    found = look[what]()
+    (said,) = [text for text in caplog.messages if "eval mode" in text]
+    assert "call model.train() first" in said
+    if what == "plan":
+        assert "Layers in eval mode on 4×8" in str(found)
+
+
+def test_another_method_than_the_forward_says_that_no_plan_is_in_force(caplog: Any) -> None:
+    model = zoo.checkpoint(Layers(), "blocks")
+    for _ in range(2):
+        model.training_step(torch.rand(4, 64)).backward()
+    (said,) = caplog.messages
+    assert said.startswith("Layers runs its block layers.0 in another method than its forward")
+    assert zoo.plan_of(model) is None
+
+
+@pytest.mark.parametrize("how", ["forward", "no_grad", "frozen", "gradient inside", "uncheckpoint"])
+def test_nothing_is_said_of_a_plan_that_is_in_force_or_not_needed(how: str, caplog: Any) -> None:
+    class Inner(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return super().forward(x.detach().requires_grad_())
+
+    model, x = (Inner if how == "gradient inside" else Layers)(), torch.rand(64, 64)
+    zoo.checkpoint(model, "cheap")
+    for _ in range(2):
+        if how == "forward":
+            model(x).sum().backward()
+        elif how == "frozen":
+            frozen(model).training_step(x)
+        elif how == "uncheckpoint":
+            zoo.uncheckpoint(model).training_step(x).backward()
+        else:
+            with torch.no_grad():
+                model(x) if how == "gradient inside" else model.training_step(x)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("module", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict()])
+def test_a_module_without_a_forward_is_refused(module: nn.Module) -> None:
+    with pytest.raises(ArgumentError, match="has no forward of its own, and a plan is for"):
+        zoo.checkpoint(module)
+
+
+def test_a_model_that_is_compiled_as_a_whole_says_that_it_is_not(caplog: Any) -> None:
+    model = zoo.checkpoint(Layers(8, 2), "cheap")
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        compiled(torch.rand(512, 8)).sum().backward()
+    (said,) = [text for text in caplog.messages if "compiled" in text]
+    assert said.startswith("Layers is compiled as a whole, and runs as it is written")
+    torch._dynamo.reset()
+
+
+def test_a_model_whose_blocks_are_compiled_says_that_they_are_kept(caplog: Any) -> None:
+    model = Layers(8, 2)
+    model.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in model.layers)
+    zoo.checkpoint(model, "blocks")
+    (said,) = caplog.messages
+    assert said.startswith("all blocks of Layers are compiled, and what a compiled block saves is")
+
+
+def test_a_shallow_copy_says_that_it_runs_without_a_plan(caplog: Any) -> None:
+    twin = copy.copy(zoo.checkpoint(Layers(), "cheap"))
+    with torch.no_grad():
+        twin(torch.rand(4, 64))
+    assert caplog.messages == []
+    for _ in range(2):
+        twin(torch.rand(4, 64)).sum().backward()
+    (said,) = caplog.messages
+    assert said.startswith("a copy of Layers, by copy.copy or nn.DataParallel, runs without its")
+
+
+@pytest.mark.parametrize(
+    ("around", "reason"),
+    [
+        (save_on_cpu, "hooks for saved tensors, such as save_on_cpu, are around it"),
+        (
+            lambda: torch.autograd.graph.disable_saved_tensors_hooks("none here"),
+            "hooks for saved tensors are disabled around it",
+        ),
+    ],
+)
+def test_hooks_around_a_model_say_that_no_plan_is_in_force(
+    around: Callable[[], Any], reason: str, caplog: Any
+) -> None:
+    model = zoo.checkpoint(Layers(8, 2), "cheap")
+    for _ in range(2):
+        with around():
+            model(torch.rand(512, 8)).sum().backward()
+    (said,) = caplog.messages
+    assert reason in said
+
+
+def test_a_transform_around_a_model_says_that_no_plan_is_in_force(caplog: Any) -> None:
+    model = zoo.checkpoint(Layers(8, 2), "cheap").eval()
+    torch.func.grad(lambda x: model(x).sum())(torch.rand(4, 8))
+    (said,) = caplog.messages
+    assert "a transform of torch.func or forward-mode derivatives are around it" in said
+
+
+@pytest.mark.parametrize(
+    ("build", "option"),
+    [
+        *((lambda: Layers(8, 2), option) for option in (True, "blocks", "cheap", 2)),
+        *((Residuals, option) for option in ("blocks", "cheap", 2)),
+    ],
+)
+def test_an_option_that_saves_nothing_says_so_once(
+    build: Callable[[], nn.Module], option: Any, caplog: Any
+) -> None:
+    # the gradients of weights make the peak
+    model = zoo.checkpoint(build(), option)
+    x = torch.rand(2, 8) if isinstance(model, Layers) else images(2, size=2)
+    for _ in range(3):
+        model(x).sum().backward()
+    (said,) = caplog.messages
+    assert said.startswith(f"checkpoint={option!r} saves nothing of {type(model).__name__}: a ")
+
+
+@pytest.mark.parametrize("option", [True, "blocks", "cheap", 4])
+def test_an_option_that_saves_says_nothing(option: Any, caplog: Any) -> None:
+    model = zoo.checkpoint(Layers(), option)
+    for _ in range(2):
+        model(torch.rand(512, 64)).sum().backward()
+    assert caplog.messages == []
+
+
+class Growing(Layers):
+    """Does more with each larger input."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(len(x) // 64):
+            x = super().forward(x)
+        return x
+
+
+@pytest.mark.parametrize("build", [Growing, Residuals])
+def test_a_training_that_has_begun_is_not_ended_by_a_budget(
+    build: Callable[[], nn.Module], caplog: Any
+) -> None:
+    plain = build()
+    caplog.set_level(logging.WARNING)
+
+    def given(rows: int) -> Tensor:
+        torch.manual_seed(0)
+        return torch.rand(rows, 32) if isinstance(plain, Growing) else images(rows // 16, size=16)
+
+    with pytest.raises(BudgetError) as refused:
+        zoo.plan(plain, given(64), memory_budget="1KiB")
+    model = zoo.checkpoint(copy.deepcopy(plain), memory_budget=int(1.02 * refused.value.least))
+    for rows in (64, 256, 64, 256):
+        for one in (model, plain):
+            torch.manual_seed(rows)
+            one(given(rows)).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    (said,) = [text for text in caplog.messages if "block by block" in text]
+    assert "needs at least" in said
+
+
+def test_a_copy_has_not_begun() -> None:
+    model = zoo.checkpoint(Growing(), memory_budget="400KiB")
+    model(torch.rand(64, 32))
+    with pytest.raises(BudgetError):
+        pickle.loads(pickle.dumps(model))(torch.rand(256, 32))
+
+
+def test_a_backward_that_makes_a_graph_says_what_it_keeps(caplog: Any) -> None:
+    saved_tensors._warn_of_graph.cache_clear()
+    model, x = Layers(8, 2), torch.rand(4, 8, requires_grad=True)
+    zoo.recompute(model, x).sum().backward()
+    assert caplog.messages == []
+    for _ in range(2):
+        (found,) = torch.autograd.grad(zoo.recompute(model, x).sum(), x, create_graph=True)
+        found.sum().backward()
+    (said,) = caplog.messages
+    assert said.startswith("this backward makes a graph (create_graph=True)")
+
+
+def test_gradients_inside_of_a_segment_are_no_graph_of_the_backward(caplog: Any) -> None:
+    saved_tensors._warn_of_graph.cache_clear()
+
+    def descend(x: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(x.tanh().square().sum(), x, create_graph=True)
+        return x - found
+
+    zoo.recompute(descend, torch.rand(4, 8, requires_grad=True)).sum().backward()
+    assert caplog.messages == []
+
+
+def test_a_net_in_eval_mode_is_exact() -> None:
+    plain = Net().eval()
+    model = zoo.checkpoint(copy.deepcopy(plain), "blocks")
+    for _ in range(2):
+        for one in (model, plain):
+            one(images(1) * 0 + 1).square().sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
