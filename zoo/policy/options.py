@@ -195,9 +195,10 @@ class PlannedRunner:
             plan = schemes.segments(outline.blocks, option)
         else:
             plan = schemes.named(option, outline.blocks, outline.whole, costs)
-        # these need no measured step, but for what follows
-        with contextlib.suppress(StepError):
-            _warn_of_no_saving(chain, option, plan, costs())
+        # a user's own steps do not run on fake tensors for this, but traced ones may
+        if option == "cheap" or not isinstance(chain, Chain):
+            with contextlib.suppress(PlanError):
+                _warn_of_no_saving(chain, option, plan, costs())
         return plan
 
     def _planned(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
