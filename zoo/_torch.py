@@ -11,7 +11,7 @@ import importlib.util
 import operator
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,13 @@ DisableAutocast: Any = _private("_C._DisableAutocast")
 DisableTorchDispatch: Any = _private("_C._DisableTorchDispatch")
 ForceDispatchKeyGuard: Any = _private("_C._ForceDispatchKeyGuard")
 FAKE_MODE: Any = _private("_C._TorchDispatchModeKey.FAKE")
+# of the mode by which `make_fx` writes a graph, as higher-order operators do of their functions
+PROXY_MODE: Any = _private("_C._TorchDispatchModeKey.PROXY")
 are_functorch_transforms_active: Any = _private("_C._are_functorch_transforms_active")
 is_graph_kept: Any = _private("_C._autograd._get_current_graph_task_keep_graph")
 sequence_number: Any = _private("_C._autograd._get_sequence_nr")
+for _name in ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", "SavedTensor"):
+    _private(f"_C._autograd.{_name}")
 are_saved_tensors_hooks_enabled: Any = _private("_C._autograd._saved_tensors_hooks_is_enabled")
 top_saved_tensors_hooks: Any = _private("_C._autograd._top_saved_tensors_default_hooks")
 current_node: Any = _private("_C._current_autograd_node")
@@ -167,6 +171,42 @@ _private("compiler._is_exporting_flag")
 # whether `torch.export` runs: the compiler of torch 2.11 takes torch's own question for True
 # wherever it is asked
 is_exporting = functools.partial(getattr, torch.compiler, "_is_exporting_flag")
+
+
+def watch_hooks_of_saved_tensors(
+    before_disable: Callable[[], object],
+    after_enable: Callable[[], object],
+    before_register: Callable[[Any], object],
+) -> None:
+    """Has torch call these where a program disables the hooks for saved tensors or adds to them.
+
+    torch refuses both where any hooks are set, and asks nobody. `before_disable` is called where
+    the hooks are about to be disabled, as `torch.func.grad` does, `after_enable` where they were
+    enabled again; `before_register` with what a saved tensor was packed to that is to have hooks of
+    its own.
+    """
+    module, kind = torch._C._autograd, torch._C._autograd.SavedTensor
+    disable, enable = module._saved_tensors_hooks_disable, module._saved_tensors_hooks_enable
+    register = kind.register_hooks
+
+    @functools.wraps(disable)
+    def disabled(*args: Any, **kwargs: Any) -> None:
+        before_disable()
+        disable(*args, **kwargs)
+
+    @functools.wraps(enable)
+    def enabled() -> None:
+        enable()
+        after_enable()
+
+    @functools.wraps(register)
+    def registered(saved: Any, *hooks: Any) -> Any:
+        before_register(saved.data)
+        return register(saved, *hooks)
+
+    module._saved_tensors_hooks_disable = disabled
+    module._saved_tensors_hooks_enable = enabled
+    kind.register_hooks = registered  # type: ignore[method-assign]
 
 
 def clear_blas_workspaces() -> None:

@@ -35,7 +35,7 @@ from zoo._torch import (
 )
 from zoo.engine.operands import Outside, alive, parts_of
 from zoo.engine.operator_effects import makes_dropout_state
-from zoo.engine.recompute import HOOKS, is_packing, records
+from zoo.engine.recompute import HOOKS, leave_hooks, records
 from zoo.engine.recording import (
     Recorder,
     Segment,
@@ -270,8 +270,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         """Ends the forward, unless it has ended: an interrupt may have cut the end short."""
         if thread.conductor is not self:
             return
-        if is_packing():
-            HOOKS.__exit__()
+        leave_hooks()
         if self in dispatch_modes():
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.recording = None

@@ -259,7 +259,9 @@ class Sparse(Outside):
         super().__init__(tensor)
         self.parts = parts
         self.samples = [sample(part.tensor.untyped_storage()) for part in parts]
-        self.is_coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+        # an operator, which is the program's only where the program asks
+        with DisableTorchDispatch():
+            self.is_coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
 
     def now(self) -> Tensor:
         """Returns the tensor as the forward read it; raises as that of any other."""

@@ -34,10 +34,11 @@ from zoo._torch import (
     dispatch_modes,
     is_tracing,
     top_saved_tensors_hooks,
+    watch_hooks_of_saved_tensors,
 )
 from zoo.chain import State, Step, fold
 from zoo.engine.recording import Recorder, Segment, thread
-from zoo.engine.saved_tensors import pack, prune, unpack
+from zoo.engine.saved_tensors import pack, prune, refuse_hooks, unpack
 from zoo.errors import ArgumentError, RecomputeError
 from zoo.planner.plan import Item, Plan
 
@@ -47,6 +48,30 @@ FRAMES = 6
 ROOM = 1000
 Function = Callable[..., Any]
 HOOKS = saved_tensors_hooks(pack, unpack)
+
+
+def _pause_hooks() -> None:
+    """Takes zoo's hooks off where a program is about to disable all: what follows is kept.
+
+    `torch.func.grad` and its like do so, and in the baseline nothing is in their way.
+    """
+    while (hooks := top_saved_tensors_hooks(False)) is not None and _is_of_zoo(hooks[0]):
+        thread.paused = (*thread.paused, hooks)
+        HOOKS.__exit__()
+
+
+def _resume_hooks() -> None:
+    """Puts them back where the program enables hooks again."""
+    paused, thread.paused = thread.paused, ()
+    for hooks in reversed(paused):
+        saved_tensors_hooks(*hooks).__enter__()
+
+
+def _is_of_zoo(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("zoo.")
+
+
+watch_hooks_of_saved_tensors(_pause_hooks, _resume_hooks, refuse_hooks)
 
 
 def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
@@ -157,8 +182,7 @@ class segment:
             return
         thread.segment, part.end = part.parent, part.recording.count
         if part.parent is None:
-            if is_packing():
-                HOOKS.__exit__()
+            leave_hooks()
             recorder = thread.recorder
             if recorder in dispatch_modes():
                 recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call, union-attr]
@@ -173,6 +197,13 @@ def is_packing() -> bool:
     """Says whether what autograd saves on this thread is packed here."""
     hooks = top_saved_tensors_hooks(False)
     return hooks is not None and hooks[0] is pack
+
+
+def leave_hooks() -> None:
+    """Takes off what packs saved tensors here, on or paused."""
+    thread.paused = ()
+    if is_packing():
+        HOOKS.__exit__()
 
 
 def records() -> bool:

@@ -77,6 +77,8 @@ SMALL = 1 << 14
 SEQUENCES = {list, tuple}
 # arguments without tensors, which most are
 ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.layout}
+# sparse layouts whose products on the CPU read them as they are
+BY_ROWS = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr}
 # tensors whose storage is their own; any other kind is taken apart by its own dispatch
 PLAIN = {Tensor, Parameter, FakeTensor}
 
@@ -88,6 +90,7 @@ class Thread(threading.local):
     recorder: Optional["Recorder"] = None  # the mode that records, of one segment after the other
     conductor: Any = None  # what opens and closes segments between kernels, while it does
     replaying = False
+    paused: tuple[Any, ...] = ()  # zoo's hooks for saved tensors, while a program disables all
     # says where in the program the code is that runs now, where somebody wants to know
     observer: Callable[[], Any] | None = None
     origin: Any = None  # where the kernel that is replayed now was called
@@ -746,8 +749,8 @@ class Recorder(KernelMode):
             elif type(found) is View:
                 node.reads.append(found.value)
             else:
-                if type(found) is Sparse and not value.is_cpu:
-                    # products with it add by atomics
+                if type(found) is Sparse and not (value.is_cpu and value.layout in BY_ROWS):
+                    # products with it add by atomics, or convert it and count that as a write
                     node.is_kept = True
                 if not found.is_read and value.is_inference():
                     # it may be written later, and nothing would tell

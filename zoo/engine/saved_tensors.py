@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from zoo._torch import (
+    PROXY_MODE,
     DisableTorchDispatch,
     FakeTensor,
     current_backward,
+    get_dispatch_mode,
     is_graph_kept,
     queue_callback,
     sequence_number,
@@ -279,7 +281,29 @@ def _has_gradient(part: Any) -> bool:
     return isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex())
 
 
-PACKED = Outside | Handle | Opaque
+def is_in_graph(tensor: Tensor) -> bool:
+    """Returns whether a tensor stands for one of a graph that is being written.
+
+    `make_fx` knows it by its identity, so that no other may take its place. Higher-order operators
+    write a graph of what they call, each time that they are called.
+    """
+    return type(tensor) is FakeTensor and get_dispatch_mode(PROXY_MODE) is not None
+
+
+class InGraph:
+    """A saved tensor that is in a graph."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def unpack(self) -> Tensor:
+        """Returns the tensor itself."""
+        return self.tensor
+
+
+PACKED = Outside | Handle | Opaque | InGraph
 
 
 def kept(tensor: Tensor) -> Outside:
@@ -291,6 +315,8 @@ def kept(tensor: Tensor) -> Outside:
 
 def pack(tensor: Tensor) -> Any:
     """Returns what stands for a tensor that autograd saves on this thread."""
+    if is_in_graph(tensor):
+        return InGraph(tensor)
     if not has_own_storage(type(tensor)) and hasattr(tensor, "__tensor_flatten__"):
         return Opaque(tensor, pack)
     segment = thread.segment
@@ -307,6 +333,17 @@ def pack(tensor: Tensor) -> Any:
     segment.recording.saved[id(tensor)] = value
     value.saved = (*value.saved, found)
     return handle
+
+
+def refuse_hooks(packed: Any) -> None:
+    """Raises RecomputeError where a tensor that was packed here is to have hooks of its own."""
+    if isinstance(packed, PACKED):
+        raise RecomputeError(
+            "`register_hooks` of one saved tensor (`grad_fn._raw_saved_...`) inside of a segment: "
+            "what a segment saves has hooks already, which recompute it. Use "
+            "torch.autograd.graph.saved_tensors_hooks around that operation, or call it outside of "
+            "the segment."
+        )
 
 
 # returns the tensor that something packed stands for

@@ -23,6 +23,7 @@ from zoo.engine.devices import count_as_seeded
 from zoo.engine.operands import detached
 from zoo.engine.operator_effects import DROPOUT_STATE, Argument, effects_of, is_view
 from zoo.engine.recording import KernelMode, thread
+from zoo.engine.saved_tensors import is_in_graph
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, ZooError, in_a_line, shortened
 from zoo.invocation import (
@@ -230,7 +231,8 @@ class _Forward:
 
 def _saved(tensor: Tensor) -> Tensor:
     """Packs a saved tensor as the engine's hooks do: without a kernel or a reference to it."""
-    return tensor if tensor.is_leaf and tensor.requires_grad else detached(tensor)
+    is_itself = (tensor.is_leaf and tensor.requires_grad) or is_in_graph(tensor)
+    return tensor if is_itself else detached(tensor)
 
 
 def _has_data(tensor: Tensor) -> bool:
