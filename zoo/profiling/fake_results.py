@@ -138,8 +138,12 @@ def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> A
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Says whether a tensor is a strided fake without a constant of torch's own."""
+    """Says whether a tensor is a strided fake without a constant of torch's own.
+
+    Complex ones may be conjugate, and their views negative, which a view does not show.
+    """
     is_fake = type(tensor) is FakeTensor and tensor.layout is torch.strided
+    is_fake = is_fake and not (tensor.is_complex() or tensor.is_neg())
     return is_fake and tensor.constant is None  # type: ignore[attr-defined]
 
 

@@ -44,7 +44,7 @@ from zoo.profiling.fake_tensors import (
     is_of_fakes,
     put_tensors,
 )
-from zoo.profiling.isolation import isolated
+from zoo.profiling.isolation import NO_FORK, isolated
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
 from zoo.profiling.tensor_spec import TensorSpec, tensors_in
@@ -93,7 +93,11 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
     # `set_stance` would, in each forked process
     importlib.import_module("torch._dynamo")
     with shown("tracing the forward"):
-        return forward.isolated(forward.on_fakes) or forward.isolated(forward.on_real_tensors)  # type: ignore[return-value]
+        found = forward.isolated(forward.on_fakes)
+        if not isinstance(found, Graph):
+            forward.failure = found
+            found = forward.isolated(forward.on_real_tensors)
+    return found  # type: ignore[no-any-return]
 
 
 class _Forward:
@@ -103,20 +107,23 @@ class _Forward:
         self.model, self.given = model, given
         self.device = kernel_device(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
+        self.failure = ""  # the error of the forward on fake tensors; "" if it needs values
 
-    def isolated(self, trace: Callable[[bool], Graph | None]) -> Graph | None:
+    def isolated(self, trace: Callable[[bool], Any]) -> Any:
         """Traces in isolation; raises TraceError for any error there."""
 
-        def traced(is_apart: bool) -> Graph | None:
+        def traced(is_apart: bool) -> Any:
             try:
                 return trace(is_apart)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
+                if NO_FORK in str(error):
+                    raise
                 raise self._trace_error(error) from None
 
         name = type(self.model).__name__
-        return isolated(  # type: ignore[no-any-return]
+        return isolated(
             traced,
             # raised not by the forward but when the graph was sent to this process
             lambda text: TraceError(
@@ -126,8 +133,11 @@ class _Forward:
             fires_hooks=True,
         )
 
-    def on_fakes(self, is_apart: bool) -> Graph | None:
-        """Traces on fake tensors; None if the forward needs values that these do not have."""
+    def on_fakes(self, is_apart: bool) -> Graph | str:
+        """Traces on fake tensors; returns the error where real ones may not raise it.
+
+        That is "" where the forward needs values, which fake tensors do not have.
+        """
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         on_meta = device_of(self.model).type == "meta"
         fixes = FakeTensorFixes(mode, strict=True, moves_meta=on_meta)
@@ -141,10 +151,15 @@ class _Forward:
             with mode, fixes, fixes.constants_readable():
                 graph = self._traced(model, self.given.map(fake), None)
         except BaseException as error:
-            if isinstance(error, UnknownTargets) or not (fixes.asked or is_of_fakes(error)):
+            if fixes.asked or is_of_fakes(error):
+                if isinstance(error, UnknownTargets):
+                    raise
+                return ""
+            is_final = isinstance(error, ZooError) or not isinstance(error, Exception)
+            if is_final or NO_FORK in str(error):
                 raise
-            return None
-        return None if fixes.asked else graph
+            return _said(error)
+        return "" if fixes.asked else graph
 
     def on_real_tensors(self, is_apart: bool) -> Graph:
         """Traces on real tensors.
@@ -170,10 +185,14 @@ class _Forward:
             if isinstance(module, Chain):
                 module.runner = None
         tracer = Tracer(model, sees_lifetimes=True)
+        # real tensors go through what higher-order operators compile, as in training: `map` returns
+        # another structure without
+        is_eager = most_made is None or any(map(is_compiled, model.modules()))
+        stance = "force_eager" if is_eager else "default"
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.compiler.set_stance("force_eager"),
+            torch.compiler.set_stance(stance),
             saved_tensors_hooks(_saved, lambda tensor: tensor),
             # block marks tell the tracer where blocks begin; a plan in force does not act
             mock.patch.object(thread, "conductor", tracer),
@@ -211,6 +230,14 @@ class _Forward:
         name = type(self.model).__name__
         if isinstance(error, ZooError):
             return TraceError(str(error))
+        if isinstance(error, NumbersNeeded) and self.failure:
+            refused = TraceError(
+                f"the forward of {name} is traced ahead on fake tensors, on which it raises "
+                f"{self.failure}. Where real ones do not, zoo.checkpoint without a budget traces "
+                "the first training step instead."
+            )
+            refused.raised = True
+            return refused
         if isinstance(error, NumbersNeeded):
             return TraceError(
                 f"the forward of {name} reads numbers out of tensors, which have none while it is "
@@ -222,17 +249,26 @@ class _Forward:
             return TraceError(
                 f"the forward of {name} called sys.exit({code}), so there is no result"
             )
-        line = line_of_traceback(error)
-        where = f" ({line})" if line else ""
-        refused = TraceError(f"{name} does not take these inputs: {in_a_line(error, 400)}{where}")
+        refused = TraceError(f"{name} does not take these inputs: {_said(error)}")
         refused.raised = True
         return refused
+
+
+def _said(error: BaseException) -> str:
+    """Returns an error in a line, with that of the user's code that raised it."""
+    line = line_of_traceback(error)
+    return in_a_line(error, 400) + (f" ({line})" if line else "")
 
 
 def _saved(tensor: Tensor) -> Tensor:
     """Packs a saved tensor as the engine's hooks do: without a kernel or a reference to it."""
     is_itself = (tensor.is_leaf and tensor.requires_grad) or is_in_graph(tensor)
     return tensor if is_itself else detached(tensor)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether a module is compiled, by `torch.compile` or its own `compile`."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _has_data(tensor: Tensor) -> bool:
@@ -253,6 +289,8 @@ class _Limits(KernelMode):
 
     The state that cuDNN's networks have for their dropout stays as the program left it.
     """
+
+    keeps_compiled = True
 
     def __init__(self, most_made: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -52,7 +52,7 @@ from zoo.policy.options import (
     warn_of_blocks,
 )
 from zoo.profiling.progress import shown
-from zoo.tracing.isolated_trace import TraceError, graph_of
+from zoo.tracing.isolated_trace import TraceError, graph_of, is_compiled
 from zoo.tracing.partition import check_switches, partition, paths_of
 from zoo.tracing.tracer import Graph, Tracer
 
@@ -268,7 +268,7 @@ class PatchedForward(Patch):
         self.marks = [
             BlockMark(block, path, self.notices)
             for path, block in blocks.items()
-            if block._compiled_call_impl is None and not hasattr(block, "_orig_mod")
+            if not is_compiled(block)
         ]
         if blocks and not self.marks:
             self.notices.warn(
@@ -411,6 +411,12 @@ class PatchedForward(Patch):
             return
         if isinstance(refused, TraceError) and refused.raised:
             Conductor([]).run(lambda: given.on(self.__wrapped__))
+            name = type(self.module()).__name__
+            refused = TraceError(
+                f"the forward of {name} runs, and its trace ahead of the first training step does "
+                f"not: {refused}. zoo.checkpoint without a budget or a plan of your own traces the "
+                "first step itself"
+            )
         raise refused
 
     def _go_by_blocks(self, traces: Traces, error: Exception) -> None:

@@ -67,11 +67,17 @@ INDEX, MASKS = torch.ops.aten.index.Tensor, {torch.bool, torch.uint8}
 
 
 @functools.cache
-def _returns_first(operator: Any) -> bool:
-    """Says whether an operator returns its first argument, which it writes in place."""
-    returns = operator._schema.returns if hasattr(operator, "_schema") else ()
-    aliases = [result.alias_info for result in returns]
-    return len(aliases) == 1 and aliases[0] is not None and aliases[0].is_write
+def _returned(operator: Any) -> tuple[int, str] | None:
+    """Returns the position and name of the argument that an operator writes and returns."""
+    schema = getattr(operator, "_schema", None)
+    aliases = [result.alias_info for result in schema.returns] if schema is not None else []
+    if len(aliases) != 1 or aliases[0] is None or not aliases[0].is_write:
+        return None
+    for place, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write and info.before_set == aliases[0].before_set:
+            return place, argument.name
+    return None
 
 
 def _require_gradient(tensor: Tensor) -> None:
@@ -338,7 +344,7 @@ class Tracer(KernelMode):
         call = self._guarded(self._before, func, args, kwargs, frame)
         result = kernel(*args, **kwargs)
         if call is not None:
-            self._guarded(self._after, func, call, args, result, frame)
+            self._guarded(self._after, func, call, args, kwargs, result, frame)
         return result
 
     def _guarded(self, note: Callable[..., Any], *arguments: Any) -> Any:
@@ -424,13 +430,16 @@ class Tracer(KernelMode):
         call.writes = frozenset(map(self._origin, written)).difference(self._graph.owned, [-1])
         return call
 
-    def _after(self, func: Any, call: Call, args: Any, result: Any, frame: FrameType) -> None:
+    def _after(
+        self, func: Any, call: Call, args: Any, kwargs: Any, result: Any, frame: FrameType
+    ) -> None:
         """Numbers a kernel's results."""
         if call.writes and args and isinstance(args[0], FakeTensor):
             self._expect_views(args[0], frame)
-        if isinstance(result, FakeTensor) and _returns_first(func):
+        if isinstance(result, FakeTensor) and (returned := _returned(func)) is not None:
             # the result is not the argument if that is a real tensor among fake ones
-            result = args[0]
+            place, name = returned
+            result = args[place] if place < len(args) else kwargs[name]
         tensors = tensors_in(result)
         if call.stands_in is not None:
             # a collective may return a wrapper, whose own dispatch hands on what is in it
@@ -563,7 +572,9 @@ def _let_go(graph: Graph, number: int, _: Any) -> None:
 def plain(tensor: Tensor) -> Tensor:
     """Returns a tensor; raises TypeError unless it is a plain strided one."""
     if not is_plain(tensor):
-        kind = "nested " if tensor.is_nested else "quantized " if tensor.is_quantized else ""
+        kinds = {"nested ": tensor.is_nested, "quantized ": tensor.is_quantized}
+        kinds["memoryless zero "] = tensor._is_zerotensor()
+        kind = next((kind for kind, is_it in kinds.items() if is_it), "")
         raise TypeError(f"a {kind}tensor of {tensor.layout} and class {type(tensor).__name__}")
     return tensor
 
