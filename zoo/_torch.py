@@ -224,6 +224,25 @@ def has_expandable_segments(device: torch.device) -> bool:
     return bool(snapshot().get("allocator_settings", {}).get("expandable_segments"))
 
 
+def flattened(value: Any, flatten: Callable[..., Any] = pytree.tree_flatten) -> tuple[Any, Any]:
+    """Returns the leaves of nested containers, and their structure.
+
+    Of containers that contain themselves each is a leaf where it comes again. `flatten` is one of
+    the functions of torch's pytrees.
+    """
+    try:
+        return flatten(value)  # type: ignore[no-any-return]
+    except RecursionError:
+        seen: set[int] = set()
+
+        def comes_again(part: Any) -> bool:
+            is_known = id(part) in seen
+            seen.add(id(part))
+            return is_known
+
+        return flatten(value, is_leaf=comes_again)  # type: ignore[no-any-return]
+
+
 @contextlib.contextmanager
 def allocator_history(device: torch.device) -> Iterator[list[dict[str, Any]]]:
     """Yields a list, in the end of what a device's caching allocator did in the block.

@@ -21,6 +21,7 @@ from zoo._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    flattened,
     pytree,
 )
 from zoo.chain import Chain, Held, NamedStep, Outline, Runner, State
@@ -85,7 +86,9 @@ class Invocation:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Invocation":
         """Returns the same arguments with other tensors."""
-        return Invocation(*pytree.tree_map_only(Tensor, function, (self.args, self.kwargs)))
+        leaves, tree = flattened((self.args, self.kwargs))
+        others = [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return Invocation(*pytree.tree_unflatten(others, tree))
 
     def at(self, device: torch.device) -> "Invocation":
         """Returns fake tensors on a device for meta tensors, and any others as they are."""
@@ -96,7 +99,7 @@ class Invocation:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in order."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        leaves, _ = flattened((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -121,7 +124,7 @@ class InputSpec(NamedTuple):
         which another part is in training mode, one under another autocast, and one with an
         optimizer in the backward, which frees gradients.
         """
-        leaves, tree = pytree.tree_flatten((given.args, given.kwargs))
+        leaves, tree = flattened((given.args, given.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = tuple((t.numel(),) if t.is_nested else tuple(t.shape) for t in tensors)
         autocast = tuple(

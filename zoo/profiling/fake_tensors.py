@@ -33,6 +33,7 @@ from zoo._torch import (
     disable_current_modes,
     dispatch_modes,
     fake_of,
+    flattened,
     pytree,
     scoped_library,
     unset_fake_temporarily,
@@ -335,11 +336,14 @@ def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
     def other(value: Any) -> Any:
         if isinstance(value, Tensor):
             return made.get(id(value), value)
-        if type(value) in (list, tuple):
-            return type(value)(map(other, value))
-        # a tree map is slow, and most values are no containers
-        is_leaf = isinstance(value, leaves)
-        return value if is_leaf else pytree.tree_map_only(Tensor, other, value)
+        # to flatten is slow, and most values are no containers
+        if isinstance(value, leaves):
+            return value
+        parts, tree = flattened(value)
+        if not any(isinstance(part, Tensor) for part in parts):
+            return value
+        replaced = [other(part) if isinstance(part, Tensor) else part for part in parts]
+        return pytree.tree_unflatten(replaced, tree)
 
     for module in list(model.modules()):
         for name, value in list(vars(module).items()):

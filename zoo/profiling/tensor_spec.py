@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zoo._torch import is_traceable_wrapper_subclass, pytree
+from zoo._torch import conj, is_traceable_wrapper_subclass, neg_view, pytree
 from zoo.engine.operands import parts_of, parts_of_wrapper
 from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, KERNELS, resolved
 from zoo.optimizer.in_backward import FreedGradient
@@ -38,6 +38,9 @@ class TensorSpec(NamedTuple):
     bytes: int
     tensor: int = 0
     storage: int = 0
+    # whether its numbers are those in memory conjugated, or negated
+    conjugate: bool = False
+    negative: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
@@ -50,6 +53,8 @@ class TensorSpec(NamedTuple):
             tensor.device,
             tensor.requires_grad,
             tensor.untyped_storage().nbytes(),
+            conjugate=tensor.is_conj(),
+            negative=tensor.is_neg(),
         )
 
     def empty(self, base: Tensor | None = None) -> Tensor:
@@ -59,14 +64,20 @@ class TensorSpec(NamedTuple):
                 self.shape, self.stride, dtype=self.dtype, device=self.device
             )
             if dense.untyped_storage().nbytes() == self.bytes:
-                return dense.requires_grad_(self.requires_grad)
+                return self._marked(dense)
         if base is None:
             base = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
         size = self.dtype.itemsize
         numbers = base[: self.bytes // size * size].view(self.dtype)
         # detached: for autograd it is no view
-        view = numbers.as_strided(self.shape, self.stride, self.offset).detach()
-        return view.requires_grad_(self.requires_grad)
+        return self._marked(numbers.as_strided(self.shape, self.stride, self.offset).detach())
+
+    def _marked(self, tensor: Tensor) -> Tensor:
+        if self.conjugate:
+            tensor = conj(tensor)
+        if self.negative:
+            tensor = neg_view(tensor)
+        return tensor.requires_grad_(self.requires_grad)
 
     def alone(self) -> "TensorSpec":
         """Returns the spec of the same tensor in a storage that holds nothing else."""

@@ -95,6 +95,34 @@ class Patch:
         self.module: Callable[[], nn.Module] = weakref.ref(module)  # type: ignore[assignment]
         self.before: Any = None
         self.class_forward = ForwardOfClass(type(module))
+        # those of the class would hide them
+        forward = self._original(module)
+        self.__doc__, self.__module__ = forward.__doc__, getattr(forward, "__module__", "")
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the original forward, as bound methods do of their function."""
+        if "class_forward" not in vars(self):  # a pickle is being loaded
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    @property
+    def __self__(self) -> nn.Module:
+        """The module, as of a bound method."""
+        return self._living()
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function of the original forward, which takes the module first; runs by the plan."""
+        original: Any = getattr(self.__wrapped__, "__func__", None)
+        if original is None:
+            raise AttributeError("__func__")  # as of a forward that is no method
+
+        @functools.wraps(original)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            called = self if module is self.module() else functools.partial(original, module)
+            return called(*args, **kwargs)
+
+        return forward
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

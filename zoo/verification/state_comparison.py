@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import pytree
+from zoo._torch import flattened, pytree
 from zoo.verification.verdict import Difference
 
 # what torch's modules have of their own, but for the mode
@@ -113,7 +113,7 @@ def _text(value: Any) -> str:
 
 def _named(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the tensors and plain values in nested containers by their path: 'output[1][0]'."""
-    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+    for path, leaf in flattened(value, pytree.tree_flatten_with_path)[0]:
         name = f"{prefix}{pytree.keystr(path)}"
         if isinstance(leaf, Tensor):
             yield name, leaf
@@ -139,4 +139,5 @@ def _as_dicts(outputs: Any) -> Any:
             return leaf
         return _as_dicts({part.name: getattr(leaf, part.name) for part in dataclasses.fields(leaf)})
 
-    return pytree.tree_map(as_dict, outputs)
+    leaves, tree = flattened(outputs)
+    return pytree.tree_unflatten(map(as_dict, leaves), tree)
