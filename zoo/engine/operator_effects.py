@@ -23,6 +23,28 @@ CONSTANTS = (
 # namespaces whose operators are kernels: the same arguments, the same results. All others may run
 # a user's Python or another process's data, so their results are kept and they never run twice
 KERNELS = frozenset({"aten", "prims", "quantized", "quantized_decomposed", "torchvision"})
+# higher-order operators, all of torch 2.11 to 2.14. Each runs once and as a whole, whatever it
+# calls: its results are kept, and no replay calls it. One of FOREIGN, or in none of these, may
+# write what it is given without counting a version, so that all of that counts as written
+FUNCTIONS = frozenset({  # call the program's functions, or a graph of them
+    "associative_scan", "autograd_function_apply", "cond", "custom_function_call",
+    "dynamo_bypassing_wrapper", "flat_apply", "flex_attention", "flex_attention_backward",
+    "flex_gemm", "foreach_map", "hints_wrapper", "invoke_leaf_function", "invoke_quant",
+    "invoke_quant_packed", "invoke_subgraph", "local_map_hop", "map_impl", "run_const_graph",
+    "scan", "strict_mode", "switch", "tag_activation_checkpoint", "while_loop",
+    "while_loop_stack_output", "wrap", "wrap_activation_checkpoint", "wrap_with_autocast",
+    "wrap_with_set_grad_enabled",
+})  # fmt: skip
+WRAPPED = frozenset({  # call one operator that they are given, or none
+    "_export_tracepoint", "auto_functionalized", "auto_functionalized_v2",
+    "graphsafe_run_with_rng_state", "inline_asm_elementwise", "out_dtype", "print",
+    "register_hook", "run_and_save_rng_state", "run_dtensor_rng_op", "run_with_rng_state",
+    "triton_kernel_wrapper_functional", "with_effects",
+})  # fmt: skip
+FOREIGN = frozenset({  # run compiled code or objects of other languages
+    "aoti_call_delegate", "call_torchbind", "executorch_call_delegate", "inductor_compiled_code",
+    "triton_kernel_wrapper_mutation",
+})  # fmt: skip
 # their results have no content until something writes it, which may be code that nobody sees
 EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted",
          "aten::new_empty", "aten::new_empty_strided"}  # fmt: skip
@@ -74,6 +96,7 @@ class Effects:
 
     ignored: bool = False  # it makes no storage and writes none: a view, a number, a question
     opaque: bool = False  # nothing is known about it, so what it returns is kept
+    foreign: bool = False  # it may write all that it is given, without counting a version
     reshapes: bool = False  # it changes the size or strides of its first argument in place
     writes: tuple[Argument, ...] = ()  # arguments that it writes
     seeded: bool = False  # it draws from a random stream
@@ -118,7 +141,7 @@ def is_view(operator: Any) -> bool:
 def _read(operator: Any) -> Effects:
     schema = getattr(operator, "_schema", None)
     if schema is None:
-        return Effects(opaque=True)
+        return Effects(opaque=True, foreign=operator.name() not in FUNCTIONS | WRAPPED)
     name = schema.name
     if torch.Tag.inplace_view in operator.tags or name == "aten::resize_":
         return Effects(reshapes=True, writes=((0, "self"),))

@@ -847,6 +847,9 @@ def flat(out: Any) -> Sequence[Any]:
 
 def written_by(effects: Effects, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the tensors that a kernel writes, as far as that is known."""
+    if effects.foreign:
+        leaves = pytree.tree_leaves((args, kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     found: list[Tensor] = []
     rate = effects.dropping
     if rate is not None and not all(args[rate : rate + 2]):

@@ -67,7 +67,7 @@ from zoo.profiling.kernel_costs import (
     measure_kernels,
 )
 from zoo.profiling.progress import shown
-from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, TensorSpec
+from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, TensorSpec, storages_of
 from zoo.verification.state_comparison import BOOKKEEPING
 
 
@@ -329,7 +329,7 @@ def _run_steps(
         owned = [made.get(id(value), value) for value in (*chain.parameters(), *chain.buffers())]
         fakes = [v if isinstance(v, FakeTensor) else fake_of(mode, v) for v in owned]
         real = [v for v in (*inputs, *owned) if v is not None and type(v) in REAL]
-        for storage in (tensor.untyped_storage() for tensor in (*fakes, *real)):
+        for storage in itertools.chain(*map(storages_of, (*fakes, *real))):
             propagation.context.outside[storage._cdata] = storage, 0
         # the steps are user code and may need the user's function modes
         with EnableTorchFunction():

@@ -317,7 +317,7 @@ class _SavedTensors:
     def pack(self, tensor: Tensor) -> HeldTensor:
         """Records a saved tensor; holds one without a reference cycle through its own grad_fn."""
         saved = HeldTensor(tensor if tensor.is_leaf else detached(tensor))
-        key = tensor.untyped_storage()._cdata
+        key = key_of(tensor)
         is_outside = key in self.mode.context.outside
         if tensor.grad_fn is not None:
             self.may_change &= tensor.grad_fn._sequence_nr() < self._writer

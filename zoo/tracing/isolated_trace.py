@@ -206,6 +206,8 @@ class _Forward:
 
     def _fake(self, fixes: FakeTensorFixes, tensor: Tensor) -> Tensor:
         """Returns a fake of a tensor; the values are known unless it is a parameter."""
+        if tensor.layout is not torch.strided:
+            return fixes.mode.from_tensor(tensor)
         with fixes.mode:
             fake = self._spec(tensor).empty()
             if isinstance(tensor, nn.Parameter):
