@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 import operator
+import traceback
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -67,6 +68,7 @@ from zoo.profiling.kernel_costs import (
     measure_kernels,
 )
 from zoo.profiling.progress import shown
+from zoo.profiling.source_location import line_of_traceback
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, TensorSpec, storages_of
 from zoo.verification.state_comparison import BOOKKEEPING
 
@@ -336,10 +338,27 @@ def _run_steps(
             try:
                 return propagation.run(steps, outline.held)
             except Exception as error:
-                if isinstance(error, ZooError) or is_of_fakes(error):
+                if isinstance(error, ZooError):
                     raise
-                text = _unmeasured(chain, f"{type(error).__name__}: {error}")
-                raise StepError(text) from error
+                at = _line_of(steps[len(propagation.steps)], error)
+                kind = PlanError if is_of_fakes(error) else StepError
+                text = f"{at}{type(error).__name__}: {error}"
+                raise kind(_unmeasured(chain, text)) from error
+
+
+def _line_of(step: Step, error: BaseException) -> str:
+    """Returns "file:line: " of the model's code that called what failed in a step; "" if unknown.
+
+    A backward does not tell, so that it is the first line of the step.
+    """
+    sources = getattr(step, "sources", ())
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    # in the function of the step, as `chain.NamedStep` says
+    counted = (frame.f_locals for frame in frames if frame.f_code.co_name == "__call__")
+    places = [found["place"] for found in counted if "place" in found]
+    lines = [source.line for source in (sources[places[0] :] if places else sources)]
+    line = next(filter(None, lines), "") or line_of_traceback(error)
+    return f"{line}: " if line else ""
 
 
 def _copies(

@@ -9,7 +9,7 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -41,7 +41,6 @@ from zoo.profiling.fake_tensors import (
     FakeTensorFixes,
     NumbersNeeded,
     copied,
-    is_of_fakes,
     put_tensors,
 )
 from zoo.profiling.isolation import NO_FORK, isolated
@@ -100,6 +99,16 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
     return found  # type: ignore[no-any-return]
 
 
+class Failure(NamedTuple):
+    """Where a forward failed on fake tensors, as "file:line".
+
+    `said` is the error, "" where it reads numbers, which fake tensors do not have.
+    """
+
+    line: str = ""
+    said: str = ""
+
+
 class _Forward:
     """A forward to be traced; `is_apart`: in a forked process, where its side effects end."""
 
@@ -107,7 +116,7 @@ class _Forward:
         self.model, self.given = model, given
         self.device = kernel_device(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
-        self.failure = ""  # the error of the forward on fake tensors; "" if it needs values
+        self.failure: Failure | None = None  # of the trace on fake tensors
 
     def isolated(self, trace: Callable[[bool], Any]) -> Any:
         """Traces in isolation; raises TraceError for any error there."""
@@ -133,11 +142,8 @@ class _Forward:
             fires_hooks=True,
         )
 
-    def on_fakes(self, is_apart: bool) -> Graph | str:
-        """Traces on fake tensors; returns the error where real ones may not raise it.
-
-        That is "" where the forward needs values, which fake tensors do not have.
-        """
+    def on_fakes(self, is_apart: bool) -> "Graph | Failure":
+        """Traces on fake tensors; returns the failure where real ones may not fail."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         on_meta = device_of(self.model).type == "meta"
         fixes = FakeTensorFixes(mode, strict=True, moves_meta=on_meta)
@@ -151,15 +157,15 @@ class _Forward:
             with mode, fixes, fixes.constants_readable():
                 graph = self._traced(model, self.given.map(fake), None)
         except BaseException as error:
-            if fixes.asked or is_of_fakes(error):
+            if fixes.asked or isinstance(error, NumbersNeeded):
                 if isinstance(error, UnknownTargets):
                     raise
-                return ""
+                return Failure(line_of_traceback(error))
             is_final = isinstance(error, ZooError) or not isinstance(error, Exception)
             if is_final or NO_FORK in str(error):
                 raise
-            return _said(error)
-        return "" if fixes.asked else graph
+            return Failure(line_of_traceback(error), in_a_line(error, 400))
+        return Failure() if fixes.asked else graph
 
     def on_real_tensors(self, is_apart: bool) -> Graph:
         """Traces on real tensors.
@@ -232,34 +238,32 @@ class _Forward:
         name = type(self.model).__name__
         if isinstance(error, ZooError):
             return TraceError(str(error))
-        if isinstance(error, NumbersNeeded) and self.failure:
+        if isinstance(error, NumbersNeeded):
+            line, said = self.failure or Failure()
+            at = f" ({line})" if line else ""
+            if not said:
+                return TraceError(
+                    f"the forward of {name} reads numbers out of tensors{at}, which have none "
+                    "while it is traced ahead. zoo.checkpoint without a budget traces the first "
+                    "training step instead, in which they do."
+                )
             refused = TraceError(
                 f"the forward of {name} is traced ahead on fake tensors, on which it raises "
-                f"{self.failure}. Where real ones do not, zoo.checkpoint without a budget traces "
-                "the first training step instead."
+                f"{said}{at}. Where real ones do not, zoo.checkpoint without a budget traces the "
+                "first training step instead."
             )
             refused.raised = True
             return refused
-        if isinstance(error, NumbersNeeded):
-            return TraceError(
-                f"the forward of {name} reads numbers out of tensors, which have none while it is "
-                "traced ahead. zoo.checkpoint without a budget traces the first training step "
-                "instead, in which they do."
-            )
         if isinstance(error, SystemExit):
             code = "" if error.code is None else shortened(error.code)
             return TraceError(
                 f"the forward of {name} called sys.exit({code}), so there is no result"
             )
-        refused = TraceError(f"{name} does not take these inputs: {_said(error)}")
+        line = line_of_traceback(error)
+        where = f" ({line})" if line else ""
+        refused = TraceError(f"{name} does not take these inputs: {in_a_line(error, 400)}{where}")
         refused.raised = True
         return refused
-
-
-def _said(error: BaseException) -> str:
-    """Returns an error in a line, with that of the user's code that raised it."""
-    line = line_of_traceback(error)
-    return in_a_line(error, 400) + (f" ({line})" if line else "")
 
 
 def _saved(tensor: Tensor) -> Tensor:

@@ -103,7 +103,8 @@ class Patch:
         """Returns an attribute of the original forward, as bound methods do of their function."""
         if "class_forward" not in vars(self):  # a pickle is being loaded
             raise AttributeError(name)
-        return getattr(self.__wrapped__, name)
+        # of the function, which does not need the module to be alive
+        return getattr(self.class_forward.forward if self.before is None else self.before, name)
 
     @property
     def __self__(self) -> nn.Module:
@@ -113,9 +114,9 @@ class Patch:
     @property
     def __func__(self) -> Callable[..., Any]:
         """The function of the original forward, which takes the module first; runs by the plan."""
-        original: Any = getattr(self.__wrapped__, "__func__", None)
-        if original is None:
-            raise AttributeError("__func__")  # as of a forward that is no method
+        is_own = self.before is None and self.class_forward.is_function
+        # a forward that is no method has none
+        original: Any = self.class_forward.forward if is_own else self.before.__func__
 
         @functools.wraps(original)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

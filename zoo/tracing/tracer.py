@@ -56,7 +56,7 @@ from zoo.engine.recording import (
 )
 from zoo.errors import ArgumentError
 from zoo.profiling.chain_step_profile import note_made_once
-from zoo.profiling.source_location import modules_around
+from zoo.profiling.source_location import line_of_frame, modules_around
 from zoo.profiling.tensor_spec import TensorSpec, tensors_in
 
 # tags of operators whose results' sizes depend on data
@@ -257,6 +257,7 @@ class Tracer(KernelMode):
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.thread = threading.get_ident()
         self.fault: Exception | None = None
+        self.fault_line = ""  # of the model's code
         self._graph = Graph()
         self._count = itertools.count()
         self._numbers: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
@@ -298,9 +299,10 @@ class Tracer(KernelMode):
     def graph(self) -> Graph:
         """The graph so far; raises ArgumentError if something could not be recorded."""
         if self.fault is not None:
+            at = f"{self.fault_line}: " if self.fault_line else ""
             raise ArgumentError(
                 f"the kernels of {type(self.model).__name__} cannot be planned for "
-                f"({type(self.fault).__name__}: {self.fault})"
+                f"({at}{type(self.fault).__name__}: {self.fault})"
             ) from self.fault
         return self._graph
 
@@ -354,7 +356,7 @@ class Tracer(KernelMode):
         try:
             return note(*arguments)
         except Exception as error:
-            self.fault = error
+            self.fault, self.fault_line = error, line_of_frame(sys._getframe(1))
             return None
 
     def _is_of_fakes(self, func: Any, frame: FrameType) -> bool:
@@ -575,7 +577,10 @@ def plain(tensor: Tensor) -> Tensor:
         kinds = {"nested ": tensor.is_nested, "quantized ": tensor.is_quantized}
         kinds["memoryless zero "] = tensor._is_zerotensor()
         kind = next((kind for kind, is_it in kinds.items() if is_it), "")
-        raise TypeError(f"a {kind}tensor of {tensor.layout} and class {type(tensor).__name__}")
+        way_out = "" if tensor.layout is torch.strided else "; one that is a buffer can be"
+        raise TypeError(
+            f"a {kind}tensor of {tensor.layout} and class {type(tensor).__name__}{way_out}"
+        )
     return tensor
 
 
