@@ -27,12 +27,12 @@ KERNELS = frozenset({"aten", "prims", "quantized", "quantized_decomposed", "torc
 # calls: its results are kept, and no replay calls it. One of FOREIGN, or in none of these, may
 # write what it is given without counting a version, so that all of that counts as written
 FUNCTIONS = frozenset({  # call the program's functions, or a graph of them
-    "associative_scan", "autograd_function_apply", "cond", "custom_function_call",
+    "associative_scan", "autograd_function_apply", "cond", "control_deps", "custom_function_call",
     "dynamo_bypassing_wrapper", "flat_apply", "flex_attention", "flex_attention_backward",
     "flex_gemm", "foreach_map", "hints_wrapper", "invoke_leaf_function", "invoke_quant",
     "invoke_quant_packed", "invoke_subgraph", "local_map_hop", "map_impl", "run_const_graph",
-    "scan", "strict_mode", "switch", "tag_activation_checkpoint", "while_loop",
-    "while_loop_stack_output", "wrap", "wrap_activation_checkpoint", "wrap_with_autocast",
+    "scan", "strict_mode", "switch", "tag_activation_checkpoint", "trace_wrapped",
+    "while_loop", "while_loop_stack_output", "wrap", "wrap_activation_checkpoint", "wrap_with_autocast",
     "wrap_with_set_grad_enabled",
 })  # fmt: skip
 WRAPPED = frozenset({  # call one operator that they are given, or none
