@@ -185,7 +185,8 @@ def watch_hooks_of_saved_tensors(
     enabled again; `before_register` with what a saved tensor was packed to that is to have hooks of
     its own.
     """
-    module, kind = torch._C._autograd, torch._C._autograd.SavedTensor
+    module: Any = torch._C._autograd
+    kind = module.SavedTensor
     disable, enable = module._saved_tensors_hooks_disable, module._saved_tensors_hooks_enable
     register = kind.register_hooks
 
@@ -206,7 +207,7 @@ def watch_hooks_of_saved_tensors(
 
     module._saved_tensors_hooks_disable = disabled
     module._saved_tensors_hooks_enable = enabled
-    kind.register_hooks = registered  # type: ignore[method-assign]
+    kind.register_hooks = registered
 
 
 def clear_blas_workspaces() -> None:
@@ -222,25 +223,6 @@ def has_expandable_segments(device: torch.device) -> bool:
     memory: Any = getattr(torch.get_device_module(device), "memory", None)
     snapshot: Any = getattr(memory, "_snapshot", dict)
     return bool(snapshot().get("allocator_settings", {}).get("expandable_segments"))
-
-
-def flattened(value: Any, flatten: Callable[..., Any] = pytree.tree_flatten) -> tuple[Any, Any]:
-    """Returns the leaves of nested containers, and their structure.
-
-    Of containers that contain themselves each is a leaf where it comes again. `flatten` is one of
-    the functions of torch's pytrees.
-    """
-    try:
-        return flatten(value)  # type: ignore[no-any-return]
-    except RecursionError:
-        seen: set[int] = set()
-
-        def comes_again(part: Any) -> bool:
-            is_known = id(part) in seen
-            seen.add(id(part))
-            return is_known
-
-        return flatten(value, is_leaf=comes_again)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

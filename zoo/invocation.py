@@ -21,13 +21,13 @@ from zoo._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    flattened,
     pytree,
 )
 from zoo.chain import Chain, Held, NamedStep, Outline, Runner, State
 from zoo.errors import LONGEST, ArgumentError, ZooError, in_a_line, shortened
 from zoo.optimizer.in_backward import attached_to
 from zoo.profiling.fake_tensors import NumbersNeeded, as_data
+from zoo.profiling.tensor_spec import flattened
 from zoo.units import shape_text
 
 # of what a model returns, whole, as in loss(model(inputs))

@@ -190,7 +190,7 @@ def test_what_a_forward_raises_is_told_with_its_line() -> None:
         match=r"Failing does not take.*KeyError: 'no such word' \(.*isolated_trace.py:\d+",
     ):
         graph_of(Failing("raises"), given)
-    with pytest.raises(ArgumentError, match=r"RuntimeError: .*\[4, 5\] X \[6, 6\]"):
+    with pytest.raises(ArgumentError, match=r"RuntimeError: .*\(4x5 and 6x6\)"):
         graph_of(Failing("no"), given)
     with pytest.raises(ArgumentError, match="ended the process"):
         graph_of(Failing("dies"), given)

@@ -32,8 +32,8 @@ FUNCTIONS = frozenset({  # call the program's functions, or a graph of them
     "flex_gemm", "foreach_map", "hints_wrapper", "invoke_leaf_function", "invoke_quant",
     "invoke_quant_packed", "invoke_subgraph", "local_map_hop", "map_impl", "run_const_graph",
     "scan", "strict_mode", "switch", "tag_activation_checkpoint", "trace_wrapped",
-    "while_loop", "while_loop_stack_output", "wrap", "wrap_activation_checkpoint", "wrap_with_autocast",
-    "wrap_with_set_grad_enabled",
+    "while_loop", "while_loop_stack_output", "wrap", "wrap_activation_checkpoint",
+    "wrap_with_autocast", "wrap_with_set_grad_enabled",
 })  # fmt: skip
 WRAPPED = frozenset({  # call one operator that they are given, or none
     "_export_tracepoint", "auto_functionalized", "auto_functionalized_v2",

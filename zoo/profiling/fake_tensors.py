@@ -33,7 +33,6 @@ from zoo._torch import (
     disable_current_modes,
     dispatch_modes,
     fake_of,
-    flattened,
     pytree,
     scoped_library,
     unset_fake_temporarily,
@@ -48,7 +47,7 @@ from zoo.engine.operator_effects import (
 )
 from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
 from zoo.profiling.fake_results import CPU, DATA_NEEDED, result_of
-from zoo.profiling.tensor_spec import VALUES, tensors_in
+from zoo.profiling.tensor_spec import VALUES, flattened, tensors_in
 
 # what operators raise on fake tensors only; for a common type, the texts that tell
 OF_FAKES = (

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -255,3 +255,22 @@ def tensors_in(value: Any) -> list[Tensor]:
         parts = [leaf for leaf in pytree.tree_leaves(value) if leaf is not value]
     parts = (part for part in parts if not isinstance(part, VALUES))
     return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def flattened(value: Any, flatten: Callable[..., Any] = pytree.tree_flatten) -> tuple[Any, Any]:
+    """Returns the leaves of nested containers, and their structure.
+
+    Of containers that contain themselves each is a leaf where it comes again. `flatten` is one of
+    the functions of torch's pytrees.
+    """
+    try:
+        return flatten(value)  # type: ignore[no-any-return]
+    except RecursionError:
+        seen: set[int] = set()
+
+        def comes_again(part: Any) -> bool:
+            is_known = id(part) in seen
+            seen.add(id(part))
+            return is_known
+
+        return flatten(value, is_leaf=comes_again)  # type: ignore[no-any-return]

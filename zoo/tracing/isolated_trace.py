@@ -47,7 +47,7 @@ from zoo.profiling.isolation import NO_FORK, isolated
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
 from zoo.profiling.tensor_spec import TensorSpec, tensors_in
-from zoo.tracing.tracer import Graph, Tracer, plain
+from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain
 
 # the most bytes of parameters, buffers and inputs, and of kernels' results, for a trace on real
 # tensors
@@ -194,11 +194,10 @@ class _Forward:
         # real tensors go through what higher-order operators compile, as in training: `map` returns
         # another structure without
         is_eager = most_made is None or any(map(is_compiled, model.modules()))
-        stance = "force_eager" if is_eager else "default"
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.compiler.set_stance(stance),
+            torch.compiler.set_stance("force_eager" if is_eager else "default"),
             saved_tensors_hooks(_saved, lambda tensor: tensor),
             # block marks tell the tracer where blocks begin; a plan in force does not act
             mock.patch.object(thread, "conductor", tracer),
@@ -270,11 +269,6 @@ def _saved(tensor: Tensor) -> Tensor:
     """Packs a saved tensor as the engine's hooks do: without a kernel or a reference to it."""
     is_itself = (tensor.is_leaf and tensor.requires_grad) or is_in_graph(tensor)
     return tensor if is_itself else detached(tensor)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Returns whether a module is compiled, by `torch.compile` or its own `compile`."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _has_data(tensor: Tensor) -> bool:

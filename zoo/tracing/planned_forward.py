@@ -52,9 +52,9 @@ from zoo.policy.options import (
     warn_of_blocks,
 )
 from zoo.profiling.progress import shown
-from zoo.tracing.isolated_trace import TraceError, graph_of, is_compiled
+from zoo.tracing.isolated_trace import TraceError, graph_of
 from zoo.tracing.partition import check_switches, partition, paths_of
-from zoo.tracing.tracer import Graph, Tracer
+from zoo.tracing.tracer import Graph, Tracer, is_compiled
 
 # scripts that are kept for inputs of one kind, since forwards may branch
 MOST_BRANCHES = 8
@@ -120,7 +120,7 @@ class Patch:
 
         @functools.wraps(original)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            called = self if module is self.module() else functools.partial(original, module)
+            called: Any = self if module is self.module() else functools.partial(original, module)
             return called(*args, **kwargs)
 
         return forward

@@ -70,14 +70,25 @@ INDEX, MASKS = torch.ops.aten.index.Tensor, {torch.bool, torch.uint8}
 def _returned(operator: Any) -> tuple[int, str] | None:
     """Returns the position and name of the argument that an operator writes and returns."""
     schema = getattr(operator, "_schema", None)
-    aliases = [result.alias_info for result in schema.returns] if schema is not None else []
-    if len(aliases) != 1 or aliases[0] is None or not aliases[0].is_write:
-        return None
-    for place, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        if info is not None and info.is_write and info.before_set == aliases[0].before_set:
-            return place, argument.name
+    aliases = [] if schema is None else [result.alias_info for result in schema.returns]
+    arguments = [] if schema is None else schema.arguments
+    if len(aliases) == 1 and aliases[0] is not None and aliases[0].is_write:
+        for place, argument in enumerate(arguments):
+            info = argument.alias_info
+            if info is not None and info.before_set == aliases[0].before_set:
+                return place, argument.name
     return None
+
+
+def written_result(operator: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Returns the argument that an operator returned, where the result is a fake of it.
+
+    That is so where it is a real tensor among fake ones.
+    """
+    if not isinstance(result, FakeTensor) or (returned := _returned(operator)) is None:
+        return result
+    place, name = returned
+    return args[place] if place < len(args) else kwargs.get(name, result)
 
 
 def _require_gradient(tensor: Tensor) -> None:
@@ -241,6 +252,11 @@ def tensors_held_by(value: Any) -> list[Tensor]:
     return list(tensors.values())
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether a module is compiled, by `torch.compile` or its own `compile`."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
 class Tracer(KernelMode):
     """Records the kernels that this thread runs inside the `with` block.
 
@@ -346,7 +362,8 @@ class Tracer(KernelMode):
         call = self._guarded(self._before, func, args, kwargs, frame)
         result = kernel(*args, **kwargs)
         if call is not None:
-            self._guarded(self._after, func, call, args, kwargs, result, frame)
+            written = written_result(func, args, kwargs, result)
+            self._guarded(self._after, func, call, args, written, frame)
         return result
 
     def _guarded(self, note: Callable[..., Any], *arguments: Any) -> Any:
@@ -432,16 +449,10 @@ class Tracer(KernelMode):
         call.writes = frozenset(map(self._origin, written)).difference(self._graph.owned, [-1])
         return call
 
-    def _after(
-        self, func: Any, call: Call, args: Any, kwargs: Any, result: Any, frame: FrameType
-    ) -> None:
+    def _after(self, func: Any, call: Call, args: Any, result: Any, frame: FrameType) -> None:
         """Numbers a kernel's results."""
         if call.writes and args and isinstance(args[0], FakeTensor):
             self._expect_views(args[0], frame)
-        if isinstance(result, FakeTensor) and (returned := _returned(func)) is not None:
-            # the result is not the argument if that is a real tensor among fake ones
-            place, name = returned
-            result = args[place] if place < len(args) else kwargs[name]
         tensors = tensors_in(result)
         if call.stands_in is not None:
             # a collective may return a wrapper, whose own dispatch hands on what is in it

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import flattened, pytree
+from zoo._torch import pytree
+from zoo.profiling.tensor_spec import flattened
 from zoo.verification.verdict import Difference
 
 # what torch's modules have of their own, but for the mode
