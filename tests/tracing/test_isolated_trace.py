@@ -149,6 +149,61 @@ def test_numbers_that_are_not_there_are_refused_where_it_is_large(
         graph_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
 
 
+class Picky(nn.Module):
+    """Fails where a trace ahead of training runs it: on fakes, and on real tensors by `anywhere`."""
+
+    def __init__(self, anywhere: bool = False) -> None:
+        super().__init__()
+        self.layer, self.process = nn.Linear(6, 6), os.getpid() if anywhere else 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(x) is Tensor or self.process, "no FakeTensor"
+        assert self.process in (0, os.getpid()), "another process"
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_what_fails_on_fakes_alone_is_traced_on_real_tensors() -> None:
+    given = Invocation((torch.rand(4, 6),))
+    assert graph_of(Picky(), given).operators == graph_of(nn.Linear(6, 6), given).operators
+
+
+def test_what_fails_on_fakes_and_is_large_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated_trace, "LARGEST", 10)
+    text = r"ahead on fake tensors, on which it raises AssertionError: no FakeT.*\(.*trace.py:\d+\)"
+    with pytest.raises(ArgumentError, match=text):
+        graph_of(Picky(), Invocation((torch.rand(4, 6),)))
+
+
+def test_a_trace_that_fails_where_the_forward_does_not_is_no_matter_of_inputs() -> None:
+    model = zoo.checkpoint(Picky(anywhere=True), memory_budget="1GiB")
+    with pytest.raises(ArgumentError, match=r"of Picky runs, and its trace.*another process"):
+        model(torch.rand(4, 6))
+
+
+class OnAGraph(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.eye(4).to_sparse() @ x.exp()
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Guarded(), r"reads numbers out of tensors \(tests/tracing/test_isolated_trace.py:\d+\)"),
+        (
+            OnAGraph(),
+            r"\(tests/tracing/test_isolated_trace.py:\d+: TypeError: .*sparse_coo.* buffer",
+        ),
+    ],
+)
+def test_errors_of_a_trace_name_the_line(
+    model: nn.Module, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolated_trace, "LARGEST", 10)
+    with pytest.raises(ArgumentError, match=text):
+        graph_of(model, Invocation((torch.empty(4, 6, device="meta"),)))
+
+
 def test_inputs_may_be_real_fake_or_meta() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU())
     with FakeTensorMode():

@@ -6,10 +6,11 @@ import inspect
 import io
 import pickle
 import time
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -46,6 +47,111 @@ def test_names_keys_and_the_signature_stay() -> None:
     assert type(model) is Net
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
     assert model.forward.__name__ == plain.forward.__name__
+
+
+@pytest.mark.parametrize("path", ["", "blocks.0"])
+def test_a_forward_has_what_a_bound_method_has(path: str) -> None:
+    whole = zoo.checkpoint(Net(), "blocks")
+    model, plain = whole.get_submodule(path), Net().get_submodule(path).forward
+    forward = model.forward
+    assert forward.__self__ is model
+    for name in (
+        "__name__",
+        "__qualname__",
+        "__doc__",
+        "__module__",
+        "__defaults__",
+        "__globals__",
+    ):
+        assert getattr(forward, name) == getattr(plain, name), name
+    assert inspect.getfullargspec(forward) == inspect.getfullargspec(plain)
+    assert get_type_hints(forward) == get_type_hints(plain)
+    assert functools.wraps(forward)(forward.__func__).__name__ == "forward"
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = forward.no_such_name
+
+
+def test_a_forward_that_is_bound_anew_runs_by_the_plan() -> None:
+    """As libraries do that wrap the function of a forward: accelerate casts its outputs so."""
+    model = zoo.checkpoint(Net(), "blocks")
+    forward = model.forward.__func__
+    expected = train(zoo.uncheckpoint(copy.deepcopy(model)), batch)
+    patched = patched_forward(model)
+    model.forward = types.MethodType(functools.wraps(forward)(forward), model)
+    assert_same(train(model, batch), expected)
+    assert patched is not None
+    assert patched.latest is not None
+    # of another module it is the function of its class
+    other, x = Net().eval(), images(1)
+    assert torch.equal(forward(other, x), other(x))
+    assert zoo.checkpoint(nn.Linear(2, 2)).forward.__func__ is not None
+
+
+class Cyclic(nn.Module):
+    """Reads a dict that contains itself, among its arguments or its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.own: dict[str, Any] = {"scale": torch.full((4,), 2.0)}
+        self.own["list"] = [self.own]
+
+    def forward(self, given: dict[str, Any]) -> Tensor:
+        x = self.first(given["self"]["x"]).sin() * self.own["list"][0]["scale"]
+        return self.last(x).relu()
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "blocks"}, {"max_overhead": 9.0}])
+def test_an_argument_may_contain_itself(options: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"x": torch.rand(3, 4)}
+    given["self"] = given
+    plain = Cyclic()
+    model = zoo.checkpoint(copy.deepcopy(plain), **options)
+    assert_same(train(model, lambda: [given]), train(plain, lambda: [given]))
+    assert zoo.plan_of(model) is not None
+    assert zoo.verify(plain, (given,), steps=1).exact
+
+
+class OnAGraph(nn.Module):
+    """Multiplies by a sparse adjacency matrix, a buffer."""
+
+    def __init__(self, adjacency: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", adjacency)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(self.get_buffer("adjacency") @ layer(x))
+        return x
+
+
+SPARSE: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": Tensor.to_sparse,
+    "coalesced": lambda dense: dense.to_sparse().coalesce(),
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "blocks"}, {"max_overhead": 9.0}])
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sparse_buffer_is_planned_for(layout: str, options: dict[str, Any]) -> None:
+    def trained(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = OnAGraph(SPARSE[layout](torch.rand(6, 6).round()))
+        if options:
+            zoo.checkpoint(model, **options)
+        found, x = [], torch.rand(6, 8)
+        for _ in range(3):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            found += [weight.grad for weight in model.parameters()]
+        assert not options or zoo.plan_of(model) is not None
+        return found
+
+    assert all(map(torch.equal, trained(**options or {"checkpoint": True}), trained()))
 
 
 @pytest.mark.parametrize("path", ["", "blocks.0"])
