@@ -150,7 +150,7 @@ def test_numbers_that_are_not_there_are_refused_where_it_is_large(
 
 
 class Picky(nn.Module):
-    """Fails where a trace ahead of training runs it: on fakes, and on real tensors by `anywhere`."""
+    """Fails on fake tensors, or in any other process."""
 
     def __init__(self, anywhere: bool = False) -> None:
         super().__init__()
