@@ -72,6 +72,7 @@ TRAINING = 5
 class Effects:
     """What a recording must know about an operator."""
 
+    detaches: bool = False  # it returns the memory of its argument to a tensor that may outlive it
     ignored: bool = False  # it makes no storage and writes none: a view, a number, a question
     opaque: bool = False  # nothing is known about it, so what it returns is kept
     reshapes: bool = False  # it changes the size or strides of its first argument in place
@@ -135,6 +136,8 @@ def _read(operator: Any) -> Effects:
     makes = any(
         "Tensor" in str(result.type) and result.alias_info is None for result in schema.returns
     )
+    if name == "aten::detach":
+        return Effects(ignored=True, detaches=True)
     if not makes and not written:
         return Effects(ignored=True)
     seeded = torch.Tag.nondeterministic_seeded in operator.tags
