@@ -227,11 +227,13 @@ class Outside:
 
     __slots__ = (
         "__weakref__", "copy", "earlier", "geometry", "home", "is_read", "original", "parts",
-        "tensor", "version", "wrapper",
+        "source", "tensor", "version", "wrapper",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
         self.tensor = tensor
+        # the tensor from outside, where another stands for it that has no graph
+        self.source: Callable[[], Tensor | None] | None = None
         self.home = home  # its storage
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
@@ -259,7 +261,12 @@ class Outside:
         # asked whether a view is a leaf, autograd makes its history anew if its base was written:
         # one autograd node more, which changes the order of the backward, or an error
         if tensor.requires_grad and (tensor._base is not None or not tensor.is_leaf):
+            self.source = weakref.ref(tensor)
             self.tensor = detached(tensor).requires_grad_()
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Says whether this stands for a tensor."""
+        return self.tensor is tensor or (self.source is not None and self.source() is tensor)
 
     def unpack(self) -> Tensor:
         """Returns the tensor, which autograd saved.

@@ -265,6 +265,13 @@ class Recording:
                     return shared.geometry.on(detached(tensor))
         return None
 
+    def begin_replay(self) -> None:
+        """Is told of a replay inside of the forward, whose graphs are gone before that ends."""
+        if not self.is_replayed:
+            self.is_replayed = True
+            for found in self.outside:
+                found.cut()
+
     def note_copy(self, value: Value, tensor: Tensor) -> None:
         """Has reads of what a replay has made of a value count as reads of the value."""
         storage = storage_of(tensor)
@@ -300,7 +307,11 @@ class Recording:
                 if id(tensor) not in self.saved and (made := _reference(found, tensor)) is not None:
                     return made
             return self._refer_value(tensor, storage, found)
-        elif found.tensor is tensor and found.version == version and id(tensor) not in self.saved:
+        elif (
+            (found.tensor is tensor or (found.source is not None and found.source() is tensor))
+            and found.version == version
+            and id(tensor) not in self.saved
+        ):
             return found
         if id(tensor) in self.saved:
             self.look_for_replaced(tensor, None)
@@ -392,6 +403,7 @@ class Recording:
         found = self.known.get(id(tensor))
         if (
             found is not None
+            and found.is_of(tensor)
             # `Tensor.data` may have given it another storage
             and found.home is home
             and found.version == version_of(tensor)
@@ -412,6 +424,8 @@ class Recording:
         )
         self.known[id(tensor)] = found
         self.outside.append(found)
+        if self.is_replayed:
+            found.cut()
         if home is not None:
             self.storages[id(storage)] = found
         return found
@@ -476,7 +490,8 @@ class Recording:
         if latest.is_read or latest.earlier is not None:
             hold_readers(earlier_of(latest), storage, tensor)
         for reader in earlier_of(latest):
-            self.known.pop(id(reader.tensor), None)
+            tensor_of = reader.tensor if reader.source is None else reader.source()
+            self.known.pop(id(tensor_of), None)
         self.forget(tensor)
 
     def forget(self, tensor: Tensor) -> None:

@@ -337,6 +337,8 @@ class Request:
 
     def waiting(self, segment: Segment) -> list[Handle]:
         """Returns the handles of a segment that ask for their tensors."""
+        if self.operations is not None:
+            segment.handles = [one for one in segment.handles if one() is not None]
         found = [handle for handle in segment.living() if handle.tensor is None]
         if self.operations is None:
             return found
@@ -491,7 +493,7 @@ def _replay(
             there = [(value, value.made) for value in values]
             part.given = {value: (made, made._version) for value, made in there if made is not None}
         if recording.is_open:
-            recording.is_replayed = True
+            recording.begin_replay()
             for handle in waiting:
                 assert handle.tensor is not None, "it is filled"
                 recording.note_copy(handle.reference.value, handle.tensor)
