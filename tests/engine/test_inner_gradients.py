@@ -5,10 +5,11 @@ holds.
 """
 
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,10 +23,9 @@ from tests.engine.pitfalls.program import (
     Call,
     Forward,
     assert_exact,
-    compare,
+    elsewhere,
     gradients,
     net,
-    outcome,
     plain,
     rows,
 )
@@ -38,7 +38,7 @@ Step = Callable[[Tensor, Energy], Tensor]
 
 
 def energy(x: Tensor) -> Tensor:
-    """Saves what is gone when its gradient is taken, and reads `x` through what it does not save."""
+    """Saves what is gone when its gradient is taken; what reads `x` first saves nothing."""
     return ((x + 1).sin().exp() * 0.1).tanh().sum()
 
 
@@ -131,7 +131,7 @@ def loop(step: Step, energy: Energy, count: int) -> Callable[[Tensor], Tensor]:
 def assert_linear(counts: list[int]) -> None:
     """Asserts that each further step takes as much as the one before."""
     assert counts[0], "nothing was replayed"
-    first, *others = [after - before for before, after in zip(counts, counts[1:], strict=False)]
+    first, *others = [after - before for before, after in itertools.pairwise(counts)]
     assert all(other <= first for other in others), counts
 
 
@@ -166,12 +166,17 @@ def test_inner_steps_through_nested_segments_replay_as_many_kernels_each(step: S
     assert_linear([total for _, total in found])
 
 
+class SummedOutput(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
 @pytest.mark.parametrize(("step", "plan"), [(detaching, True), (unrolled, "sqrt")])
 def test_inner_steps_of_a_plan_replay_as_many_kernels_each(step: Step, plan: Any) -> None:
     found = []
     for count in (4, 16):
-        block = net()
-        model = zoo.checkpoint(Forward(loop(step, lambda x: block(x).sum(), count), block), plan)
+        block = nn.Sequential(net(), SummedOutput())
+        model = zoo.checkpoint(Forward(loop(step, block, count), block), plan)
         found.append(sum(counted(model, *rows())) / count)
     # where a plan cuts the steps, and how deep, is not the same for each count
     assert found[1] < 1.5 * found[0], found
@@ -279,6 +284,24 @@ def test_what_code_that_no_mode_sees_wrote_since_is_made_again() -> None:
     assert_exact(program)
 
 
+def test_what_another_thread_wrote_since_is_made_again() -> None:
+    """Its writes are counted and not recorded."""
+
+    def program(call: Call) -> Any:
+        def forward(w: Tensor) -> Tensor:
+            h = w.detach() * 2
+            y = ((h + w).sin() * w).exp().sum()
+            elsewhere(h[1, 5].zero_)
+            return grad(y, w)[0].sum() + (w * 2).sin().sum()
+
+        w = torch.rand(64, 64, requires_grad=True)
+        loss = call(forward, w)
+        loss.backward()
+        return loss, w.grad
+
+    assert_exact(program)
+
+
 class Overwriting(torch.autograd.Function):
     """Writes in its backward into what it saved."""
 
@@ -314,7 +337,7 @@ def test_a_backward_inside_may_write_what_was_made_for_it() -> None:
 class Keeping(torch.autograd.Function):
     """Lets the forward have what its backward is given."""
 
-    given: list[Tensor] = []
+    given: ClassVar[list[Tensor]] = []
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -336,17 +359,20 @@ def test_what_a_backward_inside_saved_and_is_written_is_refused_as_without() -> 
 
     for call in (plain, zoo.recompute):
         loss = call(forward, *rows())
-        with pytest.raises(RuntimeError, match="in ?place"):
+        with pytest.raises(RuntimeError, match=r"in ?place"):
             loss.backward()
 
 
-def test_memory_that_was_detached_and_is_written_after_a_backward_inside_is_refused() -> None:
+@pytest.mark.parametrize("cube", [Keeping.apply, lambda x: x.pow(3)])
+def test_memory_that_was_detached_and_is_written_after_a_backward_inside_is_refused(
+    cube: Callable[[Tensor], Tensor],
+) -> None:
     """The backward saved what is made again of a tensor whose memory is still there."""
 
     def forward(w: Tensor) -> Tensor:
         y = w.sin()
         memory = y.detach()
-        z = y.pow(3)
+        z = cube(y)
         del y
         (found,) = grad(z.sum(), w, create_graph=True)
         memory.mul_(2)
@@ -422,34 +448,33 @@ def test_graphs_of_inner_gradients_live_no_longer_than_without(creates: bool) ->
         gc.enable()
 
 
-def test_a_backward_inside_that_is_interrupted_leaves_nothing_for_the_next() -> None:
-    """Its nested segments were given what its own operations needed, and no more."""
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_backward_inside_that_is_interrupted_leaves_nothing_for_the_next(is_inside: bool) -> None:
+    """Its nested segment was given what its own operations needed, and no more."""
 
     def program(call: Call) -> Any:
-        stops = [True]
+        stops = [InterruptedError]
 
         def stop(gradient: Tensor) -> None:
-            if stops.pop():
-                raise InterruptedError
+            if stops:
+                raise stops.pop()
+
+        def both(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+            return one.cos() * one, other.exp() * other
 
         def forward(w: Tensor) -> Tensor:
-            def inner(x: Tensor) -> tuple[Tensor, Tensor]:
-                return x.exp() * x, (x + w).cos().sin() * x
-
-            y, z = call(inner, w.sin() + 1)
-            y.register_hook(lambda g: g)
-            u = y.tanh()
-            u.register_hook(stop)
+            x = (w * 0.1).detach().requires_grad_()
+            one, other = call(both, w.sin() + 1, x)
+            other.register_hook(stop)
             with pytest.raises(InterruptedError):
-                grad(u.sin().sum(), w, retain_graph=True)
-            stops.append(False)
-            return u.sum() + z.sin().sum()
+                grad(other.tanh().sin().sum(), x, retain_graph=True)
+            if is_inside:
+                (found,) = grad(one.sum(), w, create_graph=True)
+                return found.sum() + other.sum()
+            return one.sum() + other.sum()
 
         (w,) = rows()
-        stops.append(True)
-        loss = call(forward, w)
-        stops.append(False)
-        loss.backward()
+        call(forward, w).backward()
         return w.grad
 
-    compare(outcome(program, zoo.recompute), outcome(program, plain))
+    assert_exact(program)

@@ -141,7 +141,9 @@ class Value:
         where in the memory the value lies. A value that nothing read yet may lie anywhere.
         """
         base = self.base()
-        if self.shared is None and (base is not None or (self.trains is None and tensor is not None)):
+        if self.shared is None and (
+            base is not None or (self.trains is None and tensor is not None)
+        ):
             self.shared = SharedMemory(Geometry(tensor if base is None else base))
         if self.shared is not None and tensor is not None:
             self.shared.add(tensor if tensor._base is None else tensor._base)

@@ -58,8 +58,8 @@ class Handle:
     """
 
     __slots__ = (
-        "__weakref__", "counter", "filled", "fingerprint", "has_history", "is_copy", "is_written", "kept",
-        "original", "reference", "segment", "sequence", "tensor", "version", "view",
+        "__weakref__", "counter", "filled", "fingerprint", "has_history", "is_copy", "is_written",
+        "kept", "original", "reference", "segment", "sequence", "tensor", "version", "view",
     )  # fmt: skip
 
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
