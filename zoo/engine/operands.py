@@ -141,10 +141,9 @@ class Value:
         where in the memory the value lies. A value that nothing read yet may lie anywhere.
         """
         base = self.base()
-        if self.shared is None and (
-            base is not None or (self.trains is None and tensor is not None)
-        ):
-            self.shared = SharedMemory(Geometry(tensor if base is None else base))
+        source = tensor if base is None and self.trains is None else base
+        if self.shared is None and source is not None:
+            self.shared = SharedMemory(Geometry(source))
         if self.shared is not None and tensor is not None:
             self.shared.add(tensor if tensor._base is None else tensor._base)
 
@@ -195,6 +194,9 @@ class ReplayedCopy(Value):
     def value(self) -> Value:
         """The value that was made once more."""
         return self.source
+
+    def share(self, tensor: Tensor | None) -> None:
+        """Notes nothing: it is gone when the backward is that it was made for."""
 
 
 class View(Geometry):

@@ -5,7 +5,7 @@ import itertools
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -404,7 +404,7 @@ def _is_run(node: Any) -> bool:
         return True
 
 
-class There:
+class There(Container[Value]):
     """The values that need not be replayed: those given, and what the forward still has.
 
     Attributes:
@@ -416,7 +416,7 @@ class There:
         self.given = given
         self.found: dict[Value, Tensor] = {}
 
-    def __contains__(self, value: Value) -> bool:
+    def __contains__(self, value: Any) -> bool:
         if value in self.given or value in self.found:
             return True
         tensor = None if self.recording is None else self.recording.still_there(value)
