@@ -84,6 +84,7 @@ for _name in ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", "Sa
 are_saved_tensors_hooks_enabled: Any = _private("_C._autograd._saved_tensors_hooks_is_enabled")
 top_saved_tensors_hooks: Any = _private("_C._autograd._top_saved_tensors_default_hooks")
 current_node: Any = _private("_C._current_autograd_node")
+will_execute: Any = _private("_C._will_engine_execute_node")
 current_backward: Any = _private("_C._current_graph_task_id")
 disabled_torch_dispatch: Any = _private("_C._disabled_torch_dispatch_impl")
 RestoreKeys: Any = _private("_C._RestorePythonTLSSnapshot")

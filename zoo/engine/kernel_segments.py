@@ -144,7 +144,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         for handle in alive(self._saved.pop(id(storage), ())):
             if handle.reference.value.home() is storage:
                 with without_modes():
-                    handle.lose()
+                    handle.lose(storage)
         readers = alive(self._readers.pop(id(storage), ()))
         readers = [reader for reader in readers if reader.home and reader.home() is storage]
         hold_readers(readers, storage, tensor)

@@ -96,7 +96,7 @@ class Value:
     # in slots and all set, since a default of a class takes long to read
     __slots__ = (
         "__weakref__", "after", "apart", "base", "before", "blank", "counter", "home", "is_empty",
-        "made", "node", "readers", "saved", "trains",
+        "made", "node", "readers", "saved", "shared", "trains",
     )  # fmt: skip
 
     def __init__(self, node: int, storage: Any, tensor: Tensor, counter: int | None) -> None:
@@ -114,6 +114,8 @@ class Value:
         self.readers: Sequence[Outside] = ()  # parts of sparse tensors, to have a copy before that
         # by the ids of tensors that share the storage and no version
         self.apart: dict[int, Apart] | None = None
+        # tensors that have the memory and not the base, which they may outlive
+        self.shared: SharedMemory | None = None
         self.trains: bool | None = None  # whether it requires a gradient; some kernels do more then
         self.made: Tensor | None = None  # the tensor again, in a replay
 
@@ -132,6 +134,19 @@ class Value:
             self.apart = {}
         self.apart[id(tensor)] = Apart(weakref.ref(tensor), version)
 
+    def share(self, tensor: Tensor | None) -> None:
+        """Notes a tensor that has the memory, and may outlive the one that the kernel left.
+
+        None for one that is about to be made by `detach`, as long as there is the other to tell
+        where in the memory the value lies. A value that nothing read yet may lie anywhere.
+        """
+        base = self.base()
+        source = tensor if base is None and self.trains is None else base
+        if self.shared is None and source is not None:
+            self.shared = SharedMemory(Geometry(source))
+        if self.shared is not None and tensor is not None:
+            self.shared.add(tensor if tensor._base is None else tensor._base)
+
     def take(self, tensor: Tensor) -> None:
         """Has a replay read this tensor for the value."""
         if tensor.requires_grad is not self.trains:
@@ -142,6 +157,46 @@ class Value:
         """Returns the tensor in a replay that has made it."""
         assert self.made is not None, "a replay makes what a node reads before the node"
         return self.made
+
+
+class SharedMemory:
+    """Where in its storage a value lies, and tensors that have the storage."""
+
+    __slots__ = ("geometry", "references")
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.references: list[weakref.ref[Tensor]] = []
+
+    def add(self, tensor: Tensor) -> None:
+        """Notes a tensor, and forgets those that are gone."""
+        living = alive(self.references)
+        if all(tensor is not one for one in living):
+            self.references = [weakref.ref(one) for one in (*living, tensor)]
+
+
+class ReplayedCopy(Value):
+    """Memory in which a replay inside of the recorded forward has made a value once more.
+
+    What reads it reads the value, so that nothing recorded holds it. Once written it is a tensor
+    from outside.
+    """
+
+    __slots__ = ("source",)
+
+    def __init__(self, source: Value, storage: Any, tensor: Tensor) -> None:
+        super().__init__(source.node, storage, tensor, tensor._version)
+        # another geometry than that of the value
+        self.base = no_tensor
+        self.source = source
+
+    @property
+    def value(self) -> Value:
+        """The value that was made once more."""
+        return self.source
+
+    def share(self, tensor: Tensor | None) -> None:
+        """Notes nothing: it is gone when the backward is that it was made for."""
 
 
 class View(Geometry):
@@ -176,11 +231,13 @@ class Outside:
 
     __slots__ = (
         "__weakref__", "copy", "earlier", "geometry", "home", "is_read", "original", "parts",
-        "tensor", "version", "wrapper",
+        "source", "tensor", "version", "wrapper",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
         self.tensor = tensor
+        # the tensor from outside, where another stands for it that has no graph
+        self.source: Callable[[], Tensor | None] | None = None
         self.home = home  # its storage
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
@@ -208,7 +265,12 @@ class Outside:
         # asked whether a view is a leaf, autograd makes its history anew if its base was written:
         # one autograd node more, which changes the order of the backward, or an error
         if tensor.requires_grad and (tensor._base is not None or not tensor.is_leaf):
+            self.source = weakref.ref(tensor)
             self.tensor = detached(tensor).requires_grad_()
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Says whether this stands for a tensor."""
+        return self.tensor is tensor or (self.source is not None and self.source() is tensor)
 
     def unpack(self) -> Tensor:
         """Returns the tensor, which autograd saved.

@@ -94,6 +94,7 @@ TRAINING = 5
 class Effects:
     """What a recording must know about an operator."""
 
+    detaches: bool = False  # it returns the memory of its argument to a tensor that may outlive it
     ignored: bool = False  # it makes no storage and writes none: a view, a number, a question
     opaque: bool = False  # nothing is known about it, so what it returns is kept
     foreign: bool = False  # it may write all that it is given, without counting a version
@@ -158,6 +159,8 @@ def _read(operator: Any) -> Effects:
     makes = any(
         "Tensor" in str(result.type) and result.alias_info is None for result in schema.returns
     )
+    if name == "aten::detach":
+        return Effects(ignored=True, detaches=True)
     if not makes and not written:
         return Effects(ignored=True)
     seeded = torch.Tag.nondeterministic_seeded in operator.tags

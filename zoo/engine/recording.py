@@ -54,12 +54,14 @@ from zoo.engine.operands import (
     Listed,
     Outside,
     Reference,
+    ReplayedCopy,
     Sparse,
     Value,
     View,
     Write,
     alive,
     counted,
+    detached,
     fill,
     filled_empty,
     new_mark,
@@ -97,6 +99,8 @@ class Thread(threading.local):
     # the backward that opened segments here last, and which they are
     backward = -1
     opened: list[weakref.ref["Segment"]]
+    # the backward inside of a forward that was last here, and the first operation that it runs
+    inside = (-1, 0)
 
 
 thread = Thread()
@@ -139,7 +143,7 @@ class Segment:
         self.first = self.recording.count
         self.end: int | None = None
         self.drawn = 0  # bytes that kernels drew on the CPU
-        self.handles: list[weakref.ref[Any]] = []
+        self.handles: list[weakref.ref[Any]] = []  # in the order of their operations
         self._inner: Sequence[weakref.ref[Segment]] = ()
         # what a replay for all that was saved would run, and for how many handles that is; those of
         # segments inside count, so that it is never taken for what this one alone needs
@@ -200,6 +204,8 @@ class Recording:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.count = 0
+        self.is_open = True
+        self.is_replayed = False  # whether that was while it was open
         self.settings: Settings | None = None
         # what each storage is now: a value, or one from outside and the latest tensor of it
         self.storages: dict[int, Value | Outside] = {}
@@ -238,7 +244,47 @@ class Recording:
     def made(self, tensor: Tensor) -> Value | None:
         """Returns the value of a tensor whose storage a recorded kernel made."""
         value = self.find(storage_of(tensor))
-        return value if type(value) is Value else None
+        return value if isinstance(value, Value) else None
+
+    def still_there(self, value: Value) -> Tensor | None:
+        """Returns a tensor that has a value still; None where none is known or it was written.
+
+        What would be recorded as a read of the value may be read in its place.
+        """
+        home = value.home()
+        if home is None or self.storages.get(id(home)) is not value:
+            return None
+        if not _is_untouched(value, home):
+            return None
+        base, shared = value.base(), value.shared
+        if base is not None and storage_of(base) is home and self._has_version(value, base):
+            return detached(base)
+        if shared is None:
+            return None
+        for tensor in alive(shared.references):
+            is_here = storage_of(tensor) is home and type(tensor) is not FakeTensor
+            if is_here and self._has_version(value, tensor):
+                with DisableTorchDispatch():
+                    return shared.geometry.on(detached(tensor))
+        return None
+
+    def begin_replay(self) -> None:
+        """Is told of a replay inside of the forward, whose graphs are gone before that ends."""
+        if not self.is_replayed:
+            self.is_replayed = True
+            for found in self.outside:
+                found.cut()
+
+    def note_copy(self, value: Value, tensor: Tensor) -> None:
+        """Has reads of what a replay has made of a value count as reads of the value."""
+        storage = storage_of(tensor)
+        if self.find(storage) is None:
+            self.storages[id(storage)] = ReplayedCopy(value, storage, tensor)
+
+    def note_detach(self, tensor: Tensor) -> None:
+        """Notes where a value lies in memory that another tensor is about to share."""
+        if (value := self.made(tensor)) is not None:
+            value.share(None)
 
     def refer(self, tensor: Tensor) -> Reference | Outside:
         """Returns the reference of a tensor as it is now."""
@@ -264,7 +310,11 @@ class Recording:
                 if id(tensor) not in self.saved and (made := _reference(found, tensor)) is not None:
                     return made
             return self._refer_value(tensor, storage, found)
-        elif found.tensor is tensor and found.version == version and id(tensor) not in self.saved:
+        elif (
+            (found.tensor is tensor or (found.source is not None and found.source() is tensor))
+            and found.version == version
+            and id(tensor) not in self.saved
+        ):
             return found
         if id(tensor) in self.saved:
             self.look_for_replaced(tensor, None)
@@ -296,6 +346,7 @@ class Recording:
             is_known = value.blank == sample(storage)
         else:
             is_known = value.blank is None or not value.is_empty or effects.overwrites
+        is_known &= type(value) is not ReplayedCopy
         if is_known and self._has_version(value, tensor):
             return value
         self.lose(tensor)
@@ -309,7 +360,7 @@ class Recording:
         while value is not None:
             hold_readers(value.readers, storage_of(tensor), tensor)
             for handle in value.handles():
-                handle.lose()
+                handle.lose(storage_of(tensor))
             value = None if value.before is None else value.before()
 
     def reshape(self, value: Value, tensor: Tensor) -> None:
@@ -355,6 +406,7 @@ class Recording:
         found = self.known.get(id(tensor))
         if (
             found is not None
+            and found.is_of(tensor)
             # `Tensor.data` may have given it another storage
             and found.home is home
             and found.version == version_of(tensor)
@@ -375,6 +427,8 @@ class Recording:
         )
         self.known[id(tensor)] = found
         self.outside.append(found)
+        if self.is_replayed:
+            found.cut()
         if home is not None:
             self.storages[id(storage)] = found
         return found
@@ -431,7 +485,7 @@ class Recording:
                 self.before_write(part)
             return
         latest = self.find(storage)
-        if type(latest) is Value:
+        if isinstance(latest, Value):
             self.lose(tensor)
         if type(latest) is not Outside:
             return
@@ -439,7 +493,8 @@ class Recording:
         if latest.is_read or latest.earlier is not None:
             hold_readers(earlier_of(latest), storage, tensor)
         for reader in earlier_of(latest):
-            self.known.pop(id(reader.tensor), None)
+            tensor_of = reader.tensor if reader.source is None else reader.source()
+            self.known.pop(id(tensor_of), None)
         self.forget(tensor)
 
     def forget(self, tensor: Tensor) -> None:
@@ -448,7 +503,7 @@ class Recording:
 
     def close(self, nodes: list[Node]) -> None:
         """Ends the recording and keeps these nodes of it."""
-        self.nodes = nodes
+        self.nodes, self.is_open = nodes, False
         for found in self.outside:
             found.earlier = None
             found.cut()
@@ -471,8 +526,10 @@ def _reference(value: Value, tensor: Tensor) -> Reference | None:
             return value
     if not is_plain(tensor):
         return None
+    if value.shared is not None or (value.trains is None and value.base() is None):
+        value.share(tensor)
     view = View(tensor)
-    view.value, view.trains = value, tensor.requires_grad
+    view.value, view.trains = value.value, tensor.requires_grad
     return view
 
 
@@ -597,9 +654,11 @@ class Recorder(KernelMode):
         effects = KNOWN.get(id(func)) or effects_of(func)
         if kwargs is None:
             kwargs = {}
-        if effects.ignored:
-            return func._op(*args, **kwargs)
         recording = self.recording
+        if effects.ignored:
+            if effects.detaches and recording is not None:
+                recording.note_detach(args[0])
+            return func._op(*args, **kwargs)
         if thread.replaying:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
         if recording is not None and not effects.simple:
@@ -825,7 +884,7 @@ class Recorder(KernelMode):
         storages = self.recording.storages
         found = storages.get(id(storage))
         if found is not None and found.home() is storage:
-            if type(found) is Value:
+            if isinstance(found, Value):
                 found.set_apart(tensor, version)
             return None
         value = Value(node.index, storage, tensor, version)

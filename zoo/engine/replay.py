@@ -6,7 +6,7 @@ node is one of the recording, never one of autograd's graph.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,29 +36,34 @@ from zoo.engine.recording import Node, flat, thread
 Scheduled = tuple[Node, Sequence[Value]]
 
 
-def schedule(nodes: Iterable[Node], wanted: set[Value], given: Iterable[Value]) -> list[Scheduled]:
+def schedule(nodes: Iterable[Node], wanted: set[Value], given: Container[Value]) -> list[Scheduled]:
     """Returns what must be replayed to make the wanted values, in order.
 
-    `nodes` come the last one first; `given` are values that are there.
+    `nodes` come the last one first; `given` are values that are there, and stay.
     """
-    there = set(given)
-    needed = wanted - there
-    read = wanted | there
+    needed = {value for value in wanted if value not in given}
+    if not needed:
+        return []
+    read = {*wanted}
     found: list[Scheduled] = []
     # those that must run for the random streams that they leave
     drawing: set[Node] = set()
     for node in nodes:
         if needed.isdisjoint(node.results) and node not in drawing:
             continue
+        needed.difference_update(node.results)
+        drawing.discard(node)
         drawing.update(node.follows)
         drops = [value for value in node.results if value not in read]
         for value in node.reads:
             if value not in read:
                 read.add(value)
-                drops.append(value)
-            if value not in there:
-                needed.add(value)
+                if value not in given:
+                    drops.append(value)
+                    needed.add(value)
         found.append((node, drops or ()))
+        if not needed and not drawing:
+            break
     found.reverse()
     return found
 

@@ -1,10 +1,11 @@
 """What autograd saves inside of a segment: handles for what a replay makes, the rest as it is."""
 
 import functools
+import itertools
 import logging
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from zoo._torch import (
     DisableTorchDispatch,
     FakeTensor,
     current_backward,
+    current_node,
     get_dispatch_mode,
     is_graph_kept,
     queue_callback,
     sequence_number,
     top_saved_tensors_hooks,
+    will_execute,
 )
 from zoo.engine.operands import (
     Outside,
@@ -36,8 +39,8 @@ from zoo.engine.operands import (
     read_memory,
 )
 from zoo.engine.operator_effects import name_of_kernel
-from zoo.engine.recording import Segment, has_own_storage, storage_of, thread
-from zoo.engine.replay import outside_of, replay, schedule, without_modes
+from zoo.engine.recording import Recording, Segment, has_own_storage, storage_of, thread
+from zoo.engine.replay import Scheduled, outside_of, replay, schedule, without_modes
 from zoo.engine.replay_check import CHECKS, OTHER_NUMBERS, SampleComparison, TensorDescription
 from zoo.engine.sharded import freed_modules
 from zoo.errors import RecomputeError
@@ -57,8 +60,8 @@ class Handle:
     """
 
     __slots__ = (
-        "__weakref__", "counter", "filled", "fingerprint", "has_history", "is_written", "kept",
-        "original", "reference", "segment", "sequence", "tensor", "version", "view",
+        "__weakref__", "counter", "filled", "fingerprint", "has_history", "is_copy", "is_written",
+        "kept", "original", "reference", "segment", "sequence", "tensor", "version", "view",
     )  # fmt: skip
 
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
@@ -74,6 +77,7 @@ class Handle:
         self.counter: Tensor | None = None
         self.view: View | None = None
         self.is_written = False
+        self.is_copy = False  # what was saved is a value that a replay inside of the forward made
         self.tensor: Tensor | None = None
         self.filled = 0  # the version of that
         self.kept: Outside | None = None
@@ -105,17 +109,20 @@ class Handle:
     def before_write(self) -> None:
         """Is told that a kernel is about to write the storage of the tensor."""
         original = self.original()
-        if original is None:
+        if self.is_copy:
+            # in the baseline it is the memory that is written
+            self.is_written = True
+        elif original is None:
             # nobody has it any more, but a base or another view may have its version
             self.is_written = self.counter is None
         elif self.counter is None and type(original) is not FakeTensor:
             self.counter, self.view = counter_of(original), View(original)
 
-    def lose(self) -> None:
+    def lose(self, storage: Any) -> None:
         """Is told that the storage of the tensor is about to be written unrecorded."""
         original = self.original()
         # `Tensor.data` may have given it other memory
-        if original is not None and storage_of(original) is self.reference.value.home():
+        if original is not None and storage_of(original) is storage:
             self.keep()
         else:
             self.is_written = True
@@ -164,7 +171,7 @@ class Handle:
                 try:
                     # the kernels ran outside of a vmap that is around the backward
                     with without_modes():
-                        fill(self.segment)
+                        fill(self)
                 finally:
                     # once more, where an interrupt has cut it short
                     thread.replaying = around
@@ -326,11 +333,16 @@ def pack(tensor: Tensor) -> Any:
         if has_history(tensor, sequence_number()):
             reference.original = weakref.ref(tensor)
         return reference
-    value = reference.value
+    value, recording = reference.value, segment.recording
     handle = Handle(segment, reference, tensor)
     found = weakref.ref(handle)
     segment.handles.append(found)
-    segment.recording.saved[id(tensor)] = value
+    if recording.is_replayed and (latest := recording.made(tensor)) is not value:
+        assert latest is not None, "all else is from outside"
+        handle.is_copy, latest.saved = True, (*latest.saved, found)
+        recording.saved[id(tensor)] = latest
+    else:
+        recording.saved[id(tensor)] = value
     value.saved = (*value.saved, found)
     return handle
 
@@ -350,32 +362,120 @@ def refuse_hooks(packed: Any) -> None:
 unpack: Callable[[Any], Tensor] = operator.methodcaller("unpack")
 
 
-def given_to(segment: Segment) -> set[Value]:
-    """Returns the values that an inner segment's replay takes from the segment around it."""
-    parts = (part for part in segment.inner() if part.given is None)
-    goals = _goals(_waiting(segment)).union(*map(given_to, parts))
-    found = {value for value in goals if not segment.makes(value)}
-    for node, _ in schedule(segment.backwards(), goals, ()):
-        found.update(value for value in node.reads if value.node < segment.first)
-    return found
+class Request:
+    """Which saved tensors a replay makes: all that wait, or those of some operations of autograd's.
+
+    A backward inside of the forward asks for those of its own operations. Others wait for a
+    backward to come, and to make them in each one would take the square of the time.
+    """
+
+    def __init__(self, handle: Handle, operations: range | None) -> None:
+        self.handle, self.operations = handle, operations
+
+    def waiting(self, segment: Segment) -> list[Handle]:
+        """Returns the handles of a segment that ask for their tensors."""
+        if self.operations is not None:
+            segment.handles = [one for one in segment.handles if one() is not None]
+        found = [handle for handle in segment.living() if handle.tensor is None]
+        if self.operations is None:
+            return found
+        asks = (one is self.handle or one.sequence - 1 in self.operations for one in found)
+        return [*itertools.compress(found, asks)]
+
+    def given_to(self, segment: Segment) -> set[Value]:
+        """Returns the values that an inner segment's replay takes from the segment around it."""
+        parts = (part for part in segment.inner() if part.given is None)
+        goals = goals_of(self.waiting(segment)).union(*map(self.given_to, parts))
+        found = {value for value in goals if not segment.makes(value)}
+        for node, _ in schedule(segment.backwards(), goals, There(segment.recording, {})):
+            found.update(value for value in node.reads if value.node < segment.first)
+        return found
+
+    def is_given(self, segment: Segment) -> bool:
+        """Says whether a segment has what it starts from, as a replay around it left that.
+
+        A backward may write what it saved, which is the same memory; and for another backward
+        inside of the forward the replay around it left something else.
+        """
+        given = segment.given
+        if given is None or any(tensor._version != made for tensor, made in given.values()):
+            return False
+        return self.operations is None or self.given_to(segment) <= given.keys()
 
 
-def _waiting(segment: Segment) -> list[Handle]:
-    return [handle for handle in segment.living() if handle.tensor is None]
+def request_of(handle: Handle) -> Request:
+    """Returns what the backward that opens a handle needs of its segment, and of those around."""
+    backward, node = current_backward(), current_node()
+    if not handle.segment.recording.is_open:
+        return Request(handle, None)
+    if backward == -1:
+        return Request(handle, range(0))
+    if node is None:
+        return Request(handle, None)
+    known, first = thread.inside
+    if known != backward or handle.sequence <= first:
+        first = first_operation(node)
+        thread.inside = backward, first
+    return Request(handle, range(first, node._sequence_nr() + 1))
 
 
-def _goals(handles: list[Handle]) -> set[Value]:
+def first_operation(node: Any) -> int:
+    """Returns the number of the first operation that the running backward comes to from a node."""
+    first, seen, waiting = node._sequence_nr(), {node}, [node]
+    while waiting:
+        node = waiting.pop()
+        nexts = [one for one, _ in node.next_functions if one is not None and _is_run(one)]
+        # of what comes before the tensors that gradients are asked for nothing runs
+        if nexts:
+            first = min(first, node._sequence_nr())
+        waiting += (one for one in nexts if one not in seen)
+        seen.update(nexts)
+    return int(first)
+
+
+def _is_run(node: Any) -> bool:
+    try:
+        return bool(will_execute(node))
+    except RuntimeError:
+        # asked about a leaf that `autograd.grad` is asked for, which saves nothing
+        return True
+
+
+class There(Container[Value]):
+    """The values that need not be replayed: those given, and what the forward still has.
+
+    Attributes:
+        found: the latter that a schedule asked for, with their tensors.
+    """
+
+    def __init__(self, recording: Recording, given: Mapping[Value, Any]) -> None:
+        self.recording = recording if recording.is_open else None
+        self.given = given
+        self.found: dict[Value, Tensor] = {}
+
+    def __contains__(self, value: Any) -> bool:
+        if value in self.given or value in self.found:
+            return True
+        tensor = None if self.recording is None else self.recording.still_there(value)
+        if tensor is not None:
+            self.found[value] = tensor
+        return tensor is not None
+
+
+def goals_of(handles: Iterable[Handle]) -> set[Value]:
+    """Returns the values that handles want."""
     return {handle.reference.value for handle in handles}
 
 
-def fill(segment: Segment) -> None:
-    """Replays a segment, and before it those around it whose results it needs."""
-    waiting = [segment]
-    while (around := waiting[-1].parent) is not None and not _is_given(waiting[-1]):
+def fill(handle: Handle) -> None:
+    """Replays the segment of a handle, and before it those around it whose results it needs."""
+    request = request_of(handle)
+    waiting = [handle.segment]
+    while (around := waiting[-1].parent) is not None and not request.is_given(waiting[-1]):
         waiting[-1].given = None
         waiting.append(around)
     for part in reversed(waiting):
-        _fill(part)
+        _fill(part, request)
     backward = current_backward()
     if backward != -1:
         if thread.backward != backward:
@@ -384,25 +484,37 @@ def fill(segment: Segment) -> None:
         thread.opened.append(weakref.ref(waiting[-1]))
 
 
-def _is_given(segment: Segment) -> bool:
-    """Says whether a segment has what it starts from, as a replay around it left that.
-
-    A backward may write what it saved, which is the same memory.
-    """
-    given = segment.given
-    return given is not None and all(tensor._version == made for tensor, made in given.values())
-
-
-def _fill(segment: Segment) -> None:
-    given = segment.given or {}
-    waiting = _waiting(segment)
-    needs = {part: given_to(part) for part in segment.inner() if part.given is None}
+def _fill(segment: Segment, request: Request) -> None:
+    given, recording = segment.given or {}, segment.recording
+    waiting = request.waiting(segment)
+    needs = {part: request.given_to(part) for part in segment.inner() if part.given is None}
     if segment.scheduled_for == len(waiting):
-        found = segment.scheduled
-    else:
-        goals = _goals(waiting).union(*needs.values())
-        found = schedule(segment.backwards(), goals, given)
+        _replay(segment, segment.scheduled, waiting, needs, {})
+        return
+    goals = goals_of(waiting).union(*needs.values())
+    there = There(recording, given)
+    found = schedule(segment.backwards(), goals, there)
+    try:
+        _replay(segment, found, waiting, needs, there.found)
+    except RecomputeError:
+        if not there.found:
+            raise
+        # code that torch does not see may have written what is there
+        _replay(segment, schedule(segment.backwards(), goals, given), waiting, needs, {})
+
+
+def _replay(
+    segment: Segment,
+    found: list[Scheduled],
+    waiting: list[Handle],
+    needs: dict[Segment, set[Value]],
+    alive: dict[Value, Tensor],
+) -> None:
+    """Replays nodes, on what is alive, and gives the results to handles and inner segments."""
+    given, recording = segment.given or {}, segment.recording
     for value, (tensor, _) in given.items():
+        value.take(tensor)
+    for value, tensor in alive.items():
         value.take(tensor)
     sharded, around = freed_modules(outside_of(found)), thread.replaying
     try:
@@ -417,12 +529,17 @@ def _fill(segment: Segment) -> None:
         for part, values in needs.items():
             there = [(value, value.made) for value in values]
             part.given = {value: (made, made._version) for value, made in there if made is not None}
+        if recording.is_open:
+            recording.begin_replay()
+            for handle in waiting:
+                assert handle.tensor is not None, "it is filled"
+                recording.note_copy(handle.reference.value, handle.tensor)
         if not _is_graph_kept():
             segment.given = None
     finally:
         thread.replaying = around
         made = [value for node, _ in found for value in node.results]
-        for value in (*made, *given):
+        for value in (*made, *given, *alive):
             value.made = None
         for module in sharded:
             module.reshard()
@@ -459,6 +576,9 @@ def prune(segment: Segment) -> None:
     with without_modes():
         for handle in handles:
             handle.look_for_writes()
-        found = schedule(segment.backwards(), _goals(handles), ())
+        found = schedule(segment.backwards(), goals_of(handles), ())
         segment.recording.close([node for node, _ in found])
+        if segment.recording.is_replayed:
+            # for a backward that asked for less than all, and may not have ended
+            clear(segment)
     segment.scheduled, segment.scheduled_for = found, len(handles)
