@@ -208,6 +208,7 @@ class Recording:
         # by the ids of random streams
         self.last_draws: dict[int, LastDraw] = {}
         self.observer = thread.observer
+        self.is_open = True
         self.lock = threading.RLock()
 
     def settings_for(self, effects: Effects) -> Settings:
@@ -443,9 +444,16 @@ class Recording:
         """Has a storage count as coming from outside from now on."""
         self.storages.pop(id(storage_of(tensor)), None)
 
+    def hold(self, found: Outside) -> None:
+        """Has the very tensor be held while the recording is open: it may get other memory yet."""
+        if self.is_open:
+            self.outside.append(found)
+        else:
+            found.cut()
+
     def close(self, nodes: list[Node]) -> None:
         """Ends the recording and keeps these nodes of it."""
-        self.nodes = nodes
+        self.nodes, self.is_open = nodes, False
         for found in self.outside:
             found.earlier = None
             found.cut()

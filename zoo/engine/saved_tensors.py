@@ -20,6 +20,7 @@ from zoo._torch import (
     top_saved_tensors_hooks,
 )
 from zoo.engine.operands import (
+    REPLACED,
     Outside,
     Reference,
     Value,
@@ -29,9 +30,10 @@ from zoo.engine.operands import (
     counted,
     detached,
     fingerprint,
-    has_history,
+    original_of,
     read,
     read_memory,
+    roles_of,
 )
 from zoo.engine.operator_effects import name_of_kernel
 from zoo.engine.recording import Segment, has_own_storage, storage_of, thread
@@ -57,17 +59,18 @@ class Handle:
     __slots__ = (
         "__weakref__", "counter", "filled", "fingerprint", "has_history", "is_written", "kept",
         "original", "reference", "segment", "sequence", "tensor", "version", "view",
+        "was_result",
     )  # fmt: skip
 
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
         self.segment = segment
         self.reference = reference
         self.fingerprint = fingerprint(tensor)
-        self.original = weakref.ref(tensor)
+        self.original = original_of(tensor, tensor.untyped_storage())
         self.version = tensor._version
         # which operation of autograd's saved it
         self.sequence = sequence_number()
-        self.has_history = has_history(tensor, self.sequence)
+        self.has_history, self.was_result = roles_of(tensor, self.sequence)
         # shares the version of the tensor, once that is written or somebody has it; and where it is
         self.counter: Tensor | None = None
         self.view: View | None = None
@@ -91,9 +94,11 @@ class Handle:
         """Keeps the tensor after all, which is there: it is about to be read."""
         original = self.original()
         assert original is not None, "who reads it has it"
-        self.kept = kept(original)
+        self.kept = found = outside(original)
         # since which autograd minds a write
-        self.kept.version = self.version
+        found.version = self.version
+        found.has_history, found.is_result = self.has_history, self.was_result
+        self.segment.recording.hold(found)
 
     def move_to(self, segment: Segment) -> None:
         """Makes it one of another segment of the same recording."""
@@ -128,7 +133,8 @@ class Handle:
                 return
             self.before_write()
             # a write that counts is refused where this one is opened, and only there
-            if self.fingerprint is not None and original._version == self.version:
+            is_there = storage_of(original) is self.reference.value.home()
+            if self.fingerprint is not None and original._version == self.version and is_there:
                 # code that torch does not see may have written it since
                 self.fingerprint = fingerprint(original)
         reference = self.reference
@@ -154,6 +160,9 @@ class Handle:
             check_version(self.counter, self.version)
         if self.has_history:
             check_history(self.original())
+        if self.original.is_replaced and not self.was_result:
+            # by numbers that are gone with it
+            raise RecomputeError(REPLACED)
         with self.segment.recording.lock:
             if self.tensor is None and not self.is_written:
                 if torch.is_grad_enabled() and top_saved_tensors_hooks(False) is None:
@@ -282,9 +291,15 @@ def _has_gradient(part: Any) -> bool:
 PACKED = Outside | Handle | Opaque
 
 
+def outside(tensor: Tensor) -> Outside:
+    """Returns what stands for a tensor as it is."""
+    storage = storage_of(tensor)
+    return Outside(tensor, None if storage is None else weakref.ref(storage))
+
+
 def kept(tensor: Tensor) -> Outside:
-    """Returns a tensor as it is, to be saved outside of all segments."""
-    found = Outside(tensor)
+    """Returns what stands for a tensor as it is, to be saved outside of all segments."""
+    found = outside(tensor)
     found.cut()
     return found
 
@@ -297,8 +312,9 @@ def pack(tensor: Tensor) -> Any:
     reference = kept(tensor) if segment is None else segment.recording.refer(tensor)
     if segment is None or isinstance(reference, Outside):
         assert isinstance(reference, Outside), "all that is kept is from outside"
-        if has_history(tensor, sequence_number()):
-            reference.original = weakref.ref(tensor)
+        has_history, is_result = roles_of(tensor, sequence_number())
+        reference.has_history |= has_history
+        reference.is_result |= is_result
         return reference
     value = reference.value
     handle = Handle(segment, reference, tensor)

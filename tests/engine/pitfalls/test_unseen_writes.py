@@ -288,13 +288,124 @@ def test_a_forward_that_is_in_inference_mode_for_a_while(option: Any, clones: bo
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_memory_that_is_exchanged_after_the_forward_is_refused(trains: bool) -> None:
-    convolution, model = nn.Conv1d(4, 4, 3, padding=1).requires_grad_(trains), nn.Linear(4, 4)
-    (x,) = rows()
-    y = zoo.recompute(lambda x: model(x) * convolution(x[:, :, None]).squeeze(2).tanh(), x)
-    convolution.half().float()
-    with pytest.raises(zoo.RecomputeError, match=r"given other memory after it was used"):
+def test_memory_that_is_exchanged_after_the_forward(trains: bool) -> None:
+    """Autograd computes with the new memory of the weight, a replay with the old one."""
+
+    def run(call: Call) -> list[Any]:
+        convolution, model = nn.Conv1d(4, 4, 3, padding=1).requires_grad_(trains), nn.Linear(4, 4)
+        (x,) = rows()
+        y = call(lambda x: model(x) * convolution(x[:, :, None]).squeeze(2).tanh(), x)
+        convolution.half().float()
         y.sum().backward()
+        return [y, x.grad, model.weight.grad, convolution.weight.grad]
+
+    assert_exact(run)
+
+
+def an_argument(h: Tensor, other: Tensor) -> Tensor:
+    y = h.sin()
+    h.data = other
+    return y
+
+
+def one_without_a_gradient(h: Tensor, other: Tensor) -> Tensor:
+    mask = h.detach() + 1
+    y = h * mask
+    mask.data = other
+    return y
+
+
+def while_its_memory_is_held(h: Tensor, other: Tensor) -> Tensor:
+    y, before = h.sin(), h.data
+    h.data = other
+    return y + before
+
+
+def a_view(h: Tensor, other: Tensor) -> Tensor:
+    part = h[1:]
+    y = part.sin()
+    part.data = other[1:]
+    return y
+
+
+def a_result(h: Tensor, other: Tensor) -> Tensor:
+    made = h.exp()
+    y = made + 1
+    made.data = other
+    return y
+
+
+EXCHANGES = [an_argument, one_without_a_gradient, while_its_memory_is_held, a_view, a_result]
+
+
+def exchanged(call: Call, exchange: Callable[..., Tensor], when: str, holds: bool) -> list[Any]:
+    model = nn.Linear(4, 4)
+    held: list[Tensor] = []
+    (x,) = rows()
+    if when == "in the segment":
+
+        def function(x: Tensor) -> Tensor:
+            h = model(x)
+            held.extend([h] * holds)
+            return exchange(h, torch.ones(6, 4))
+
+        y = call(function, x)
+    else:
+
+        def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+            h = model(x)
+            return h.sin(), h
+
+        y, h = call(parts, x)
+        h.data = torch.ones(6, 4)
+        held.extend([h] * holds)
+        del h
+    y.square().sum().backward()
+    return [y, x.grad, model.weight.grad]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_memory_that_is_exchanged_in_a_segment(exchange: Callable[..., Tensor]) -> None:
+    """Of an argument autograd has the tensor itself, which nobody here holds any more."""
+
+    def run(call: Call) -> list[Any]:
+        return exchanged(call, exchange, "in the segment", holds=False)
+
+    if exchange is a_result:
+        assert_exact(run)
+    else:
+        with pytest.raises(zoo.RecomputeError, match="was given other memory after it was used"):
+            run(zoo.recompute)
+
+
+@pytest.mark.parametrize("when", ["in the segment", "after the segment"])
+def test_memory_that_is_exchanged_is_followed_while_the_tensor_is_held(when: str) -> None:
+    assert_exact(lambda call: exchanged(call, an_argument, when, holds=True))
+
+
+def test_memory_that_is_exchanged_after_a_segment_and_dropped_is_refused() -> None:
+    with pytest.raises(zoo.RecomputeError, match="was given other memory after it was used"):
+        exchanged(zoo.recompute, an_argument, "after the segment", holds=False)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_memory_of_an_input_that_is_exchanged(holds: bool) -> None:
+    """What autograd saved of it is what it has now, what a replay reads is what it had."""
+
+    def run(call: Call) -> list[Any]:
+        model, batch = nn.Linear(4, 4), torch.rand(6, 4)
+        y = call(lambda x: (model(x).tanh() * x).exp() + x.exp(), batch)
+        batch.data = torch.ones(6, 4)
+        if not holds:
+            del batch
+        y.sum().backward()
+        return [y, model.weight.grad]
+
+    if holds:
+        assert_exact(run)
+    else:
+        with pytest.raises(zoo.RecomputeError, match="was given other memory after it was used"):
+            run(zoo.recompute)
 
 
 def test_a_view_that_was_given_other_memory_is_not_copied_when_its_base_is_written() -> None:
