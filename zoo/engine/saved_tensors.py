@@ -30,6 +30,7 @@ from zoo.engine.operands import (
     counted,
     detached,
     fingerprint,
+    no_tensor,
     original_of,
     read,
     read_memory,
@@ -57,8 +58,8 @@ class Handle:
     """
 
     __slots__ = (
-        "__weakref__", "counter", "filled", "fingerprint", "has_history", "is_written", "kept",
-        "original", "reference", "segment", "sequence", "tensor", "version", "view",
+        "__weakref__", "base", "counter", "filled", "fingerprint", "has_history", "is_written",
+        "kept", "original", "reference", "segment", "sequence", "tensor", "version", "view",
         "was_result",
     )  # fmt: skip
 
@@ -74,6 +75,11 @@ class Handle:
         # shares the version of the tensor, once that is written or somebody has it; and where it is
         self.counter: Tensor | None = None
         self.view: View | None = None
+        # of a view what it is one of, which has the same version
+        self.base: Callable[[], Tensor | None] = no_tensor
+        if (base := tensor._base) is not None:
+            self.base = weakref.ref(base)
+            self.view = reference if type(reference) is View else View(tensor)
         self.is_written = False
         self.tensor: Tensor | None = None
         self.filled = 0  # the version of that
@@ -93,12 +99,22 @@ class Handle:
     def keep(self) -> None:
         """Keeps the tensor after all, which is there: it is about to be read."""
         original = self.original()
+        if original is None:
+            original = self._as_of_base()
         assert original is not None, "who reads it has it"
         self.kept = found = outside(original)
         # since which autograd minds a write
         found.version = self.version
         found.has_history, found.is_result = self.has_history, self.was_result
         self.segment.recording.hold(found)
+
+    def _as_of_base(self) -> Tensor | None:
+        """Returns the view that it was, of a base which somebody has."""
+        base = self.base()
+        if base is None or self.view is None:
+            return None
+        with DisableTorchDispatch():
+            return self.view.on(detached(base))
 
     def move_to(self, segment: Segment) -> None:
         """Makes it one of another segment of the same recording."""
@@ -108,17 +124,25 @@ class Handle:
     def before_write(self) -> None:
         """Is told that a kernel is about to write the storage of the tensor."""
         original = self.original()
-        if original is None:
-            # nobody has it any more, but a base or another view may have its version
+        there = self.base() if original is None else original
+        if there is None:
+            # nobody has it any more, but what it was detached to may have its version
             self.is_written = self.counter is None
-        elif self.counter is None and type(original) is not FakeTensor:
-            self.counter, self.view = counter_of(original), View(original)
+        elif self.counter is None and type(there) is not FakeTensor:
+            self.counter = counter_of(there)
+            if original is not None:
+                self.view = View(original)
+            elif type(self.fingerprint) is bytes:
+                # after this nothing tells whether code that torch does not see wrote it before
+                view = self._as_of_base()
+                self.is_written = view is not None and self.fingerprint != read(view)
 
     def lose(self) -> None:
         """Is told that the storage of the tensor is about to be written unrecorded."""
         original = self.original()
+        there = self.base() if original is None else original
         # `Tensor.data` may have given it other memory
-        if original is not None and storage_of(original) is self.reference.value.home():
+        if there is not None and storage_of(there) is self.reference.value.home():
             self.keep()
         else:
             self.is_written = True

@@ -163,6 +163,83 @@ def test_a_write_by_data_after_one_in_place(
     assert_exact(run)
 
 
+def an_expanded_one(h: Tensor) -> Tensor:
+    result = h.expand(3, *h.shape).sin()
+    h.data.add_(0.1)
+    return result
+
+
+def a_view_of_a_view(h: Tensor) -> Tensor:
+    result = h[1:].view(-1).exp() * h[1:].view(-1)
+    h.data[2] *= 3
+    return result
+
+
+def one_that_was_written_through_a_view(h: Tensor) -> Tensor:
+    h[1:].mul_(2)
+    result = h[1:].exp()
+    h.data.mul_(3)
+    h.data.div_(3)
+    return result
+
+
+def while_another_view_is_left(h: Tensor) -> Tensor:
+    other, result = h[1:], h[2:].square()
+    del h
+    other.data.mul_(2)
+    return result
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        an_expanded_one,
+        a_view_of_a_view,
+        one_that_was_written_through_a_view,
+        while_another_view_is_left,
+    ],
+)
+def test_a_write_by_data_into_the_base_of_a_saved_view_that_is_gone(
+    write: Callable[[Tensor], Tensor],
+) -> None:
+    """Nobody holds the view; what it is a view of tells that no version was counted."""
+
+    def run(call: Call) -> list[Any]:
+        model = nn.Linear(4, 4)
+        y = call(lambda x: write(model(x) * 1.0), *rows())
+        y.sum().backward()
+        return [y, model.weight.grad]
+
+    assert_exact(run)
+
+
+def test_a_write_that_nobody_sees_before_one_by_data_is_refused() -> None:
+    def function(x: Tensor) -> Tensor:
+        h = x * 2
+        result = h[1:].sin()
+        elsewhere(lambda: h.data.mul_(2))
+        h.data.add_(1)
+        return result
+
+    y = zoo.recompute(function, *rows())
+    with pytest.raises(zoo.RecomputeError, match="was changed in place after it was saved"):
+        y.sum().backward()
+
+
+def test_gradients_that_are_checked_in_a_segment() -> None:
+    def run(call: Call) -> list[Any]:
+        def function(x: Tensor) -> Tensor:
+            given = x.detach().double().requires_grad_()
+            torch.autograd.gradcheck(lambda a: a.expand(2, 6, 4).sin().sum(0) * a, (given,))
+            return x.exp()
+
+        (x,) = rows()
+        call(function, x).sum().backward()
+        return [x.grad]
+
+    assert_exact(run)
+
+
 class Slices(nn.Module):
     """Fills memory without content in parts that lie apart, as a cache or a padding."""
 
