@@ -806,9 +806,33 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "an operator of another library never runs twice",
-            'if name.partition("::")[0] not in KERNELS:',
+            "if operator.namespace not in KERNELS:",
             "if False:",
             "test_recording",
+        ),
+        (
+            "an operator that reads a file never runs twice",
+            'if "str" in types and not reads:',
+            "if False:",
+            "test_operator_effects",
+        ),
+        (
+            "an operator whose kernel is a user's Python never runs twice",
+            "return not calls_others and name not in overridden",
+            "return not calls_others",
+            "test_operator_effects",
+        ),
+        (
+            "an operator that may call a user's Python never runs twice",
+            "return not calls_others and name not in overridden",
+            "return name not in overridden",
+            "test_operator_effects",
+        ),
+        (
+            "kernels that Python registers later are noticed",
+            "        notice_python_kernels()\n",
+            "        pass\n",
+            "test_operator_effects",
         ),
         (
             "a collective may write any of its arguments",

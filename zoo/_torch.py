@@ -101,6 +101,9 @@ count_dispatch_modes: Any = _private("_C._len_torch_dispatch_stack")
 set_grad_enabled: Any = _private("_C._set_grad_enabled")
 will_run: Any = _private("_C._will_engine_execute_node")
 conj: Any = _private("_conj")
+# "namespace/operator/key" of each kernel that is a Python function
+PYTHON_KERNELS: set[str] = _private("library._impls")
+dispatch_table: Any = _private("_C._dispatch_dump")
 neg_view: Any = _private("_neg_view")
 
 

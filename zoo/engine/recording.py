@@ -69,7 +69,14 @@ from zoo.engine.operands import (
     sample,
     version_of,
 )
-from zoo.engine.operator_effects import KNOWN, STATISTICS, TRAINING, Effects, effects_of
+from zoo.engine.operator_effects import (
+    KNOWN,
+    STATISTICS,
+    TRAINING,
+    Effects,
+    effects_of,
+    notice_python_kernels,
+)
 
 # bytes of a tensor without history that is copied when it is read: a program may change it between
 # forward and backward, where the baseline does not mind
@@ -592,6 +599,10 @@ class Recorder(KernelMode):
     def __init__(self, recording: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
+
+    def __enter__(self) -> Any:
+        notice_python_kernels()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a kernel and records it."""
