@@ -51,6 +51,10 @@ REPLACED = (
     "a tensor that this gradient needs was given other memory after it was used, by `Tensor.data` "
     "or a conversion of its module, and that memory is not held. Do so after the backward."
 )
+UNSEEN = (
+    "a tensor {} that this gradient needs was changed in place after it was used, by code that "
+    "torch does not see (NumPy, DLPack, C++). Change it after the backward, or change a copy."
+)
 # bytes of a tensor that are read at once rather than place by place
 AT_ONCE = 1 << 12
 
@@ -213,7 +217,7 @@ class Outside:
 
     __slots__ = (
         "__weakref__", "copy", "earlier", "geometry", "has_history", "home", "is_read", "is_result",
-        "original", "parts", "tensor", "version", "wrapper",
+        "original", "parts", "sample", "tensor", "version", "wrapper",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
@@ -226,6 +230,8 @@ class Outside:
         # how operations of autograd's saved it: as an argument with a history, or as their result
         self.has_history = self.is_result = False
         self.is_read = False  # whether a kernel has read it
+        # bytes of one without a gradient as it was read, which NumPy may write and count no version
+        self.sample: bytes | None = None
         self.copy: Any = None  # its storage before a kernel wrote it, and where it lay there
         self.geometry: Geometry | None = None
         self.parts: Sequence[Outside] = ()  # what a sparse one consists of
@@ -236,6 +242,17 @@ class Outside:
     def is_copied(self) -> bool:
         """Whether a part of a sparse tensor was written since."""
         return any(part.geometry is not None for part in self.parts)
+
+    def look(self) -> None:
+        """Notes what is in memory that code may write which torch does not see."""
+        tensor = self.tensor
+        # asked for what is on an accelerator, all of its work would be waited for
+        if tensor.is_cpu and not tensor.requires_grad and type(tensor) is not FakeTensor:
+            self.sample = _bytes_of(tensor)
+
+    def is_as_read(self) -> bool:
+        """Says whether its memory has the bytes that it had when it was read, if that is known."""
+        return self.sample is None or self.sample == _bytes_of(self.tensor)
 
     def hold(self, copy: Any) -> None:
         """Has a replay read a copy of the storage."""
@@ -302,6 +319,8 @@ class Outside:
         if self.geometry is None:
             if self.home is not None and self.home() is not tensor.untyped_storage():
                 raise RecomputeError(REPLACED)
+            if not self.is_as_read():
+                raise RecomputeError(UNSEEN.format(tuple(tensor.shape)))
             return self._unchanged()
         with DisableTorchDispatch():
             return self.geometry.of_storage(self.copy, self.tensor.device)
@@ -572,6 +591,13 @@ def sample(storage: Any) -> bytes:
     return (
         read_memory(storage.data_ptr(), storage.nbytes()) if storage.device.type == "cpu" else b""
     )
+
+
+def _bytes_of(tensor: Tensor) -> bytes | None:
+    is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if not is_dense or tensor._is_zerotensor():
+        return None
+    return read(tensor) if tensor.is_contiguous() else sample(tensor.untyped_storage())
 
 
 def read(tensor: Tensor) -> bytes:

@@ -1,8 +1,10 @@
 """Writes that no dispatch mode sees: by other threads, NumPy, inference mode, `Tensor.data`."""
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -733,3 +735,121 @@ def test_marks_are_small_numbers(dtype: torch.dtype) -> None:
     for _ in range(100):
         y = zoo.recompute(function, torch.rand(3, 5, dtype=dtype).requires_grad_())
         assert y[3:].eq(0).all()
+
+
+def by_sorting(p: Tensor) -> None:
+    p.numpy().sort(0)
+
+
+def by_an_array(p: Tensor) -> None:
+    numpy.asarray(p)[...] *= 2
+
+
+def by_dlpack(p: Tensor) -> None:
+    torch.from_dlpack(p).neg_()
+
+
+def by_another_tensor(p: Tensor) -> None:
+    torch.from_numpy(p.numpy()).mul_(3)
+
+
+def by_address(p: Tensor) -> None:
+    ctypes.memset(p.data_ptr(), 0, p.nbytes)
+
+
+WRITERS = [by_sorting, by_an_array, by_dlpack, by_another_tensor, by_address]
+Writer = Callable[[Tensor], None]
+
+
+def before_it_is_read(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    made = p * 2
+    write(made)
+    return h * made
+
+
+def between_reads(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    made = p.exp()
+    before = made.cos()
+    write(made)
+    return h * made.sin() * before
+
+
+def between_writes(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    made = p.exp()
+    made.mul_(2)
+    write(made)
+    made.add_(1)
+    return h * made.sin()
+
+
+def of_a_mask(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    mask = h > 0
+    write(mask.view(torch.uint8))
+    return h * mask
+
+
+def made_without_gradients(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    with torch.no_grad():
+        made = h * 2
+    write(made)
+    return h * made.sin()
+
+
+def after_it_is_saved(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    made = p.exp()
+    result = h * made
+    write(made)
+    return result * made
+
+
+def of_what_comes_from_outside(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    before = p.exp()
+    write(p)
+    return h * before * p.cos()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(
+    "program",
+    [
+        before_it_is_read,
+        between_reads,
+        between_writes,
+        of_a_mask,
+        made_without_gradients,
+        after_it_is_saved,
+        of_what_comes_from_outside,
+    ],
+)
+def test_a_write_into_what_has_no_gradient(
+    program: Callable[..., Tensor], write: Writer, size: int
+) -> None:
+    """NumPy and DLPack take such tensors alone, and what they write counts no version."""
+
+    def run(call: Call) -> list[Any]:
+        model, p = nn.Linear(4, size), torch.rand(6, size)
+        y = call(lambda x: program(model(x), p, write), *rows())
+        y.sum().backward()
+        return [y, p, model.weight.grad]
+
+    expected = outcome(run, plain)
+    if size == LARGE and program is of_what_comes_from_outside:
+        # what it was is lost; a small one is copied when it is read
+        with pytest.raises(zoo.RecomputeError, match="by code that torch does not see"):
+            outcome(run, zoo.recompute)
+    else:
+        compare(outcome(run, zoo.recompute), expected)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("kind", ["buffer", "frozen parameter"])
+def test_a_write_into_what_a_replay_reads_is_refused(kind: str, write: Writer) -> None:
+    p = torch.rand(6, LARGE)
+    if kind == "frozen parameter":
+        p = nn.Parameter(p, requires_grad=False)
+    model = nn.Linear(4, LARGE)
+    y = zoo.recompute(lambda x: model(x) * p.exp(), *rows())
+    write(p)
+    with pytest.raises(zoo.RecomputeError, match="by code that torch does not see"):
+        y.sum().backward()
