@@ -142,8 +142,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a copy is of the version that is read",
-            "(other for other in earlier_of(found) if other.version == found.version)",
-            "earlier_of(found)",
+            "if other.version == found.version and other.is_as_read()",
+            "if True",
             "pitfalls/test_unseen_writes",
         ),
         (
@@ -154,8 +154,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what was written unseen is not copied as it was read",
-            "is_still_there = reader.version == version_of(reader.tensor)",
-            "is_still_there = True",
+            "is_still_there = reader.version == version_of(reader.tensor) and",
+            "is_still_there =",
             "pitfalls/test_unseen_writes",
         ),
         (
@@ -184,8 +184,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a small tensor from outside is copied when it is read",
-            "if not tensor.requires_grad and is_small(tensor):",
-            "if False:",
+            "        if is_small(tensor):",
+            "        if False:",
             "test_recording",
         ),
         (
@@ -269,9 +269,9 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what is outside lets go of its graph",
-            "            found.cut()\n",
-            "            pass\n",
-            "test_recording test_recompute",
+            "            found.earlier = None\n            found.cut()\n",
+            "            found.earlier = None\n",
+            "pitfalls/test_dropped_graphs",
         ),
         (
             "what is outside and written by a forward is freed with it",
@@ -392,16 +392,28 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "pitfalls/test_layouts",
         ),
         (
-            "a tensor that is kept does not hold its own graph",
-            "            self.tensor = detached(tensor).requires_grad_()",
-            "            pass",
-            "test_saved_tensors test_recompute test_recording",
+            "a tensor that is kept does not hold the graph that it gets later",
+            "        self.tensor = detached(tensor)\n",
+            "",
+            "pitfalls/test_dropped_graphs",
         ),
         (
             "a view is not asked for its history",
-            "(tensor._base is not None or not tensor.is_leaf)",
-            "not tensor.is_leaf",
-            "pitfalls/test_autograd",
+            "if not tensor.requires_grad or tensor._base is not None:",
+            "if not tensor.requires_grad:",
+            "pitfalls/test_autograd test_saved_tensors",
+        ),
+        (
+            "what got other memory before it went is not taken for what it was",
+            "return self.storage.value != self.home",
+            "return False",
+            "pitfalls/test_unseen_writes",
+        ),
+        (
+            "what NumPy wrote is not taken for what a kernel read",
+            "return self.sample is None or self.sample == _bytes_of(self.tensor)",
+            "return True",
+            "pitfalls/test_unseen_writes",
         ),
         (
             "a tensor without a gradient has no fingerprint",

@@ -86,12 +86,11 @@ class Original(weakref.ref[Tensor]):
 
 
 def original_of(tensor: Tensor, storage: Any) -> Original:
-    """Returns a reference to a tensor whose storage this is, None for one that has none."""
-    home = 0 if storage is None else storage._cdata
+    """Returns a reference to a tensor whose storage this is."""
+    home = storage._cdata
     last = ctypes.c_size_t(home)
     place = tensor._cdata + PLACE_OF_STORAGE
-    copies = functools.partial(ctypes.memmove, ctypes.addressof(last), place)
-    found = Original(tensor, None if storage is None else copies)
+    found = Original(tensor, functools.partial(ctypes.memmove, ctypes.addressof(last), place))
     found.home, found.storage = home, last
     return found
 
@@ -226,7 +225,7 @@ class Outside:
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
         # the tensor of the program, once this has one of its own
-        self.original: Original | None = None
+        self.original: weakref.ref[Tensor] | None = None
         # how operations of autograd's saved it: as an argument with a history, or as their result
         self.has_history = self.is_result = False
         self.is_read = False  # whether a kernel has read it
@@ -247,7 +246,7 @@ class Outside:
         """Notes what is in memory that code may write which torch does not see."""
         tensor = self.tensor
         # asked for what is on an accelerator, all of its work would be waited for
-        if tensor.is_cpu and not tensor.requires_grad and type(tensor) is not FakeTensor:
+        if tensor.is_cpu and type(tensor) is not FakeTensor:
             self.sample = _bytes_of(tensor)
 
     def is_as_read(self) -> bool:
@@ -265,12 +264,17 @@ class Outside:
         give it hooks and attributes that hold a result. That would be a cycle through autograd's
         nodes, where Python's garbage collector sees nothing.
         """
-        if self.original is None:
-            tensor = self.tensor
-            storage = None if self.home is None else tensor.untyped_storage()
-            self.original, self.tensor = original_of(tensor, storage), detached(tensor)
-            if tensor.requires_grad:
-                self.tensor.requires_grad_()
+        if self.original is not None:
+            return
+        tensor = self.tensor
+        if self.home is None or (tensor.requires_grad and tensor._base is None and tensor.is_leaf):
+            # autograd has what it gives a gradient, so that it does not go before the graph
+            self.original = weakref.ref(tensor)
+        else:
+            self.original = original_of(tensor, tensor.untyped_storage())
+        self.tensor = detached(tensor)
+        if tensor.requires_grad:
+            self.tensor.requires_grad_()
 
     def unpack(self) -> Tensor:
         """Returns the tensor, which autograd saved.
@@ -290,7 +294,7 @@ class Outside:
         if self.is_result:
             is_lost = self.home() is not storage
         elif found is None:
-            is_lost = original.is_replaced
+            is_lost = isinstance(original, Original) and original.is_replaced
         elif found.untyped_storage() is not storage:
             return detached(found)
         else:

@@ -273,7 +273,7 @@ class Recording:
             found.tensor is tensor
             and found.version == version
             and id(tensor) not in self.saved
-            and found.is_as_read()
+            and (found.sample is None or found.is_as_read())
         ):
             return found
         if id(tensor) in self.saved:
@@ -428,9 +428,11 @@ class Recording:
     def before_read(self, found: Outside) -> None:
         """Copies a tensor from outside that a kernel reads for the first time, if it is small."""
         found.is_read = True
-        found.look()
         tensor = found.tensor
-        if not tensor.requires_grad and is_small(tensor):
+        if tensor.requires_grad:
+            return
+        found.look()
+        if is_small(tensor):
             # one copy for all tensors of a storage, as long as nobody writes it
             of_version = (
                 other
