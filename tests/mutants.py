@@ -74,6 +74,12 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_inner_gradients",
         ),
         (
+            "kernels that Python registers later are noticed",
+            "        notice_python_kernels()\n",
+            "        pass\n",
+            "test_operator_effects",
+        ),
+        (
             "a schedule without handles is none that was made",
             "        self.scheduled_for = -1\n",
             "        self.scheduled_for = 0\n",
@@ -172,8 +178,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a copy is of the version that is read",
-            "(other for other in earlier_of(found) if other.version == found.version)",
-            "earlier_of(found)",
+            "if other.version == found.version and other.is_as_read()",
+            "if True",
             "pitfalls/test_unseen_writes",
         ),
         (
@@ -184,8 +190,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what was written unseen is not copied as it was read",
-            "is_still_there = reader.version == version_of(reader.tensor)",
-            "is_still_there = True",
+            "is_still_there = reader.version == version_of(reader.tensor) and",
+            "is_still_there =",
             "pitfalls/test_unseen_writes",
         ),
         (
@@ -214,8 +220,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a small tensor from outside is copied when it is read",
-            "if not tensor.requires_grad and is_small(tensor):",
-            "if False:",
+            "        if is_small(tensor):",
+            "        if False:",
             "test_recording",
         ),
         (
@@ -301,7 +307,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "what is outside lets go of its graph",
             "            found.earlier = None\n            found.cut()\n",
             "            found.earlier = None\n",
-            "test_recording test_recompute",
+            "pitfalls/test_dropped_graphs",
         ),
         (
             "what is outside and written by a forward is freed with it",
@@ -422,16 +428,28 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "pitfalls/test_layouts",
         ),
         (
-            "a tensor that is kept does not hold its own graph",
-            "            self.tensor = detached(tensor).requires_grad_()",
-            "            pass",
-            "test_saved_tensors test_recompute test_recording",
+            "a tensor that is kept does not hold the graph that it gets later",
+            "        self.tensor = detached(tensor)\n",
+            "",
+            "pitfalls/test_dropped_graphs",
         ),
         (
             "a view is not asked for its history",
-            "(tensor._base is not None or not tensor.is_leaf)",
-            "not tensor.is_leaf",
-            "pitfalls/test_autograd",
+            "if not tensor.requires_grad or tensor._base is not None:",
+            "if not tensor.requires_grad:",
+            "pitfalls/test_autograd test_saved_tensors",
+        ),
+        (
+            "what got other memory before it went is not taken for what it was",
+            "return self.storage.value != self.home",
+            "return False",
+            "pitfalls/test_unseen_writes",
+        ),
+        (
+            "what NumPy wrote is not taken for what a kernel read",
+            "return self.sample is None or self.sample == _bytes_of(self.tensor)",
+            "return True",
+            "pitfalls/test_unseen_writes",
         ),
         (
             "a tensor without a gradient has no fingerprint",
@@ -872,9 +890,27 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "an operator of another library never runs twice",
-            'if name.partition("::")[0] not in KERNELS:',
+            "if operator.namespace not in KERNELS:",
             "if False:",
             "test_recording",
+        ),
+        (
+            "an operator that reads a file never runs twice",
+            'if "str" in types and not reads:',
+            "if False:",
+            "test_operator_effects",
+        ),
+        (
+            "an operator whose kernel is a user's Python never runs twice",
+            "return not calls_others and name not in overridden",
+            "return not calls_others",
+            "test_operator_effects",
+        ),
+        (
+            "an operator that may call a user's Python never runs twice",
+            "return not calls_others and name not in overridden",
+            "return name not in overridden",
+            "test_operator_effects",
         ),
         (
             "a collective may write any of its arguments",

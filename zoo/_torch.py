@@ -6,6 +6,7 @@ tensors and modules (`_version`, `_parameters`) and operators of `torch.ops` are
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import operator
@@ -105,7 +106,25 @@ count_dispatch_modes: Any = _private("_C._len_torch_dispatch_stack")
 set_grad_enabled: Any = _private("_C._set_grad_enabled")
 will_run: Any = _private("_C._will_engine_execute_node")
 conj: Any = _private("_conj")
+# "namespace/operator/key" of each kernel that is a Python function
+PYTHON_KERNELS: set[str] = _private("library._impls")
+dispatch_table: Any = _private("_C._dispatch_dump")
 neg_view: Any = _private("_neg_view")
+
+
+def _place_of_storage() -> int:
+    """Returns where in the memory of a tensor in C++ the address of its storage is."""
+    tensor = torch.empty(1)
+    words = (ctypes.c_size_t * 16).from_address(tensor._cdata)
+    storage = tensor.untyped_storage()._cdata
+    if storage not in words:
+        raise ImportError(
+            f"zoo does not find the storage of a tensor of torch {torch.__version__}. {_WAY_OUT}"
+        )
+    return [*words].index(storage) * ctypes.sizeof(ctypes.c_size_t)
+
+
+PLACE_OF_STORAGE = _place_of_storage()
 
 
 def _settings(*names: str, optional: bool = False) -> dict[str, tuple[Any, Any]]:

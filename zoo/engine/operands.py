@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from zoo._torch import (
+    PLACE_OF_STORAGE,
     DisableTorchDispatch,
     DispatchKey,
     DispatchKeySet,
@@ -46,6 +47,14 @@ from zoo.errors import RecomputeError
 # a fingerprint is bytes from so many places of a tensor, so many at each
 PLACES = 4
 WIDTH = 16
+REPLACED = (
+    "a tensor that this gradient needs was given other memory after it was used, by `Tensor.data` "
+    "or a conversion of its module, and that memory is not held. Do so after the backward."
+)
+UNSEEN = (
+    "a tensor {} that this gradient needs was changed in place after it was used, by code that "
+    "torch does not see (NumPy, DLPack, C++). Change it after the backward, or change a copy."
+)
 # bytes of a tensor that are read at once rather than place by place
 AT_ONCE = 1 << 12
 
@@ -53,6 +62,37 @@ AT_ONCE = 1 << 12
 def alive(references: Iterable[Callable[[], Any]]) -> list[Any]:
     """Returns what weak references still refer to."""
     return [found for reference in references if (found := reference()) is not None]
+
+
+class Original(weakref.ref[Tensor]):
+    """A weak reference to a tensor of the program, which may be given other memory and dropped.
+
+    `Tensor.data = other` calls no operator and counts no version, and autograd, which has the very
+    tensor of an operation's argument, reads the other memory. When the tensor goes, the address of
+    its storage is copied out of it. That is done in C, since an interrupt is lost that comes while
+    Python is called for a weak reference.
+    """
+
+    __slots__ = ("home", "storage")
+    # how the reference, with which it is called, says to `memmove` how much to copy
+    _as_parameter_ = ctypes.sizeof(ctypes.c_size_t)
+    home: int  # the address of the storage that it had
+    storage: ctypes.c_size_t  # and of the last one
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the tensor is gone and had other memory."""
+        return self.storage.value != self.home
+
+
+def original_of(tensor: Tensor, storage: Any) -> Original:
+    """Returns a reference to a tensor whose storage this is."""
+    home = storage._cdata
+    last = ctypes.c_size_t(home)
+    place = tensor._cdata + PLACE_OF_STORAGE
+    found = Original(tensor, functools.partial(ctypes.memmove, ctypes.addressof(last), place))
+    found.home, found.storage = home, last
+    return found
 
 
 class Geometry:
@@ -230,20 +270,22 @@ class Outside:
     """A tensor from outside as it is, with the check that autograd makes in the baseline, too."""
 
     __slots__ = (
-        "__weakref__", "copy", "earlier", "geometry", "home", "is_read", "original", "parts",
-        "source", "tensor", "version", "wrapper",
+        "__weakref__", "copy", "earlier", "geometry", "has_history", "home", "is_read", "is_result",
+        "original", "parts", "sample", "tensor", "version", "wrapper",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
         self.tensor = tensor
-        # the tensor from outside, where another stands for it that has no graph
-        self.source: Callable[[], Tensor | None] | None = None
         self.home = home  # its storage
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
-        # the tensor with its history, where an operation of autograd's saved it as an argument
-        self.original: Callable[[], Tensor | None] | None = None
+        # the tensor of the program, once this has one of its own
+        self.original: weakref.ref[Tensor] | None = None
+        # how operations of autograd's saved it: as an argument with a history, or as their result
+        self.has_history = self.is_result = False
         self.is_read = False  # whether a kernel has read it
+        # bytes of one without a gradient as it was read, which NumPy may write and count no version
+        self.sample: bytes | None = None
         self.copy: Any = None  # its storage before a kernel wrote it, and where it lay there
         self.geometry: Geometry | None = None
         self.parts: Sequence[Outside] = ()  # what a sparse one consists of
@@ -255,32 +297,70 @@ class Outside:
         """Whether a part of a sparse tensor was written since."""
         return any(part.geometry is not None for part in self.parts)
 
+    def look(self) -> None:
+        """Notes what is in memory that code may write which torch does not see."""
+        tensor = self.tensor
+        # asked for what is on an accelerator, all of its work would be waited for
+        if tensor.is_cpu and type(tensor) is not FakeTensor:
+            self.sample = _bytes_of(tensor)
+
+    def is_as_read(self) -> bool:
+        """Says whether its memory has the bytes that it had when it was read, if that is known."""
+        return self.sample is None or self.sample == _bytes_of(self.tensor)
+
     def hold(self, copy: Any) -> None:
         """Has a replay read a copy of the storage."""
         self.copy, self.geometry = copy, Geometry(self.tensor)
 
     def cut(self) -> None:
-        """Lets go of the tensor's graph."""
+        """Lets go of the tensor of the program, and keeps one of the same memory and version.
+
+        The graph may hold this, and the program may write into its tensor what the graph makes, or
+        give it hooks and attributes that hold a result. That would be a cycle through autograd's
+        nodes, where Python's garbage collector sees nothing.
+        """
+        if self.original is not None:
+            return
         tensor = self.tensor
-        # asked whether a view is a leaf, autograd makes its history anew if its base was written:
-        # one autograd node more, which changes the order of the backward, or an error
-        if tensor.requires_grad and (tensor._base is not None or not tensor.is_leaf):
-            self.source = weakref.ref(tensor)
-            self.tensor = detached(tensor).requires_grad_()
+        if self.home is None or (tensor.requires_grad and tensor._base is None and tensor.is_leaf):
+            # autograd has what it gives a gradient, so that it does not go before the graph
+            self.original = weakref.ref(tensor)
+        else:
+            self.original = original_of(tensor, tensor.untyped_storage())
+        self.tensor = detached(tensor)
+        if tensor.requires_grad:
+            self.tensor.requires_grad_()
 
     def is_of(self, tensor: Tensor) -> bool:
         """Says whether this stands for a tensor."""
-        return self.tensor is tensor or (self.source is not None and self.source() is tensor)
+        return self.tensor is tensor or (self.original is not None and self.original() is tensor)
 
     def unpack(self) -> Tensor:
         """Returns the tensor, which autograd saved.
 
         Raises:
-            RecomputeError: it was changed or detached in place since.
+            RecomputeError: it was changed or detached in place since, or other memory that it was
+                given cannot be found.
         """
-        if self.original is not None:
-            check_history(self.original())
-        return self._unchanged()
+        tensor, original = self._unchanged(), self.original
+        if original is None or self.home is None:
+            return tensor
+        found = original()
+        if self.has_history:
+            check_history(found)
+        storage = tensor.untyped_storage()
+        # of its results autograd has the memory, of its arguments the very tensors
+        if self.is_result:
+            is_lost = self.home() is not storage
+        elif found is None:
+            is_lost = isinstance(original, Original) and original.is_replaced
+        elif found.untyped_storage() is not storage:
+            return detached(found)
+        else:
+            return tensor
+        if is_lost:
+            raise RecomputeError(REPLACED)
+        return tensor
 
     def _unchanged(self) -> Tensor:
         tensor = self.tensor
@@ -301,11 +381,9 @@ class Outside:
             return tensor
         if self.geometry is None:
             if self.home is not None and self.home() is not tensor.untyped_storage():
-                raise RecomputeError(
-                    f"a tensor {tuple(tensor.shape)} that this gradient needs was given other "
-                    "memory after it was used, by `Tensor.data` or a conversion of its module. Do "
-                    "so after the backward."
-                )
+                raise RecomputeError(REPLACED)
+            if not self.is_as_read():
+                raise RecomputeError(UNSEEN.format(tuple(tensor.shape)))
             return self._unchanged()
         with DisableTorchDispatch():
             return self.geometry.of_storage(self.copy, self.tensor.device)
@@ -473,16 +551,17 @@ def check_version(tensor: Tensor, version: int) -> None:
         )
 
 
-def has_history(tensor: Tensor, sequence: int) -> bool:
-    """Says whether a tensor that autograd saves now has a history that its operation reads.
+def roles_of(tensor: Tensor, sequence: int) -> tuple[bool, bool]:
+    """Says whether a tensor that autograd saves now is an argument with a history, or a result.
 
-    `sequence` is the number of the next operation. One that saves its result reads none. A view
-    cannot be detached in place, and asked for its history it may make it anew.
+    `sequence` is the number of the next operation. It is neither where it has no history. Nor is a
+    view, which cannot be detached in place, and asked for its history may make it anew.
     """
     if not tensor.requires_grad or tensor._base is not None:
-        return False
+        return False, False
     made_by: Any = tensor.grad_fn
-    return made_by is not None and made_by._sequence_nr() != sequence - 1
+    is_result = made_by is not None and made_by._sequence_nr() == sequence - 1
+    return made_by is not None and not is_result, is_result
 
 
 def check_history(tensor: Tensor | None) -> None:
@@ -577,6 +656,13 @@ def sample(storage: Any) -> bytes:
     return (
         read_memory(storage.data_ptr(), storage.nbytes()) if storage.device.type == "cpu" else b""
     )
+
+
+def _bytes_of(tensor: Tensor) -> bytes | None:
+    is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if not is_dense or tensor._is_zerotensor():
+        return None
+    return read(tensor) if tensor.is_contiguous() else sample(tensor.untyped_storage())
 
 
 def read(tensor: Tensor) -> bytes:

@@ -6,12 +6,14 @@ A schema tells nearly all of it. What no schema tells is listed here by name and
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zoo._torch import PYTHON_KERNELS, dispatch_table, has_kernel
 from zoo.engine.kernel_settings import HeededSettings, heeded_by
 from zoo.engine.nondeterministic_kernels import Nondeterminism, nondeterminism_of
 
@@ -20,9 +22,9 @@ CONSTANTS = (
     int | float | complex | str | bool | None | torch.dtype | torch.device | torch.layout
     | torch.memory_format
 )  # fmt: skip
-# namespaces whose operators are kernels: the same arguments, the same results. All others may run
+# namespaces whose operators in C++ do what their schemas say, and nothing else. All others may run
 # a user's Python or another process's data, so their results are kept and they never run twice
-KERNELS = frozenset({"aten", "prims", "quantized", "quantized_decomposed", "torchvision"})
+KERNELS = frozenset({"aten", "quantized", "torchvision"})
 # higher-order operators, all of torch 2.11 to 2.14. Each runs once and as a whole, whatever it
 # calls: its results are kept, and no replay calls it. One of FOREIGN, or in none of these, may
 # write what it is given without counting a version, so that all of that counts as written
@@ -45,6 +47,26 @@ FOREIGN = frozenset({  # run compiled code or objects of other languages
     "aoti_call_delegate", "call_torchbind", "executorch_call_delegate", "inductor_compiled_code",
     "triton_kernel_wrapper_mutation",
 })  # fmt: skip
+# all that arguments and results of a kernel are beside tensors, as schemas write it: no object that
+# an operator could change, and of texts those alone that say how to compute with tensors
+PLAIN_TYPES = re.compile(
+    r"(List\[|Optional\[)*"
+    r"(Tensor|Scalar|number|int|float|bool|str|complex|Device|Generator|ScalarType|Layout"
+    r"|MemoryFormat|SymInt)\]*(\[\d*\])?\??"
+)
+# it says which stream uses the memory of its argument, and writes nothing there
+MARKING = "aten::record_stream"
+# kernels for these keys run above dispatch modes, so once, or make no numbers
+ABOVE = (
+    "Autograd",
+    "FuncTorch",
+    "Batched",
+    "VmapMode",
+    "Functionalize",
+    "Python",
+    "Tracer",
+    "Meta",
+)
 # their results have no content until something writes it, which may be code that nobody sees
 EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted",
          "aten::new_empty", "aten::new_empty_strided"}  # fmt: skip
@@ -139,18 +161,85 @@ def is_view(operator: Any) -> bool:
     return bool(getattr(operator, "is_view", False))
 
 
+@dataclass(slots=True)
+class PythonKernels:
+    """What is known of the kernels that are Python functions, which come and go.
+
+    Attributes:
+        count: how many there were.
+        later: those that were not there when zoo was imported, none of which was removed.
+        operators: torch's operators, without overloads, that somebody else gave such a kernel.
+    """
+
+    count: int = -1
+    later: frozenset[str] = frozenset()
+    operators: frozenset[str] = frozenset()
+
+
+_python = PythonKernels()
+# they make no numbers, and nobody removes them
+_AT_FIRST = frozenset(name for name in PYTHON_KERNELS if name.endswith("/Meta"))
+
+
+def notice_python_kernels() -> None:
+    """Forgets what operators do where Python registered or removed a kernel since."""
+    if len(PYTHON_KERNELS) == _python.count and _python.later <= PYTHON_KERNELS:
+        return
+    _python.count, _python.later = len(PYTHON_KERNELS), frozenset(PYTHON_KERNELS - _AT_FIRST)
+    _python.operators = frozenset(filter(None, map(_given_by_python, _python.later)))
+    KNOWN.clear()
+
+
+def _given_by_python(entry: str) -> str | None:
+    """Returns the operator whose kernel is a Python function, unless torch itself has it so."""
+    space, name, key = entry.split("/")
+    if space not in KERNELS or key.startswith(ABOVE) or key.endswith("Meta"):
+        return None
+    operator = f"{space}::{name}"
+    own, by_others = (f"{torch.__path__[0]}/{part}" for part in ("", "_library/"))
+    for line in dispatch_table(operator).splitlines():
+        place = line.partition("registered at ")[2]
+        if line.startswith((f"{key}:", f"{key}[")) and place.startswith(own):
+            return operator if place.startswith((by_others, f"{own}library.py")) else None
+    return operator
+
+
+def is_kernel(operator: Any) -> bool:
+    """Says whether an operator does what its schema says, so that it may run twice.
+
+    It is one of torch's own, takes and returns tensors and plain values, reads no file, and runs no
+    Python function that somebody registered for it or for what it may call.
+    """
+    schema = operator._schema
+    if operator.namespace not in KERNELS:
+        return False
+    types = [str(part.type) for part in (*schema.arguments, *schema.returns)]
+    if not all(map(PLAIN_TYPES.fullmatch, types)):
+        return False
+    # a text that no tensor comes with names something outside of the program
+    reads = any("Tensor" in str(part.type) and not part.is_out for part in schema.arguments)
+    if "str" in types and not reads:
+        return False
+    overridden = _python.operators
+    name = operator.name()
+    calls_others = bool(overridden) and has_kernel(name, "CompositeExplicitAutograd")
+    return not calls_others and name not in overridden
+
+
 def _read(operator: Any) -> Effects:
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return Effects(opaque=True, foreign=operator.name() not in FUNCTIONS | WRAPPED)
     name = schema.name
+    if name == MARKING:
+        return Effects(ignored=True)
     if torch.Tag.inplace_view in operator.tags or name == "aten::resize_":
         return Effects(reshapes=True, writes=((0, "self"),))
     arguments = [(place, argument.name) for place, argument in enumerate(schema.arguments)]
     infos = [argument.alias_info for argument in schema.arguments]
     is_written = [info is not None and info.is_write for info in infos]
     writes = [*itertools.compress(arguments, is_written)]
-    if name.partition("::")[0] not in KERNELS:
+    if not is_kernel(operator):
         # collectives write without saying so
         is_collective = name.startswith("c10d")
         return Effects(opaque=True, writes=tuple(arguments if is_collective else writes))
@@ -159,10 +248,8 @@ def _read(operator: Any) -> Effects:
     makes = any(
         "Tensor" in str(result.type) and result.alias_info is None for result in schema.returns
     )
-    if name == "aten::detach":
-        return Effects(ignored=True, detaches=True)
     if not makes and not written:
-        return Effects(ignored=True)
+        return Effects(ignored=True, detaches=name == "aten::detach")
     seeded = torch.Tag.nondeterministic_seeded in operator.tags
     varies = nondeterminism_of(operator)
     return Effects(

@@ -71,7 +71,14 @@ from zoo.engine.operands import (
     sample,
     version_of,
 )
-from zoo.engine.operator_effects import KNOWN, STATISTICS, TRAINING, Effects, effects_of
+from zoo.engine.operator_effects import (
+    KNOWN,
+    STATISTICS,
+    TRAINING,
+    Effects,
+    effects_of,
+    notice_python_kernels,
+)
 
 # bytes of a tensor without history that is copied when it is read: a program may change it between
 # forward and backward, where the baseline does not mind
@@ -217,6 +224,7 @@ class Recording:
         # by the ids of random streams
         self.last_draws: dict[int, LastDraw] = {}
         self.observer = thread.observer
+        self.is_open = True
         self.lock = threading.RLock()
 
     def settings_for(self, effects: Effects) -> Settings:
@@ -301,9 +309,9 @@ class Recording:
             # mostly nothing was written unseen, and no tensor of the storage has a version apart
             if (
                 found.counter == version
-                and found.blank is None
                 and found.apart is None
                 and not found.is_empty
+                and (found.blank is None or (found.blank and found.blank == sample(storage)))
             ):
                 if found.trains is tensor.requires_grad and found.base() is tensor:
                     return found
@@ -311,9 +319,10 @@ class Recording:
                     return made
             return self._refer_value(tensor, storage, found)
         elif (
-            (found.tensor is tensor or (found.source is not None and found.source() is tensor))
+            found.is_of(tensor)
             and found.version == version
             and id(tensor) not in self.saved
+            and (found.sample is None or found.is_as_read())
         ):
             return found
         if id(tensor) in self.saved:
@@ -327,6 +336,9 @@ class Recording:
             found = _reference(value, tensor)
             return self._refer_outside(tensor, None, None) if found is None else found
         # written by code that no mode sees, so known only as it is now
+        if value.handles() and self._has_version(value, tensor):
+            # autograd, which saved it, has what was written
+            self.lose(tensor)
         return self._refer_outside(tensor, storage, None)
 
     def target(self, tensor: Tensor, effects: Effects) -> Value | None:
@@ -394,8 +406,9 @@ class Recording:
         value = Value(node, storage, tensor, None if holder is before else before.counter)
         if holder is not before:
             holder.counter = None
-        if before.blank and tensor.nbytes < storage.nbytes():
-            # the rest may yet be written by code that nobody sees
+        is_part = tensor.nbytes < storage.nbytes()
+        if before.blank and (is_part or not (before.is_empty or tensor.requires_grad)):
+            # the rest may yet be written by code that nobody sees, or all that has no gradient
             value.blank = sample(storage)
         value.before, value.apart = weakref.ref(before), before.apart
         before.after = self.storages[id(storage)] = value
@@ -411,6 +424,7 @@ class Recording:
             and found.home is home
             and found.version == version_of(tensor)
             and not found.is_copied
+            and found.is_as_read()
         ):
             return found
         parts: list[Tensor] = []
@@ -468,9 +482,16 @@ class Recording:
         """Copies a tensor from outside that a kernel reads for the first time, if it is small."""
         found.is_read = True
         tensor = found.tensor
-        if not tensor.requires_grad and is_small(tensor):
+        if tensor.requires_grad:
+            return
+        found.look()
+        if is_small(tensor):
             # one copy for all tensors of a storage, as long as nobody writes it
-            of_version = (other for other in earlier_of(found) if other.version == found.version)
+            of_version = (
+                other
+                for other in earlier_of(found)
+                if other.version == found.version and other.is_as_read()
+            )
             copy = next((other.copy for other in of_version if other.copy is not None), None)
             found.hold(_copied(tensor.untyped_storage(), tensor) if copy is None else copy)
 
@@ -493,13 +514,20 @@ class Recording:
         if latest.is_read or latest.earlier is not None:
             hold_readers(earlier_of(latest), storage, tensor)
         for reader in earlier_of(latest):
-            tensor_of = reader.tensor if reader.source is None else reader.source()
+            tensor_of = reader.tensor if reader.original is None else reader.original()
             self.known.pop(id(tensor_of), None)
         self.forget(tensor)
 
     def forget(self, tensor: Tensor) -> None:
         """Has a storage count as coming from outside from now on."""
         self.storages.pop(id(storage_of(tensor)), None)
+
+    def hold(self, found: Outside) -> None:
+        """Has the very tensor be held while the recording is open: it may get other memory yet."""
+        if self.is_open:
+            self.outside.append(found)
+        else:
+            found.cut()
 
     def close(self, nodes: list[Node]) -> None:
         """Ends the recording and keeps these nodes of it."""
@@ -555,7 +583,7 @@ def hold_readers(readers: Iterable[Outside], storage: Any, tensor: Tensor) -> No
     copy = None
     for reader in readers:
         # one that code which no mode sees wrote since is not as it was read
-        is_still_there = reader.version == version_of(reader.tensor)
+        is_still_there = reader.version == version_of(reader.tensor) and reader.is_as_read()
         # `Tensor.data` may have given it other memory
         is_still_there &= storage_of(reader.tensor) is storage
         if reader.is_read and reader.copy is None and is_still_there and is_plain(reader.tensor):
@@ -644,6 +672,10 @@ class Recorder(KernelMode):
     def __init__(self, recording: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
+
+    def __enter__(self) -> Any:
+        notice_python_kernels()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a kernel and records it."""
@@ -893,7 +925,28 @@ class Recorder(KernelMode):
             value.is_empty = effects.empty
             if not isinstance(tensor, FakeTensor):
                 value.blank = sample(storage)
+        elif tensor.is_cpu and type(tensor) is not FakeTensor and not _trains(tensor, node):
+            # NumPy and DLPack give it away as it is
+            value.blank = None if tensor._is_zerotensor() else sample(storage) or None
         return value
+
+
+def _trains(result: Tensor, node: Node) -> bool:
+    """Says whether a gradient may flow through a result of a kernel."""
+    if not torch.is_grad_enabled() or not (result.is_floating_point() or result.is_complex()):
+        return False
+    waiting = [*node.args]
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        if kind is Listed:
+            waiting += value.parts
+        elif kind is Value or kind is View:
+            if value.trains:
+                return True
+        elif (kind is Outside and value.tensor.requires_grad) or kind is Write or kind is Sparse:
+            return True
+    return False
 
 
 def flat(out: Any) -> Sequence[Any]:

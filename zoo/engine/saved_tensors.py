@@ -25,6 +25,7 @@ from zoo._torch import (
     will_execute,
 )
 from zoo.engine.operands import (
+    REPLACED,
     Outside,
     Reference,
     Value,
@@ -34,9 +35,11 @@ from zoo.engine.operands import (
     counted,
     detached,
     fingerprint,
-    has_history,
+    no_tensor,
+    original_of,
     read,
     read_memory,
+    roles_of,
 )
 from zoo.engine.operator_effects import name_of_kernel
 from zoo.engine.recording import Recording, Segment, has_own_storage, storage_of, thread
@@ -60,22 +63,28 @@ class Handle:
     """
 
     __slots__ = (
-        "__weakref__", "counter", "filled", "fingerprint", "has_history", "is_copy", "is_written",
-        "kept", "original", "reference", "segment", "sequence", "tensor", "version", "view",
+        "__weakref__", "base", "counter", "filled", "fingerprint", "has_history", "is_copy",
+        "is_written", "kept", "original", "reference", "segment", "sequence", "tensor", "version",
+        "view", "was_result",
     )  # fmt: skip
 
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
         self.segment = segment
         self.reference = reference
         self.fingerprint = fingerprint(tensor)
-        self.original = weakref.ref(tensor)
+        self.original = original_of(tensor, tensor.untyped_storage())
         self.version = tensor._version
         # which operation of autograd's saved it
         self.sequence = sequence_number()
-        self.has_history = has_history(tensor, self.sequence)
+        self.has_history, self.was_result = roles_of(tensor, self.sequence)
         # shares the version of the tensor, once that is written or somebody has it; and where it is
         self.counter: Tensor | None = None
         self.view: View | None = None
+        # of a view what it is one of, which has the same version
+        self.base: Callable[[], Tensor | None] = no_tensor
+        if (base := tensor._base) is not None:
+            self.base = weakref.ref(base)
+            self.view = reference if type(reference) is View else View(tensor)
         self.is_written = False
         self.is_copy = False  # what was saved is a value that a replay inside of the forward made
         self.tensor: Tensor | None = None
@@ -96,10 +105,22 @@ class Handle:
     def keep(self) -> None:
         """Keeps the tensor after all, which is there: it is about to be read."""
         original = self.original()
+        if original is None:
+            original = self._as_of_base()
         assert original is not None, "who reads it has it"
-        self.kept = kept(original)
+        self.kept = found = outside(original)
         # since which autograd minds a write
-        self.kept.version = self.version
+        found.version = self.version
+        found.has_history, found.is_result = self.has_history, self.was_result
+        self.segment.recording.hold(found)
+
+    def _as_of_base(self) -> Tensor | None:
+        """Returns the view that it was, of a base which somebody has."""
+        base = self.base()
+        if base is None or self.view is None:
+            return None
+        with DisableTorchDispatch():
+            return self.view.on(detached(base))
 
     def move_to(self, segment: Segment) -> None:
         """Makes it one of another segment of the same recording."""
@@ -109,20 +130,28 @@ class Handle:
     def before_write(self) -> None:
         """Is told that a kernel is about to write the storage of the tensor."""
         original = self.original()
+        there = self.base() if original is None else original
         if self.is_copy:
             # in the baseline it is the memory that is written
             self.is_written = True
-        elif original is None:
-            # nobody has it any more, but a base or another view may have its version
+        elif there is None:
+            # nobody has it any more, but what it was detached to may have its version
             self.is_written = self.counter is None
-        elif self.counter is None and type(original) is not FakeTensor:
-            self.counter, self.view = counter_of(original), View(original)
+        elif self.counter is None and type(there) is not FakeTensor:
+            self.counter = counter_of(there)
+            if original is not None:
+                self.view = View(original)
+            elif type(self.fingerprint) is bytes:
+                # after this nothing tells whether code that torch does not see wrote it before
+                view = self._as_of_base()
+                self.is_written = view is not None and self.fingerprint != read(view)
 
     def lose(self, storage: Any) -> None:
         """Is told that the storage of the tensor is about to be written unrecorded."""
         original = self.original()
+        there = self.base() if original is None else original
         # `Tensor.data` may have given it other memory
-        if original is not None and storage_of(original) is storage:
+        if there is not None and storage_of(there) is storage:
             self.keep()
         else:
             self.is_written = True
@@ -137,7 +166,8 @@ class Handle:
                 return
             self.before_write()
             # a write that counts is refused where this one is opened, and only there
-            if self.fingerprint is not None and original._version == self.version:
+            is_there = storage_of(original) is self.reference.value.home()
+            if self.fingerprint is not None and original._version == self.version and is_there:
                 # code that torch does not see may have written it since
                 self.fingerprint = fingerprint(original)
         reference = self.reference
@@ -163,6 +193,9 @@ class Handle:
             check_version(self.counter, self.version)
         if self.has_history:
             check_history(self.original())
+        if self.original.is_replaced and not self.was_result:
+            # by numbers that are gone with it
+            raise RecomputeError(REPLACED)
         with self.segment.recording.lock:
             if self.tensor is None and not self.is_written:
                 if torch.is_grad_enabled() and top_saved_tensors_hooks(False) is None:
@@ -313,9 +346,15 @@ class InGraph:
 PACKED = Outside | Handle | Opaque | InGraph
 
 
+def outside(tensor: Tensor) -> Outside:
+    """Returns what stands for a tensor as it is."""
+    storage = storage_of(tensor)
+    return Outside(tensor, None if storage is None else weakref.ref(storage))
+
+
 def kept(tensor: Tensor) -> Outside:
-    """Returns a tensor as it is, to be saved outside of all segments."""
-    found = Outside(tensor)
+    """Returns what stands for a tensor as it is, to be saved outside of all segments."""
+    found = outside(tensor)
     found.cut()
     return found
 
@@ -330,8 +369,9 @@ def pack(tensor: Tensor) -> Any:
     reference = kept(tensor) if segment is None else segment.recording.refer(tensor)
     if segment is None or isinstance(reference, Outside):
         assert isinstance(reference, Outside), "all that is kept is from outside"
-        if has_history(tensor, sequence_number()):
-            reference.original = weakref.ref(tensor)
+        has_history, is_result = roles_of(tensor, sequence_number())
+        reference.has_history |= has_history
+        reference.is_result |= is_result
         return reference
     value, recording = reference.value, segment.recording
     handle = Handle(segment, reference, tensor)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zoo._torch import conj, is_traceable_wrapper_subclass, neg_view, pytree
 from zoo.engine.operands import parts_of, parts_of_wrapper
-from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, KERNELS, resolved
+from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, effects_of, resolved
 from zoo.optimizer.in_backward import FreedGradient
 from zoo.profiling.caching_allocator import Rounding, as_requested
 
@@ -166,7 +166,7 @@ class KernelSpec(NamedTuple):
     @classmethod
     def of(cls, operator: Any, args: Any, kwargs: Any) -> "KernelSpec | None":
         """Returns the spec of a call; None for a kernel that cannot be called alone."""
-        if getattr(operator, "namespace", "") not in KERNELS:
+        if effects_of(operator).opaque:
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

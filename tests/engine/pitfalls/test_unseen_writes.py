@@ -1,8 +1,10 @@
 """Writes that no dispatch mode sees: by other threads, NumPy, inference mode, `Tensor.data`."""
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,6 +165,83 @@ def test_a_write_by_data_after_one_in_place(
     assert_exact(run)
 
 
+def an_expanded_one(h: Tensor) -> Tensor:
+    result = h.expand(3, *h.shape).sin()
+    h.data.add_(0.1)
+    return result
+
+
+def a_view_of_a_view(h: Tensor) -> Tensor:
+    result = h[1:].view(-1).exp() * h[1:].view(-1)
+    h.data[2] *= 3
+    return result
+
+
+def one_that_was_written_through_a_view(h: Tensor) -> Tensor:
+    h[1:].mul_(2)
+    result = h[1:].exp()
+    h.data.mul_(3)
+    h.data.div_(3)
+    return result
+
+
+def while_another_view_is_left(h: Tensor) -> Tensor:
+    other, result = h[1:], h[2:].square()
+    del h
+    other.data.mul_(2)
+    return result
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        an_expanded_one,
+        a_view_of_a_view,
+        one_that_was_written_through_a_view,
+        while_another_view_is_left,
+    ],
+)
+def test_a_write_by_data_into_the_base_of_a_saved_view_that_is_gone(
+    write: Callable[[Tensor], Tensor],
+) -> None:
+    """Nobody holds the view; what it is a view of tells that no version was counted."""
+
+    def run(call: Call) -> list[Any]:
+        model = nn.Linear(4, 4)
+        y = call(lambda x: write(model(x) * 1.0), *rows())
+        y.sum().backward()
+        return [y, model.weight.grad]
+
+    assert_exact(run)
+
+
+def test_a_write_that_nobody_sees_before_one_by_data_is_refused() -> None:
+    def function(x: Tensor) -> Tensor:
+        h = x * 2
+        result = h[1:].sin()
+        elsewhere(lambda: h.data.mul_(2))
+        h.data.add_(1)
+        return result
+
+    y = zoo.recompute(function, *rows())
+    with pytest.raises(zoo.RecomputeError, match="was changed in place after it was saved"):
+        y.sum().backward()
+
+
+def test_gradients_that_are_checked_in_a_segment() -> None:
+    def run(call: Call) -> list[Any]:
+        def function(x: Tensor) -> Tensor:
+            given = x.detach().double().requires_grad_()
+            torch.autograd.gradcheck(lambda a: a.expand(2, 6, 4).sin().sum(0) * a, (given,))
+            return x.exp()
+
+        (x,) = rows()
+        call(function, x).sum().backward()
+        return [x.grad]
+
+    assert_exact(run)
+
+
 class Slices(nn.Module):
     """Fills memory without content in parts that lie apart, as a cache or a padding."""
 
@@ -288,13 +367,124 @@ def test_a_forward_that_is_in_inference_mode_for_a_while(option: Any, clones: bo
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_memory_that_is_exchanged_after_the_forward_is_refused(trains: bool) -> None:
-    convolution, model = nn.Conv1d(4, 4, 3, padding=1).requires_grad_(trains), nn.Linear(4, 4)
-    (x,) = rows()
-    y = zoo.recompute(lambda x: model(x) * convolution(x[:, :, None]).squeeze(2).tanh(), x)
-    convolution.half().float()
-    with pytest.raises(zoo.RecomputeError, match=r"given other memory after it was used"):
+def test_memory_that_is_exchanged_after_the_forward(trains: bool) -> None:
+    """Autograd computes with the new memory of the weight, a replay with the old one."""
+
+    def run(call: Call) -> list[Any]:
+        convolution, model = nn.Conv1d(4, 4, 3, padding=1).requires_grad_(trains), nn.Linear(4, 4)
+        (x,) = rows()
+        y = call(lambda x: model(x) * convolution(x[:, :, None]).squeeze(2).tanh(), x)
+        convolution.half().float()
         y.sum().backward()
+        return [y, x.grad, model.weight.grad, convolution.weight.grad]
+
+    assert_exact(run)
+
+
+def an_argument(h: Tensor, other: Tensor) -> Tensor:
+    y = h.sin()
+    h.data = other
+    return y
+
+
+def one_without_a_gradient(h: Tensor, other: Tensor) -> Tensor:
+    mask = h.detach() + 1
+    y = h * mask
+    mask.data = other
+    return y
+
+
+def while_its_memory_is_held(h: Tensor, other: Tensor) -> Tensor:
+    y, before = h.sin(), h.data
+    h.data = other
+    return y + before
+
+
+def a_view(h: Tensor, other: Tensor) -> Tensor:
+    part = h[1:]
+    y = part.sin()
+    part.data = other[1:]
+    return y
+
+
+def a_result(h: Tensor, other: Tensor) -> Tensor:
+    made = h.exp()
+    y = made + 1
+    made.data = other
+    return y
+
+
+EXCHANGES = [an_argument, one_without_a_gradient, while_its_memory_is_held, a_view, a_result]
+
+
+def exchanged(call: Call, exchange: Callable[..., Tensor], when: str, holds: bool) -> list[Any]:
+    model = nn.Linear(4, 4)
+    held: list[Tensor] = []
+    (x,) = rows()
+    if when == "in the segment":
+
+        def function(x: Tensor) -> Tensor:
+            h = model(x)
+            held.extend([h] * holds)
+            return exchange(h, torch.ones(6, 4))
+
+        y = call(function, x)
+    else:
+
+        def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+            h = model(x)
+            return h.sin(), h
+
+        y, h = call(parts, x)
+        h.data = torch.ones(6, 4)
+        held.extend([h] * holds)
+        del h
+    y.square().sum().backward()
+    return [y, x.grad, model.weight.grad]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_memory_that_is_exchanged_in_a_segment(exchange: Callable[..., Tensor]) -> None:
+    """Of an argument autograd has the tensor itself, which nobody here holds any more."""
+
+    def run(call: Call) -> list[Any]:
+        return exchanged(call, exchange, "in the segment", holds=False)
+
+    if exchange is a_result:
+        assert_exact(run)
+    else:
+        with pytest.raises(zoo.RecomputeError, match="was given other memory after it was used"):
+            run(zoo.recompute)
+
+
+@pytest.mark.parametrize("when", ["in the segment", "after the segment"])
+def test_memory_that_is_exchanged_is_followed_while_the_tensor_is_held(when: str) -> None:
+    assert_exact(lambda call: exchanged(call, an_argument, when, holds=True))
+
+
+def test_memory_that_is_exchanged_after_a_segment_and_dropped_is_refused() -> None:
+    with pytest.raises(zoo.RecomputeError, match="was given other memory after it was used"):
+        exchanged(zoo.recompute, an_argument, "after the segment", holds=False)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_memory_of_an_input_that_is_exchanged(holds: bool) -> None:
+    """What autograd saved of it is what it has now, what a replay reads is what it had."""
+
+    def run(call: Call) -> list[Any]:
+        model, batch = nn.Linear(4, 4), torch.rand(6, 4)
+        y = call(lambda x: (model(x).tanh() * x).exp() + x.exp(), batch)
+        batch.data = torch.ones(6, 4)
+        if not holds:
+            del batch
+        y.sum().backward()
+        return [y, model.weight.grad]
+
+    if holds:
+        assert_exact(run)
+    else:
+        with pytest.raises(zoo.RecomputeError, match="was given other memory after it was used"):
+            run(zoo.recompute)
 
 
 def test_a_view_that_was_given_other_memory_is_not_copied_when_its_base_is_written() -> None:
@@ -545,3 +735,121 @@ def test_marks_are_small_numbers(dtype: torch.dtype) -> None:
     for _ in range(100):
         y = zoo.recompute(function, torch.rand(3, 5, dtype=dtype).requires_grad_())
         assert y[3:].eq(0).all()
+
+
+def by_sorting(p: Tensor) -> None:
+    p.numpy().sort(0)
+
+
+def by_an_array(p: Tensor) -> None:
+    numpy.asarray(p)[...] *= 2
+
+
+def by_dlpack(p: Tensor) -> None:
+    torch.from_dlpack(p).neg_()
+
+
+def by_another_tensor(p: Tensor) -> None:
+    torch.from_numpy(p.numpy()).mul_(3)
+
+
+def by_address(p: Tensor) -> None:
+    ctypes.memset(p.data_ptr(), 0, p.nbytes)
+
+
+WRITERS = [by_sorting, by_an_array, by_dlpack, by_another_tensor, by_address]
+Writer = Callable[[Tensor], None]
+
+
+def before_it_is_read(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    made = p * 2
+    write(made)
+    return h * made
+
+
+def between_reads(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    made = p.exp()
+    before = made.cos()
+    write(made)
+    return h * made.sin() * before
+
+
+def between_writes(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    made = p.exp()
+    made.mul_(2)
+    write(made)
+    made.add_(1)
+    return h * made.sin()
+
+
+def of_a_mask(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    mask = h > 0
+    write(mask.view(torch.uint8))
+    return h * mask
+
+
+def made_without_gradients(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    with torch.no_grad():
+        made = h * 2
+    write(made)
+    return h * made.sin()
+
+
+def after_it_is_saved(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    made = p.exp()
+    result = h * made
+    write(made)
+    return result * made
+
+
+def of_what_comes_from_outside(h: Tensor, p: Tensor, write: Writer) -> Tensor:
+    before = p.exp()
+    write(p)
+    return h * before * p.cos()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(
+    "program",
+    [
+        before_it_is_read,
+        between_reads,
+        between_writes,
+        of_a_mask,
+        made_without_gradients,
+        after_it_is_saved,
+        of_what_comes_from_outside,
+    ],
+)
+def test_a_write_into_what_has_no_gradient(
+    program: Callable[..., Tensor], write: Writer, size: int
+) -> None:
+    """NumPy and DLPack take such tensors alone, and what they write counts no version."""
+
+    def run(call: Call) -> list[Any]:
+        model, p = nn.Linear(4, size), torch.rand(6, size)
+        y = call(lambda x: program(model(x), p, write), *rows())
+        y.sum().backward()
+        return [y, p, model.weight.grad]
+
+    expected = outcome(run, plain)
+    if size == LARGE and program is of_what_comes_from_outside:
+        # what it was is lost; a small one is copied when it is read
+        with pytest.raises(zoo.RecomputeError, match="by code that torch does not see"):
+            outcome(run, zoo.recompute)
+    else:
+        compare(outcome(run, zoo.recompute), expected)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("kind", ["buffer", "frozen parameter"])
+def test_a_write_into_what_a_replay_reads_is_refused(kind: str, write: Writer) -> None:
+    p = torch.rand(6, LARGE)
+    if kind == "frozen parameter":
+        p = nn.Parameter(p, requires_grad=False)
+    model = nn.Linear(4, LARGE)
+    y = zoo.recompute(lambda x: model(x) * p.exp(), *rows())
+    write(p)
+    with pytest.raises(zoo.RecomputeError, match="by code that torch does not see"):
+        y.sum().backward()
