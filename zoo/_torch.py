@@ -37,6 +37,7 @@ try:
         unset_fake_temporarily,
     )
     from torch.library import _scoped_library as scoped_library
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS_OF_ALL_STEPS
     from torch.utils import _pytree as pytree
     from torch.utils._foreach_utils import (
         _get_foreach_kernels_supported_devices as devices_with_kernels_of_lists,
@@ -98,6 +99,7 @@ is_any_autocast_enabled: Any = _private("_C._is_any_autocast_enabled")
 is_tracing: Any = _private("_C._is_tracing")
 count_dispatch_modes: Any = _private("_C._len_torch_dispatch_stack")
 set_grad_enabled: Any = _private("_C._set_grad_enabled")
+storage_holders: Any = _private("_C._storage_Use_Count")
 will_run: Any = _private("_C._will_engine_execute_node")
 conj: Any = _private("_conj")
 neg_view: Any = _private("_neg_view")

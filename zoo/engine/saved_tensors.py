@@ -46,6 +46,10 @@ WRITTEN = (
 )
 
 
+# what stands for saved tensors from outside, by the ids of tensors of which somebody wants to know
+SAVED: dict[int, list[weakref.ref[Outside]]] = {}
+
+
 class Handle:
     """A saved tensor that is not kept: the first one that is opened replays its segment.
 
@@ -299,6 +303,8 @@ def pack(tensor: Tensor) -> Any:
         assert isinstance(reference, Outside), "all that is kept is from outside"
         if has_history(tensor, sequence_number()):
             reference.original = weakref.ref(tensor)
+        if SAVED and (noted := SAVED.get(id(tensor))) is not None:
+            noted.append(weakref.ref(reference))
         return reference
     value = reference.value
     handle = Handle(segment, reference, tensor)
@@ -316,18 +322,20 @@ unpack: Callable[[Any], Tensor] = operator.methodcaller("unpack")
 def given_to(segment: Segment) -> set[Value]:
     """Returns the values that an inner segment's replay takes from the segment around it."""
     parts = (part for part in segment.inner() if part.given is None)
-    goals = _goals(_waiting(segment)).union(*map(given_to, parts))
+    goals = goals_of(waiting_in(segment)).union(*map(given_to, parts))
     found = {value for value in goals if not segment.makes(value)}
     for node, _ in schedule(segment.backwards(), goals, ()):
         found.update(value for value in node.reads if value.node < segment.first)
     return found
 
 
-def _waiting(segment: Segment) -> list[Handle]:
+def waiting_in(segment: Segment) -> list[Handle]:
+    """Returns the handles of a segment itself that a replay is yet to fill."""
     return [handle for handle in segment.living() if handle.tensor is None]
 
 
-def _goals(handles: list[Handle]) -> set[Value]:
+def goals_of(handles: list[Handle]) -> set[Value]:
+    """Returns the values that handles refer to."""
     return {handle.reference.value for handle in handles}
 
 
@@ -358,12 +366,12 @@ def _is_given(segment: Segment) -> bool:
 
 def _fill(segment: Segment) -> None:
     given = segment.given or {}
-    waiting = _waiting(segment)
+    waiting = waiting_in(segment)
     needs = {part: given_to(part) for part in segment.inner() if part.given is None}
     if segment.scheduled_for == len(waiting):
         found = segment.scheduled
     else:
-        goals = _goals(waiting).union(*needs.values())
+        goals = goals_of(waiting).union(*needs.values())
         found = schedule(segment.backwards(), goals, given)
     for value, (tensor, _) in given.items():
         value.take(tensor)
@@ -422,6 +430,6 @@ def prune(segment: Segment) -> None:
     with without_modes():
         for handle in handles:
             handle.look_for_writes()
-        found = schedule(segment.backwards(), _goals(handles), ())
+        found = schedule(segment.backwards(), goals_of(handles), ())
         segment.recording.close([node for node, _ in found])
     segment.scheduled, segment.scheduled_for = found, len(handles)
