@@ -101,6 +101,8 @@ count_dispatch_modes: Any = _private("_C._len_torch_dispatch_stack")
 set_grad_enabled: Any = _private("_C._set_grad_enabled")
 storage_holders: Any = _private("_C._storage_Use_Count")
 will_run: Any = _private("_C._will_engine_execute_node")
+# what is asked before each frame of Python, where the compiler runs
+compiler_callback: Any = _private("_C._dynamo.eval_frame.get_eval_frame_callback")
 conj: Any = _private("_conj")
 neg_view: Any = _private("_neg_view")
 
