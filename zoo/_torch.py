@@ -173,6 +173,20 @@ _private("compiler._is_exporting_flag")
 is_exporting = functools.partial(getattr, torch.compiler, "_is_exporting_flag")
 
 
+def compile_time() -> Any:
+    """Returns what calls a function of a context while a graph is made; imports the compiler."""
+    from torch._dynamo.comptime import comptime  # noqa: PLC0415
+
+    return comptime
+
+
+def no_graph_error() -> Any:
+    """Returns the class of the error by which a frame is not compiled; imports the compiler."""
+    from torch._dynamo.exc import Unsupported  # noqa: PLC0415
+
+    return Unsupported
+
+
 def clear_blas_workspaces() -> None:
     """Frees the workspaces that cuBLAS holds; its next product allocates one.
 

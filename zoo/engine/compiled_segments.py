@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
-from zoo._torch import FakeTensor, pytree
+from zoo._torch import FakeTensor, no_graph_error, pytree
 from zoo.engine.operator_effects import effects_of
 from zoo.engine.recording import KernelMode, statistics_of, storage_of, written_by
 from zoo.errors import RecomputeError, in_a_line
@@ -38,7 +38,7 @@ WAYS_OUT = (
 def check_graph_of(context: Any) -> None:
     """Has the graph checked that is being compiled, once it is complete.
 
-    `context` is what `torch._dynamo.comptime` calls a function with.
+    `context` is what a function is called with at compile time.
     """
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     checks = output.register_finalizer_fns
@@ -69,7 +69,7 @@ def _warn(text: str) -> None:
 
 @functools.cache
 def _error_class() -> Any:
-    return type("CompiledSegmentError", (RecomputeError, torch._dynamo.exc.Unsupported), {})
+    return type("CompiledSegmentError", (RecomputeError, no_graph_error()), {})
 
 
 def _refused(graph: GraphModule, compiler: str | None) -> str | None:

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo._torch import (
     are_functorch_transforms_active,
     are_saved_tensors_hooks_enabled,
+    compile_time,
     compiler_callback,
     dispatch_modes,
     is_tracing,
@@ -99,10 +100,7 @@ def run_compiled_segment(function: Function, *args: Any, **kwargs: Any) -> Any:
         RecomputeError: there is no graph; when it is compiled, for memory that the segment reads
             and that the graph writes.
     """
-    # that imports the compiler, which runs already
-    from torch._dynamo.comptime import comptime  # noqa: PLC0415
-
-    comptime(check_graph_of)
+    compile_time()(check_graph_of)
     inner = functools.partial(_compiled_only, function)
     return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 

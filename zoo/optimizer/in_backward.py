@@ -154,6 +154,12 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
     the step, the others have not. `step()`, `state_dict()`, `remove()` and the next backward raise
     until weights and optimizer state are loaded and `reset()` is called.
 
+    A weight that the backward is yet to read, such as in the replay of a pass without gradients, is
+    updated when the backward ends: `waited` of the handle names these. A hook before the steps of
+    this optimizer or of all, or a `step` that was replaced, may clip gradients or set a learning
+    rate. While there is one, `step()` updates all weights as without this call, with all gradients
+    in memory, and one warning says so.
+
     Between a backward and `step()` weights are already new: evaluate, average or save them after
     `step()`. A weight whose numbers are read by way of `.data` is not protected.
 
@@ -173,9 +179,6 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
             a second backward before `step()`; a weight or a learning rate that is changed
             between the two; `create_graph=True`; any use of a gradient that was freed.
 
-    A hook before the steps of this optimizer or of all optimizers, or a `step` that was replaced,
-    may clip gradients or set a learning rate. While there is one, `step()` updates all weights as
-    without this call, exact and with all gradients in memory; a warning says so once.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"optimizer_in_backward needs a module; got {shortened(model)}")
