@@ -638,8 +638,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "of a freed saved tensor nothing is replayed",
-            "        found = [handle for handle in segment.living() if handle.tensor is None]\n",
-            "        found = segment.living()\n",
+            "    return [handle for handle in segment.living() if handle.tensor is None]\n",
+            "    return segment.living()\n",
             "test_replay test_executor",
         ),
         (
@@ -764,9 +764,55 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what FSDP2 freed is gathered for a replay",
-            "            elif type(value) is Outside and value.geometry is None:",
-            "            elif False:",
+            "            if outside.geometry is None:",
+            "            if False:",
             "pitfalls/test_distributed",
+        ),
+    ],
+    "pending_reads.py": [
+        (
+            "a replay that is to come reads weights",
+            "any(segment is not None and waiting_in(segment) for segment in segments)",
+            "any(False for segment in segments)",
+            "../optimizer/test_in_backward",
+        ),
+        (
+            "operations hold weights that they saved",
+            "return any(one.is_saved for one in held) or ",
+            "return ",
+            "../optimizer/test_in_backward",
+        ),
+        (
+            "views and detached tensors hold weights",
+            "or now.of_storage > of_storage + views",
+            "",
+            "../optimizer/test_in_backward",
+        ),
+    ],
+    "compiled_segments.py": [
+        (
+            "a graph that writes what a segment reads is not compiled",
+            "written = segment.reads & segment.written_since",
+            "written = set()",
+            "pitfalls/test_compile",
+        ),
+        (
+            "a segment reads what the graph wrote before",
+            "written |= segment.reads & watch.written & set(names)",
+            "pass",
+            "pitfalls/test_compile",
+        ),
+        (
+            "a segment that runs twice writes nothing",
+            "for storage in segment.writes:",
+            "for storage in ():",
+            "pitfalls/test_compile",
+        ),
+        (
+            "a segment that runs twice draws nothing",
+            "if segment.draws:",
+            "if False:",
+            "pitfalls/test_compile",
         ),
     ],
     "dispatch_keys.py": [

@@ -38,6 +38,7 @@ try:
         unset_fake_temporarily,
     )
     from torch.library import _scoped_library as scoped_library
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS_OF_ALL_STEPS
     from torch.utils import _pytree as pytree
     from torch.utils._foreach_utils import (
         _get_foreach_kernels_supported_devices as devices_with_kernels_of_lists,
@@ -85,7 +86,6 @@ for _name in ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", "Sa
 are_saved_tensors_hooks_enabled: Any = _private("_C._autograd._saved_tensors_hooks_is_enabled")
 top_saved_tensors_hooks: Any = _private("_C._autograd._top_saved_tensors_default_hooks")
 current_node: Any = _private("_C._current_autograd_node")
-will_execute: Any = _private("_C._will_engine_execute_node")
 current_backward: Any = _private("_C._current_graph_task_id")
 disabled_torch_dispatch: Any = _private("_C._disabled_torch_dispatch_impl")
 RestoreKeys: Any = _private("_C._RestorePythonTLSSnapshot")
@@ -104,7 +104,10 @@ is_any_autocast_enabled: Any = _private("_C._is_any_autocast_enabled")
 is_tracing: Any = _private("_C._is_tracing")
 count_dispatch_modes: Any = _private("_C._len_torch_dispatch_stack")
 set_grad_enabled: Any = _private("_C._set_grad_enabled")
+storage_holders: Any = _private("_C._storage_Use_Count")
 will_run: Any = _private("_C._will_engine_execute_node")
+# what is asked before each frame of Python, where the compiler runs
+compiler_callback: Any = _private("_C._dynamo.eval_frame.get_eval_frame_callback")
 conj: Any = _private("_conj")
 # "namespace/operator/key" of each kernel that is a Python function
 PYTHON_KERNELS: set[str] = _private("library._impls")
@@ -228,6 +231,20 @@ def watch_hooks_of_saved_tensors(
     module._saved_tensors_hooks_disable = disabled
     module._saved_tensors_hooks_enable = enabled
     kind.register_hooks = registered
+
+
+def compile_time() -> Any:
+    """Returns what calls a function of a context while a graph is made; imports the compiler."""
+    from torch._dynamo.comptime import comptime  # noqa: PLC0415
+
+    return comptime
+
+
+def no_graph_error() -> Any:
+    """Returns the class of the error by which a frame is not compiled; imports the compiler."""
+    from torch._dynamo.exc import Unsupported  # noqa: PLC0415
+
+    return Unsupported
 
 
 def clear_blas_workspaces() -> None:

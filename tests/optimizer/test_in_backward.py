@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zoo
 from tests.training import Residuals, images
@@ -189,12 +192,11 @@ def test_hooks_of_a_step_are_called_once_a_step() -> None:
     optimizer = optim.SGD(model.parameters(), 0.1)
     zoo.optimizer_in_backward(model, optimizer)
     calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     model(images()).sum().backward()
     assert calls == []
     optimizer.step()
-    assert calls == ["before", "after"]
+    assert calls == ["after"]
 
 
 def test_few_gradients_exist_at_once() -> None:
@@ -228,7 +230,6 @@ USES: dict[str, Callable[[nn.Module], Any]] = {
     "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
     "read": lambda model: model.first.bias.grad.abs().max().item(),
     "another backward": backward,
-    "zeros": lambda model: model.zero_grad(set_to_none=False),
 }
 
 
@@ -243,6 +244,303 @@ def test_a_freed_gradient_is_refused(use: str, steps: bool) -> None:
     with pytest.raises(OptimizerError, match="uses a gradient that the optimizer has used"):
         USES[use](model)
     assert bits(model.state_dict()) == before
+
+
+@pytest.mark.parametrize("of_model", [True, False])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_gradients_of_zeros(of_model: bool, foreach: bool) -> None:
+    """A weight without a gradient is stepped by zeros then, and no gradient is a negative zero."""
+
+    def run(in_backward: bool) -> Any:
+        torch.manual_seed(0)
+        model = Tied()
+        optimizer = optim.SGD(
+            model.parameters(), 0.1, momentum=0.9, weight_decay=0.1, foreach=foreach
+        )
+        if in_backward:
+            zoo.optimizer_in_backward(model, optimizer)
+        for step in range(5):
+            part = model if step % 2 else model.first
+            x = images() if step % 2 else -torch.zeros(2, 4)
+            (part(x) * -0.0 if step == 2 else part(x)).square().sum().backward()
+            optimizer.step()
+            (model if of_model else optimizer).zero_grad(set_to_none=step == 3)
+        return bits([model.state_dict(), optimizer.state_dict()])
+
+    assert run(True) == run(False)
+
+
+def test_zeros_of_sparse_gradients() -> None:
+    def run(in_backward: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Embedding(20, 4, sparse=True) for _ in range(2))
+        optimizer = optim.SparseAdam(model.parameters())
+        if in_backward:
+            zoo.optimizer_in_backward(model, optimizer)
+        for step in range(4):
+            model[step % 2](torch.randint(20, (5,))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return bits([model.state_dict(), optimizer.state_dict()])
+
+    assert run(True) == run(False)
+
+
+def test_zeros_before_the_step_are_refused_and_zeros_outlive_the_handle() -> None:
+    model, optimizer, handle = stepping()
+    backward(model)
+    with pytest.raises(OptimizerError, match=r"3 of 7 .*zero_grad\(\) was called before step\(\)"):
+        optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    model.zero_grad(set_to_none=False)
+    handle.remove()
+    assert not model.first.weight.grad.any()
+
+
+class Old(optim.SGD):
+    """Writes through `.data`, which counts no version, as many older optimizers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.data.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+
+
+class Layers(nn.Module):
+    """Three layers, of which each kind of `reads` reads weights whose gradients come first."""
+
+    def __init__(self, reads: Callable[["Layers", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.reads = reads
+
+    def net(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x).tanh()).tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reads(self, x)
+
+
+class ByClosure(torch.autograd.Function):
+    """Saves a weight that is none of its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Layers) -> Tensor:
+        ctx.save_for_backward(model.c.weight)
+        return x @ model.c.weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient @ ctx.saved_tensors[0].t(), None
+
+
+def self_conditioned(model: Layers, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        given = model.net(x)
+    return model.net(x * given)
+
+
+def self_conditioned_in_segments(model: Layers, x: Tensor) -> Tensor:
+    def outer(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            given = model.net(x)
+        h = zoo.recompute(lambda x: model.a(x).tanh() * given, x)
+        h = zoo.recompute(lambda x: model.b(x).tanh(), h)
+        return zoo.recompute(lambda x: model.c(x).tanh().sin(), h)
+
+    return zoo.recompute(outer, x)
+
+
+def dropped(model: Layers, x: Tensor) -> Tensor:
+    model.kept = model.net(x).tanh()
+    return model.net(x) * model.kept.detach().exp()
+
+
+def detached(model: Layers, x: Tensor) -> Tensor:
+    return model.net(zoo.recompute(lambda x: (x @ model.c.weight.detach()).tanh().sin(), x))
+
+
+def view(model: Layers, x: Tensor) -> Tensor:
+    return model.net((x @ model.c.weight.detach()[2:6].t()).exp().sum(1, keepdim=True) * x)
+
+
+def frozen_for_a_part(model: Layers, x: Tensor) -> Tensor:
+    model.c.requires_grad_(False)
+    x = x * model.c.weight[0] * model.c.bias
+    model.c.requires_grad_(True)
+    return model.net(x)
+
+
+def by_closure(model: Layers, x: Tensor) -> Tensor:
+    return model.net(zoo.recompute(lambda x: ByClosure.apply(x, model).sin(), x))
+
+
+def target(model: Layers, x: Tensor) -> Tensor:
+    def averaged(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight = model.a.weight * 0.1 + model.b.weight * 0.9
+        return (x @ weight).tanh() * model.net(x)
+
+    return zoo.recompute(averaged, x)
+
+
+READS = [
+    self_conditioned, self_conditioned_in_segments, dropped, detached, view, frozen_for_a_part,
+    by_closure, target,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reads", READS, ids=lambda reads: reads.__name__)
+@pytest.mark.parametrize("kind", [Old, optim.SGD])
+def test_weights_that_are_read_after_their_gradients(kind: Any, reads: Any) -> None:
+    """They are updated when the backward ends, and no replay or operation reads a new one."""
+
+    def run(in_backward: bool, checkpoint: Any, retain: bool = False) -> Any:
+        torch.manual_seed(0)
+        model = Layers(reads)
+        optimizer = kind(model.parameters(), 0.1)
+        if checkpoint:
+            zoo.checkpoint(model, checkpoint)
+        handle = zoo.optimizer_in_backward(model, optimizer) if in_backward else None
+        found = []
+        for _ in range(2):
+            x = torch.rand(5, 8, requires_grad=True)
+            model(x).square().sum().backward(retain_graph=retain)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(x.grad)
+        waited = [] if handle is None else handle.waited
+        return bits([*found, *model.parameters()]), waited
+
+    expected, _ = run(False, None)
+    waits = []
+    for checkpoint in (None, True, "blocks"):
+        found, waited = run(True, checkpoint)
+        assert found == expected
+        waits += waited
+    assert waits
+    assert run(True, True, retain=True)[0] == expected
+
+
+@pytest.mark.parametrize("checkpoint", [None, True, "blocks"])
+def test_other_weights_do_not_wait(checkpoint: Any) -> None:
+    """Held aliases, tied weights and segments in segments do not make them wait."""
+    model = Layers(lambda model, x: zoo.recompute(lambda x: zoo.recompute(model.net, x).sin(), x))
+    model.b.weight = model.a.weight
+    held = model.state_dict()
+    optimizer = optim.AdamW(model.parameters())
+    if checkpoint:
+        zoo.checkpoint(model, checkpoint)
+    handle = zoo.optimizer_in_backward(model, optimizer)
+    for _ in range(2):
+        loss = model(torch.rand(5, 8, requires_grad=True)).square().sum()
+        loss.backward()
+        assert (len(handle.updated), handle.waited) == (5, [])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(held) == 6
+
+
+def clip(optimizer: optim.Optimizer, *_: Any) -> None:
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+
+def warm_up(optimizer: optim.Optimizer, *_: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.3
+
+
+def replaced(optimizer: optim.Optimizer) -> None:
+    step = optimizer.step
+
+    def clipped(self: optim.Optimizer) -> Any:
+        clip(self)
+        return step()
+
+    optimizer.step = types.MethodType(clipped, optimizer)  # type: ignore[method-assign]
+
+
+def of_all(optimizer: optim.Optimizer) -> Any:
+    return register_optimizer_step_pre_hook(clip)
+
+
+BEFORE_STEPS: dict[str, Callable[[optim.Optimizer], Any]] = {
+    "clipping": lambda optimizer: optimizer.register_step_pre_hook(clip),
+    "warm-up": lambda optimizer: optimizer.register_step_pre_hook(warm_up),
+    "of all optimizers": of_all,
+    "replaced": replaced,
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after", "later"])
+@pytest.mark.parametrize("kind", BEFORE_STEPS)
+def test_what_comes_before_a_step(kind: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
+    """All gradients are there for it, wherever it is registered, and one warning says so."""
+
+    def run(in_backward: bool) -> Any:
+        torch.manual_seed(0)
+        model = Tied()
+        optimizer = optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        registered = BEFORE_STEPS[kind](optimizer) if when == "before" else None
+        if in_backward:
+            zoo.optimizer_in_backward(model, optimizer)
+        schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for step in range(4):
+            if step == {"before": -1, "after": 0, "later": 2}[when]:
+                registered = BEFORE_STEPS[kind](optimizer)
+            for _ in range(1 + (step == 3)):  # gradients are accumulated as ever
+                backward(model)
+            optimizer.step()
+            with warnings.catch_warnings():  # torch's, of a step that was replaced
+                warnings.simplefilter("ignore", UserWarning)
+                schedule.step()
+            optimizer.zero_grad()
+        if registered is not None:
+            registered.remove()
+        return bits([model.state_dict(), optimizer.state_dict()])
+
+    assert run(True) == run(False)
+    said = [text for text in caplog.messages if "the weights, not the backward" in text]
+    assert len(said) == 1
+
+
+def test_what_comes_between_backward_and_step_is_refused() -> None:
+    """Before it is called; a state that is loaded, or written, would be stepped from."""
+
+    def written(optimizer: optim.Optimizer) -> None:
+        next(iter(optimizer.state.values()))["momentum_buffer"].zero_()
+
+    def loaded(optimizer: optim.Optimizer) -> None:
+        optimizer.load_state_dict(before)
+
+    cases = [
+        (BEFORE_STEPS["clipping"], "a hook before the step of SGD .* came before"),
+        (written, "the optimizer's state of .* was changed before"),
+        (loaded, "the optimizer's state was loaded before"),
+    ]
+    for change, message in cases:
+        model, optimizer, handle = stepping(lambda p: optim.SGD(p, 0.1, momentum=0.9))
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = copy.deepcopy(optimizer.state_dict())
+        backward(model)
+        change(optimizer)
+        with pytest.raises(OptimizerError, match=message):
+            optimizer.step()
+        handle.reset()
+
+
+def test_hooks_after_a_step_find_marks_for_gradients() -> None:
+    """Also one that is older than the handle, which would take None for no gradient."""
+    model = Tied()
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    found: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: found.append(model.first.weight.grad))
+    zoo.optimizer_in_backward(model, optimizer)
+    backward(model)
+    optimizer.step()
+    assert isinstance(found[0], FreedGradient)
 
 
 def test_a_gradient_scaler_is_refused() -> None:
@@ -353,6 +651,28 @@ class CountingItself(optim.SGD):
         super().step(closure)
 
 
+class Anchored(optim.SGD):
+    """Reads parameters that it does not take from its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(self.anchor.mean() * 0.01)
+
+
+def anchored(parameters: Iterable[Any]) -> optim.Optimizer:
+    optimizer = Anchored(parameters, 0.1)
+    optimizer.anchor = optimizer.param_groups[0]["params"][0]
+    return optimizer
+
+
+def with_state_of_another(parameters: Iterable[Any]) -> optim.Optimizer:
+    optimizer = optim.SGD(parameters, 0.1, momentum=0.9)
+    first, second = optimizer.param_groups[0]["params"][:2]
+    optimizer.state[second]["other"] = first.detach()
+    return optimizer
+
+
 class Around(optim.SGD):
     """Steps another optimizer."""
 
@@ -384,6 +704,8 @@ class Counting(optim.SGD):
         (lambda p: ByGlobalNorm(p, 0.1), "ByGlobalNorm looks at several parameters at once"),
         (lambda p: CountingItself(p, 0.1), "CountingItself looks at several parameters at once"),
         (Around, "Around steps another optimizer"),
+        (anchored, "Anchored looks at several parameters at once"),
+        (with_state_of_another, "SGD has in the state 'other' of a parameter .* memory of another"),
         (lambda p: Counting(p, 0.1), "Counting looks at several parameters at once"),
         (lambda p: optim.SGD(p, 0.1, differentiable=True), "makes its step part of a graph"),
     ],

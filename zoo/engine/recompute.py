@@ -31,12 +31,15 @@ from torch.utils.checkpoint import checkpoint
 from zoo._torch import (
     are_functorch_transforms_active,
     are_saved_tensors_hooks_enabled,
+    compile_time,
+    compiler_callback,
     dispatch_modes,
     is_tracing,
     top_saved_tensors_hooks,
     watch_hooks_of_saved_tensors,
 )
 from zoo.chain import State, Step, fold
+from zoo.engine.compiled_segments import check_graph_of
 from zoo.engine.recording import Recorder, Segment, thread
 from zoo.engine.saved_tensors import pack, prune, refuse_hooks, unpack
 from zoo.errors import ArgumentError, RecomputeError
@@ -92,6 +95,9 @@ def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwa
         raise ArgumentError("use_reentrant=True cannot be exact; leave it out or pass False")
     if torch.compiler.is_compiling():
         return _recompute_compiled(function, args, kwargs)
+    if compiler_callback() is not None:
+        # the compiler gave up the frame that calls this, and is to leave the engine alone
+        return uncompiled(recompute)(function, *args, **kwargs)
     return segment().run(function, *args, **kwargs)
 
 
@@ -116,8 +122,10 @@ def run_compiled_segment(function: Function, *args: Any, **kwargs: Any) -> Any:
     """Calls a function as a segment of a graph, in a frame that is compiled whole.
 
     Raises:
-        RecomputeError: there is no graph.
+        RecomputeError: there is no graph; when it is compiled, for memory that the segment reads
+            and that the graph writes.
     """
+    compile_time()(check_graph_of)
     inner = functools.partial(_compiled_only, function)
     return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 

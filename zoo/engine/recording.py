@@ -113,6 +113,10 @@ class Thread(threading.local):
 thread = Thread()
 
 
+# the outermost segments that somebody may still open, by their ids
+SEGMENTS: "weakref.WeakValueDictionary[int, Segment]" = weakref.WeakValueDictionary()
+
+
 class Node:
     """One recorded kernel: how to call it, what it made and wrote."""
 
@@ -158,7 +162,9 @@ class Segment:
         self.scheduled_for = -1
         # what the replay of the enclosing segment has made for this one, and the versions of that
         self.given: dict[Value, tuple[Tensor, int]] | None = None
-        if parent is not None:
+        if parent is None:
+            SEGMENTS[id(self)] = self
+        else:
             parent._inner = (*parent._inner, weakref.ref(self))
 
     def count_draw(self, written: list[Tensor]) -> bool:

@@ -29,7 +29,17 @@ from zoo._torch import (
 )
 from zoo.engine.devices import SetAsideState, draw_as
 from zoo.engine.kernel_settings import read_settings, write_settings
-from zoo.engine.operands import REFERENCES, Geometry, Listed, Outside, Reference, Value, View
+from zoo.engine.operands import (
+    REFERENCES,
+    Geometry,
+    Listed,
+    Outside,
+    Reference,
+    Sparse,
+    Value,
+    View,
+    Write,
+)
 from zoo.engine.recording import Node, flat, thread
 
 # a node to replay, and the values that nobody reads after it
@@ -71,13 +81,26 @@ def schedule(nodes: Iterable[Node], wanted: set[Value], given: Container[Value])
 def outside_of(found: Iterable[Scheduled]) -> Iterator[Tensor]:
     """Yields the tensors from outside that scheduled nodes read as they are now."""
     for node, _ in found:
-        references = list(node.args)
-        while references:
-            value = references.pop()
-            if type(value) is Listed:
-                references += value.parts
-            elif type(value) is Outside and value.geometry is None:
-                yield value.tensor
+        for outside in arguments_from_outside(node):
+            if outside.geometry is None:
+                yield outside.tensor
+
+
+def arguments_from_outside(node: Node) -> Iterator[Outside]:
+    """Yields what stands for tensors from outside among the arguments of a node, as often."""
+    references = [*node.args, *(node.kwargs or {}).values()]
+    while references:
+        value = references.pop()
+        kind = type(value)
+        if kind is Listed:
+            references += value.parts
+        elif kind is Write:
+            references.append(value.target)
+        elif kind is Sparse:
+            yield value
+            references += value.parts
+        elif kind is Outside:
+            yield value
 
 
 def replay(found: Iterable[Scheduled]) -> None:

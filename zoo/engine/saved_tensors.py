@@ -22,7 +22,7 @@ from zoo._torch import (
     queue_callback,
     sequence_number,
     top_saved_tensors_hooks,
-    will_execute,
+    will_run,
 )
 from zoo.engine.operands import (
     REPLACED,
@@ -52,6 +52,10 @@ _log = logging.getLogger("zoo")
 WRITTEN = (
     "a tensor that this gradient needs was changed in place after it was saved. Change a copy."
 )
+
+
+# what stands for saved tensors from outside, by the ids of tensors of which somebody wants to know
+SAVED: dict[int, list[weakref.ref[Outside]]] = {}
 
 
 class Handle:
@@ -372,6 +376,8 @@ def pack(tensor: Tensor) -> Any:
         has_history, is_result = roles_of(tensor, sequence_number())
         reference.has_history |= has_history
         reference.is_result |= is_result
+        if SAVED and (noted := SAVED.get(id(tensor))) is not None:
+            noted.append(weakref.ref(reference))
         return reference
     value, recording = reference.value, segment.recording
     handle = Handle(segment, reference, tensor)
@@ -416,7 +422,7 @@ class Request:
         """Returns the handles of a segment that ask for their tensors."""
         if self.operations is not None:
             segment.handles = [one for one in segment.handles if one() is not None]
-        found = [handle for handle in segment.living() if handle.tensor is None]
+        found = waiting_in(segment)
         if self.operations is None:
             return found
         asks = (one is self.handle or one.sequence - 1 in self.operations for one in found)
@@ -475,7 +481,7 @@ def first_operation(node: Any) -> int:
 
 def _is_run(node: Any) -> bool:
     try:
-        return bool(will_execute(node))
+        return bool(will_run(node))
     except RuntimeError:
         # asked about a leaf that `autograd.grad` is asked for, which saves nothing
         return True
@@ -500,6 +506,11 @@ class There(Container[Value]):
         if tensor is not None:
             self.found[value] = tensor
         return tensor is not None
+
+
+def waiting_in(segment: Segment) -> list[Handle]:
+    """Returns the handles of a segment itself that a replay is yet to fill."""
+    return [handle for handle in segment.living() if handle.tensor is None]
 
 
 def goals_of(handles: Iterable[Handle]) -> set[Value]:

@@ -38,11 +38,19 @@ def freed_modules(tensors: Iterable[Tensor]) -> list[Any]:
     return [
         module
         for module in (states._module_state_mapping if freed else ())
-        if any(id(tensor.untyped_storage()) in freed for tensor in _whole_parameters(module))
+        if any(id(whole.untyped_storage()) in freed for _, whole in _whole_parameters(module))
     ]
 
 
-def _whole_parameters(module: Any) -> Iterator[Tensor]:
+def whole_storages() -> dict[int, Any]:
+    """Returns the storages into which FSDP2 gathers parameters, by the ids of their shards."""
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    modules = () if states is None else states._module_state_mapping
+    parameters = (pair for module in modules for pair in _whole_parameters(module))
+    return {id(shard): whole.untyped_storage() for shard, whole in parameters}
+
+
+def _whole_parameters(module: Any) -> Iterator[tuple[Tensor, Tensor]]:
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     # torch 2.14 has several groups a module, before there was one
     one = getattr(state, "_fsdp_param_group", None)
@@ -50,7 +58,7 @@ def _whole_parameters(module: Any) -> Iterator[Tensor]:
         for parameter in getattr(group, "fsdp_params", ()):
             if hasattr(parameter, "_unsharded_param"):
                 whole = parameter._unsharded_param
-                yield getattr(whole, "_local_tensor", whole)
+                yield parameter.sharded_param, getattr(whole, "_local_tensor", whole)
 
 
 def is_spread(tensor: Tensor) -> bool:

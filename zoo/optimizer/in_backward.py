@@ -9,12 +9,16 @@ optimizer's own step runs. The training loop stays as it is:
     step()      checks that it was so; hooks and learning rate schedulers see one step, as always
     zero_grad() drops the marks that stand in `.grad` for what was freed
 
-What would use other numbers than `backward(); step(); zero_grad()` is refused by an error.
+A weight that the backward is yet to read (`pending_reads`) is updated when the backward ends. Where
+a hook may look at all gradients before the step, `step()` updates all. What would use other numbers
+than `backward(); step(); zero_grad()` is refused by an error.
 """
 
+import functools
+import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,10 +26,31 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zoo._torch import DisableAutocast, current_backward, queue_callback
+from zoo._torch import (
+    HOOKS_OF_ALL_STEPS,
+    DisableAutocast,
+    current_backward,
+    pytree,
+    queue_callback,
+)
+from zoo.engine.pending_reads import (
+    Holders,
+    PendingReads,
+    fewest,
+    forget_saved,
+    holders_of,
+    note_saved,
+)
 from zoo.errors import ArgumentError, OptimizerError, shortened
-from zoo.optimizer.independence import STEP_AFTER, check_independent, step_alone
+from zoo.optimizer.independence import (
+    STEP_AFTER,
+    check_independent,
+    check_state,
+    step_alone,
+    step_of,
+)
 
+_log = logging.getLogger("zoo")
 HANDLE = "the handle that zoo.optimizer_in_backward returned"
 REMOVE = f"call remove() of {HANDLE}"
 
@@ -34,15 +59,40 @@ class FreedGradient(Tensor):
     """Stands in `.grad` of a parameter whose gradient the optimizer has used and freed.
 
     It has the gradient's shape and no memory. Whatever reads or writes it (clipping by a norm, a
-    GradScaler, a second backward that would add to it) raises OptimizerError.
+    GradScaler, a second backward that would add to it) raises OptimizerError. Zeros may be written
+    after the step.
+
+    Attributes:
+        is_zero: whether zeros were written.
     """
 
+    is_zero: bool
+    _sparse_axes: int
+    _before_zeros: Callable[[], Callable[[], None] | None]
+
     @staticmethod
-    def __new__(cls, parameter: Tensor) -> "FreedGradient":
-        """Makes that of a parameter of any shape and type."""
+    def __new__(
+        cls,
+        parameter: Tensor,
+        before_zeros: Callable[[], Callable[[], None] | None] = lambda: None,
+    ) -> "FreedGradient":
+        """Makes that of a parameter of any shape and type.
+
+        `before_zeros` is a weak reference to what is called before zeros are written.
+        """
         like = {"strides": parameter.stride(), "dtype": parameter.dtype, "device": parameter.device}
         make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        return make(cls, parameter.size(), **like)  # type: ignore[no-any-return]
+        found: FreedGradient = make(cls, parameter.size(), **like)
+        gradient = parameter.grad
+        is_sparse = gradient is not None and gradient.is_sparse
+        found._sparse_axes = gradient.sparse_dim() if gradient is not None and is_sparse else 0
+        found.is_zero, found._before_zeros = False, before_zeros
+        return found
+
+    def zeros(self, parameter: Tensor) -> Tensor:
+        """Returns a gradient of zeros, sparse as the freed one was."""
+        found = torch.zeros_like(parameter, requires_grad=False)
+        return found.to_sparse(self._sparse_axes) if self._sparse_axes else found
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Says what it is, without numbers."""
@@ -52,9 +102,11 @@ class FreedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuses every kernel but `detach`, which returns the same object: it has no history."""
+        """Refuses every kernel but zeros, and `detach`, which returns the same object."""
         if func is torch.ops.aten.detach.default:
             return args[0]
+        if func in ZEROS:
+            return cls._write_zeros(func, args)
         raise OptimizerError(
             f"{func} uses a gradient that the optimizer has used in the backward and freed "
             "(zoo.optimizer_in_backward). Call optimizer.step() and optimizer.zero_grad() after "
@@ -62,6 +114,23 @@ class FreedGradient(Tensor):
             f"GradScaler, accumulation over several backwards) {REMOVE}"
         )
 
+    @classmethod
+    def _write_zeros(cls, func: Any, args: Any) -> Any:
+        gradients = pytree.tree_leaves(args)
+        marks = [gradient for gradient in gradients if isinstance(gradient, cls)]
+        for mark in marks:
+            if (before := mark._before_zeros()) is not None:
+                before()
+        for gradient in gradients:
+            if not isinstance(gradient, cls):
+                gradient.zero_()
+        for mark in marks:
+            mark.is_zero = True
+        return args[0] if func is ZEROS[0] else None
+
+
+# what `zero_grad(set_to_none=False)` calls
+ZEROS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 # optimizers that step in the backward now
 _ATTACHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -85,6 +154,12 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
     the step, the others have not. `step()`, `state_dict()`, `remove()` and the next backward raise
     until weights and optimizer state are loaded and `reset()` is called.
 
+    A weight that the backward is yet to read, such as in the replay of a pass without gradients, is
+    updated when the backward ends: `waited` of the handle names these. A hook before the steps of
+    this optimizer or of all, or a `step` that was replaced, may clip gradients or set a learning
+    rate. While there is one, `step()` updates all weights as without this call, with all gradients
+    in memory, and one warning says so.
+
     Between a backward and `step()` weights are already new: evaluate, average or save them after
     `step()`. A weight whose numbers are read by way of `.data` is not protected.
 
@@ -103,6 +178,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
             FullyShardedDataParallel). Later: float16 autocast, whose GradScaler scales gradients;
             a second backward before `step()`; a weight or a learning rate that is changed
             between the two; `create_graph=True`; any use of a gradient that was freed.
+
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"optimizer_in_backward needs a module; got {shortened(model)}")
@@ -147,16 +223,32 @@ class OptimizerInBackward:
 
     Attributes:
         updated: names of the parameters that were updated by backwards since the last `step()`.
+        waited: names of those that the last backward updated at its end, as it was yet to read them
+            when their gradients were complete.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         # by id: to hold them would keep a model's frozen weights as long as the optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # parameters updated since the last step, with their versions after it
-        self._updated: dict[Tensor, int] = {}
-        # those whose step the optimizer's own is about to check
-        self._stepped: list[Tensor] = []
+        # parameters updated since the last step, with what tells that nobody wrote them since
+        self._updated: dict[Tensor, list[Any]] = {}
+        # parameters that this backward updates at its end
+        self._waiting: dict[Tensor, None] = {}
+        self.waited: list[str] = []
+        # what is yet to be read in this backward
+        self._reads: PendingReads | None = None
+        # who holds parameters outside of a forward
+        self._holders: dict[Tensor, Holders | None] = {}
+        # the backward of which `step()` updates all
+        self._left_to_step = -1
+        self._step_function = step_of(optimizer)
+        self._is_warned = self._is_loaded = False
+        # parameters with a hook for gradients that are added to zeros, and those that were
+        self._expecting_zeros: set[Tensor] = set()
+        self._zeroed: set[Tensor] = set()
+        # marks of those whose step the optimizer's own is about to check
+        self._stepped: dict[Tensor, FreedGradient] = {}
         # what the groups said in the backward
         self._values: list[dict[str, Any]] = []
         self._is_stepping = False
@@ -170,14 +262,20 @@ class OptimizerInBackward:
         self._lock = threading.Lock()
         # parameters with a hook of this handle
         self._hooked: set[Tensor] = set()
+        after = optimizer.register_step_post_hook(self._after_step)
+        # others are to find marks for gradients, not None
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after.id, last=False)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            after,
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
             # a copy of the model is to hold no reference to this
             model.register_forward_pre_hook(_check_forward),
         ]
         self._hook_parameters()
+        self._count_holders()
         _ATTACHED.add(optimizer)
 
     @property
@@ -189,6 +287,9 @@ class OptimizerInBackward:
         """Goes on after a backward that raised: drops its gradients; what it updated stays."""
         self._running.clear()
         self._updated.clear()
+        self._waiting.clear()
+        self._zeroed.clear()
+        self._is_loaded = False
         for parameter in _parameters(self.optimizer):
             parameter.grad = None
 
@@ -203,8 +304,9 @@ class OptimizerInBackward:
             hook.remove()
         self._hooks.clear()
         for parameter in _parameters(self.optimizer):
-            if isinstance(parameter.grad, FreedGradient):
-                parameter.grad = None
+            forget_saved(parameter)
+            if isinstance(mark := parameter.grad, FreedGradient):
+                parameter.grad = mark.zeros(parameter) if mark.is_zero else None
         _ATTACHED.discard(self.optimizer)
 
     def _name(self, parameter: Tensor) -> str:
@@ -221,31 +323,120 @@ class OptimizerInBackward:
     def _update(self, parameter: Tensor) -> None:
         """Takes the optimizer's step for one parameter, whose gradient is complete."""
         with self._lock:
+            self._add_to_zeros(parameter)
+            if self._is_left_to_step():
+                return
             self._check_gradient(parameter)
-            self._enter_backward()
+            reads = self._enter_backward()
             if parameter not in self._groups:
                 return
-            self._is_stepping = True
-            try:
-                with torch.no_grad(), DisableAutocast():
-                    step_alone(self.optimizer, self._groups[parameter], parameter)
-            finally:
-                self._is_stepping = False
-                self._updated[parameter] = parameter._version
-            parameter.grad = FreedGradient(parameter)
+            if reads.are_left(parameter, self._holders.get(parameter)):
+                self._waiting[parameter] = None
+            else:
+                self._step(parameter)
 
-    def _enter_backward(self) -> None:
+    def _step(self, parameter: Tensor) -> None:
+        self._is_stepping = True
+        try:
+            with torch.no_grad(), DisableAutocast():
+                step_alone(self.optimizer, self._groups[parameter], parameter)
+        finally:
+            self._is_stepping = False
+            self._updated[parameter] = self._versions(parameter)
+        parameter.grad = FreedGradient(parameter, weakref.WeakMethod(self._before_zeros))
+
+    def _versions(self, parameter: Tensor) -> list[Any]:
+        """Returns what is other where somebody has written a parameter or its state."""
+        state = self.optimizer.state.get(parameter, {}).values()
+        tensors = [(id(value), value._version) for value in state if isinstance(value, Tensor)]
+        return [parameter._version, len(state), *tensors]
+
+    def _is_left_to_step(self) -> bool:
+        """Returns whether `step()` updates all, since a hook may look at them before."""
+        backward: int = current_backward()
+        if backward in self._running or self._updated:
+            return False
+        if backward != self._left_to_step and (what := self._before_steps()) is not None:
+            self._left_to_step = backward
+            if not self._is_warned:
+                self._is_warned = True
+                _log.warning(
+                    "%s may look at gradients or change the step, so that step() updates the "
+                    "weights, not the backward: all gradients exist at once. Remove it, or use a "
+                    "hook after the step (register_step_post_hook)",
+                    what,
+                )
+        return backward == self._left_to_step
+
+    def _before_steps(self) -> str | None:
+        """Returns what of the program's runs before or in place of the optimizer's step."""
+        name, own = type(self.optimizer).__name__, vars(self.optimizer).get("step")
+        is_schedule = getattr(own, "_wrapped_by_lr_sched", False)
+        if own is not None and not (is_schedule and own.__wrapped__ is type(self.optimizer).step):
+            return f"the step of this {name}, which was replaced,"
+        if step_of(self.optimizer) is not self._step_function:
+            return f"the step of {name}, which was replaced,"
+        own_hooks, hooks = self.optimizer._optimizer_step_pre_hooks, HOOKS_OF_ALL_STEPS
+        for hook in (*hooks.values(), *own_hooks.values()):
+            # those of zoo look at nothing that is changed here
+            if not getattr(hook, "__module__", "").startswith("zoo."):
+                return f"a hook before the step of {name} ({shortened(hook)})"
+        return None
+
+    def _enter_backward(self) -> PendingReads:
         backward = current_backward()
-        if backward in self._running:
-            return
-        if self._updated:
+        if backward in self._running and self._reads is not None:
+            return self._reads
+        if self._updated or self._waiting:
             self._check_dropped()
             raise self._unfinished("another backward began before step()")
+        check_state(self.optimizer)
         self._running.add(backward)
+        self._reads = PendingReads()
         groups = self.optimizer.param_groups
         self._groups = {p: group for group in groups for p in group["params"]}
         self._values = [_values(group) for group in groups]
-        queue_callback(lambda: self._running.discard(backward))
+        queue_callback(lambda: self._end_backward(backward))
+        return self._reads
+
+    def _end_backward(self, backward: int) -> None:
+        """Updates what was yet to be read, which no backward reads any more."""
+        with self._lock:
+            self.waited = list(map(self._name, self._waiting))
+            for parameter in self._waiting:
+                self._step(parameter)
+            self._waiting.clear()
+            self._reads = None
+            self._running.discard(backward)
+
+    def _count_holders(self) -> None:
+        for parameter in _parameters(self.optimizer):
+            note_saved(parameter)
+            self._holders[parameter] = fewest(self._holders.get(parameter), holders_of(parameter))
+
+    def _before_zeros(self) -> None:
+        """Called before zeros are written to a freed gradient; the next one is added to them."""
+        if self._updated:
+            raise self._unfinished("zero_grad() was called before step()")
+        for parameter in self._hooked - self._expecting_zeros:
+            if parameter.requires_grad:
+                self._expecting_zeros.add(parameter)
+                hook: Any = parameter.register_hook
+                self._hooks.append(hook(functools.partial(self._expect_zeros, parameter)))
+
+    def _expect_zeros(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Called before a gradient is accumulated, which a mark could not be added to."""
+        if isinstance(mark := parameter.grad, FreedGradient) and mark.is_zero:
+            parameter.grad = None
+            self._zeroed.add(parameter)
+
+    def _add_to_zeros(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if parameter in self._zeroed and gradient is not None and not gradient.is_sparse:
+            # there is no negative zero in a sum with zeros
+            with torch.no_grad():
+                gradient.add_(0)
+        self._zeroed.discard(parameter)
 
     def _check_gradient(self, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -273,9 +464,9 @@ class OptimizerInBackward:
 
     def _unfinished(self, why: str) -> OptimizerError:
         names, total = self.updated, len([*_parameters(self.optimizer)])
+        which = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
         return OptimizerError(
-            f"the last backward has updated {len(names)} of {total} parameters "
-            f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}), but {why}. "
+            f"the last backward has updated {len(names)} of {total} parameters{which}, but {why}. "
             f"Load weights and optimizer state from before it and call reset() of {HANDLE}"
         )
 
@@ -289,25 +480,34 @@ class OptimizerInBackward:
                 f"{REMOVE}"
             )
         self._check_finished()
+        # a step may call that of its base class, whose hooks are these, too
+        stepped: dict[Tensor, FreedGradient] = {}
         for parameter in _parameters(self.optimizer):
-            if isinstance(parameter.grad, FreedGradient):
-                if parameter not in self._updated:
+            if isinstance(mark := parameter.grad, FreedGradient):
+                if not mark.is_zero and parameter not in self._updated:
                     raise OptimizerError(
                         f"step() was called twice after one backward, which has updated "
                         f"{self._name(parameter)}; call zero_grad() and backward() before it"
                     )
-                parameter.grad = None
-        # a step may call that of its base class, whose hooks are these, too
-        self._stepped = [*self._updated]
+                if not mark.is_zero:
+                    stepped[parameter] = mark
+                parameter.grad = mark.zeros(parameter) if mark.is_zero else None
+        self._stepped |= stepped
         self._updated.clear()
 
     def _check_finished(self) -> None:
         """Refuses a step that would have found other numbers than the backward did."""
         self._check_ended()
+        if self._updated and (what := self._before_steps()) is not None:
+            raise self._unfinished(f"{what} came before step(); set it before the backward")
         self._check_dropped()
-        for parameter, version in self._updated.items():
-            if version != parameter._version:
-                raise self._unfinished(f"{self._name(parameter)} was changed before step()")
+        if self._is_loaded:
+            raise self._unfinished("the optimizer's state was loaded before step()")
+        for parameter, versions in self._updated.items():
+            now = self._versions(parameter)
+            if versions != now:
+                what = "the optimizer's state of " * (versions[0] == now[0])
+                raise self._unfinished(f"{what}{self._name(parameter)} was changed before step()")
         if self._updated and self._values != list(map(_values, self.optimizer.param_groups)):
             raise self._unfinished(
                 "a value of a parameter group, such as its learning rate, was changed before "
@@ -317,15 +517,20 @@ class OptimizerInBackward:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_stepping:
             return
-        for parameter in self._stepped:
-            parameter.grad = FreedGradient(parameter)
+        for parameter, mark in self._stepped.items():
+            parameter.grad = mark
         self._stepped.clear()
+        self._zeroed.clear()
+        self._count_holders()
         self._sort_state()
         self._hook_parameters()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self._check_ended()
         self._sort_state()
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        self._is_loaded = bool(self._updated)
 
     def _sort_state(self) -> None:
         """Brings new state into the order of the parameters, in which a step of all makes it."""
@@ -360,7 +565,7 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
         name: _GroupTensor(value) if isinstance(value, Tensor) else value
         for name, value in group.items()
         if name != "params"
-    }
+    } | {"params": [*map(id, group["params"])]}
 
 
 def _check_wrappers(names: set[str]) -> None:

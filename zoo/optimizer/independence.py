@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zoo._torch import pytree
+from zoo._torch import TorchDispatchMode, pytree
+from zoo.engine.recording import storage_of
 from zoo.errors import OptimizerError
 
 STEPS = 3
@@ -31,9 +32,13 @@ def step_alone(optimizer: Optimizer, group: dict[str, Any], *parameters: Tensor)
 
 
 def _step(optimizer: Optimizer) -> None:
-    """Calls the step of an optimizer's class, in which torch has wrapped its hooks around."""
+    step_of(optimizer)(optimizer)
+
+
+def step_of(optimizer: Optimizer) -> Any:
+    """Returns the step of an optimizer's class, around which torch has wrapped its hooks."""
     step: Any = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def check_independent(optimizer: Optimizer) -> None:
@@ -56,6 +61,7 @@ def check_independent(optimizer: Optimizer) -> None:
             f"{name} cannot step for one parameter at a time ({type(error).__name__}: {error}); "
             f"{STEP_AFTER}"
         ) from error
+    check_state(optimizer)
     if not is_independent:
         raise OptimizerError(
             f"{name} looks at several parameters at once: a step for each by itself gives other "
@@ -70,17 +76,54 @@ def _is_independent(optimizer: Optimizer, sparse: bool) -> bool:
         return optimizer_like(optimizer, small)
 
     whole, single = twins = twin(), twin()
-    for number in range(STEPS):
-        for each in twins:
-            _make_gradients(each, number, sparse)
-        _step(whole)
-        for group in single.param_groups:
-            for parameter in group["params"]:
-                step_alone(single, group, parameter)
-    return all(
+    with _Reads(optimizer) as reads:
+        for number in range(STEPS):
+            for each in twins:
+                _make_gradients(each, number, sparse)
+            _step(whole)
+            for group in single.param_groups:
+                for parameter in group["params"]:
+                    step_alone(single, group, parameter)
+    return reads.nothing and all(
         torch.equal(one, other) if isinstance(one, Tensor) else one == other
         for one, other in zip(_written(whole), _written(single), strict=True)
     )
+
+
+def _storages(optimizer: Optimizer) -> set[int]:
+    """Returns the ids of the storages of all parameters."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return {id(storage) for p in parameters if (storage := storage_of(p)) is not None}
+
+
+def check_state(optimizer: Optimizer) -> None:
+    """Raises OptimizerError where the state of a parameter is the memory of another one."""
+    storages = _storages(optimizer)
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            storage = storage_of(value) if isinstance(value, Tensor) else None
+            if id(storage) in storages and storage is not storage_of(parameter):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} has in the state {name!r} of a parameter "
+                    f"{tuple(parameter.shape)} the memory of another parameter, which may be "
+                    f"updated first; keep a copy there, or {STEP_AFTER}"
+                )
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether a step of a twin reads the parameters of the optimizer itself."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = _storages(optimizer)
+        self.nothing = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a kernel and looks at its arguments."""
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and id(storage_of(tensor)) in self.storages:
+                self.nothing = False
+        return func(*args, **kwargs or {})
 
 
 def _written(optimizer: Optimizer) -> list[Any]:

@@ -1,6 +1,7 @@
 """Compilers and exporters: the same results, and no break where there was none."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.engine.pitfalls.program import (
     rows,
     train,
 )
+from zoo.errors import RecomputeError
 
 compiled: Any = torch.compile
 
@@ -107,6 +109,119 @@ def test_a_segment_that_cannot_be_compiled(kind: str) -> None:
         model = Broken(kind)
         forward = compiled(lambda x: call(model, x), backend="aot_eager")
         return train(plain, model, rows, lambda call, model, x: forward(x), 2)
+
+    assert_exact(program)
+
+
+class Writing(nn.Module):
+    """Reads memory that it, or what is around it, writes."""
+
+    def __init__(self, writes: Callable[["Writing", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(4, 4), writes
+        self.register_buffer("mean", torch.full((4,), 0.5))
+        self.scales = [torch.ones(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.writes(self, x)
+        return self.linear((x - self.mean) * self.scales[0]).tanh().sin()
+
+
+def moving_average(block: Writing, x: Tensor) -> Tensor:
+    block.mean.lerp_(x.detach().mean(0), 0.1)
+    return x
+
+
+def decayed(block: Writing, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        block.linear.weight.mul_(0.9)
+    return x
+
+
+def views(block: Writing, x: Tensor) -> Tensor:
+    torch._foreach_add_([block.mean[:2], block.scales[0][1:]], 0.5)
+    return x
+
+
+WRITES = [
+    moving_average, decayed, views,
+    lambda block, x: x.mul_(2),
+    lambda block, x: torch.mul(x.detach()[0], 2, out=block.mean) * x,
+    lambda block, x: block.mean.normal_() * x,
+]  # fmt: skip
+
+
+class Around(nn.Module):
+    """A segment in a frame that is compiled, which may write before the segment."""
+
+    def __init__(self, call: Call, block: nn.Module, write: float = 1) -> None:
+        super().__init__()
+        self.first, self.call, self.block, self.write = nn.Linear(4, 4), call, block, write
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.write != 1:
+            self.block.mean.mul_(self.write)
+        return self.call(self.block, x)
+
+
+def assert_refused(make: Callable[[Call], nn.Module], backend: str, message: str) -> None:
+    """Asserts that a graph is refused when it is compiled, and without it all is as uncompiled."""
+
+    def program(call: Call) -> Any:
+        model = make(call)
+        forward = model if call is plain else compiled(model, backend=backend)
+        return train(plain, model, rows, lambda call, model, x: forward(x), 2)
+
+    assert_exact(program)
+    torch._dynamo.reset()
+    whole = compiled(make(zoo.recompute), backend=backend, fullgraph=True)
+    with pytest.raises(RecomputeError, match=message):
+        whole(*rows())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("writes", WRITES)
+def test_a_compiled_segment_of_memory_that_is_written(writes: Any) -> None:
+    """Its recomputation would read what was written; pytorch gives gradients of that."""
+    assert_refused(
+        lambda call: Around(call, Writing(writes)), "aot_eager", "reads .*, which the graph writes"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_compiled_segment_of_memory_that_is_written_before() -> None:
+    def make(call: Call) -> nn.Module:
+        return Around(call, Writing(lambda block, x: x), 0.5)
+
+    assert_refused(make, "aot_eager", r"reads self\.block\.mean, which the graph writes")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_segment_of_a_compiler_that_runs_it_twice() -> None:
+    """pytorch's backend "eager" counted each batch twice in a segment, and drew other numbers."""
+    for block, message in (
+        (
+            nn.BatchNorm1d(4),
+            r"writes self\.block\.num_batches_tracked, and by the compiler 'eager'",
+        ),
+        (nn.Dropout(0.4), "draws random numbers, and by the compiler 'eager'"),
+    ):
+        assert_refused(
+            lambda call, block=block: Around(call, copy.deepcopy(block)), "eager", message
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_compiled_blocks_that_write_what_they_read() -> None:
+    """The blocks stay compiled in a segment and in a model with a plan."""
+
+    def program(call: Call) -> Any:
+        block: Any = Writing(moving_average)
+        block.forward = compiled(block.forward, backend="aot_eager")
+        model = Around(call, block)
+        return train(plain, model, rows, module, 2)
 
     assert_exact(program)
 
