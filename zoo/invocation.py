@@ -81,7 +81,7 @@ class Invocation:
         except (ZooError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise _refused(model, error) from error
+            raise _refused(model, self, error) from error
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Invocation":
         """Returns the same arguments with other tensors."""
@@ -185,9 +185,23 @@ def _leaf_spec(leaf: Any) -> Any:
     return type(leaf)
 
 
-def _refused(model: nn.Module, error: Exception) -> ArgumentError:
+def sizes_hint(given: Invocation) -> str:
+    """Returns the way out if inputs hold whole numbers alone, as a shape does; else ''."""
+    leaves = pytree.tree_leaves((given.args, given.kwargs))
+    if not leaves or not all(type(leaf) is int for leaf in leaves):
+        return ""
+    shape = ", ".join(map(str, leaves[:8]))
+    return (
+        ". These inputs are whole numbers; for a tensor of this shape pass "
+        f"torch.empty({shape}, device='meta')"
+    )
+
+
+def _refused(model: nn.Module, given: Invocation, error: Exception) -> ArgumentError:
     said = in_a_line(error, LONGEST)
-    return ArgumentError(f"{type(model).__name__} does not take these inputs: {said}")
+    return ArgumentError(
+        f"{type(model).__name__} does not take these inputs: {said}{sizes_hint(given)}"
+    )
 
 
 class _Stopped(BaseException):
@@ -212,7 +226,7 @@ def capture_first_state(model: Chain, given: Invocation) -> tuple[Outline, State
         found, state = stopped.args
         return found, state
     except TypeError as error:
-        raise _refused(model, error) from error
+        raise _refused(model, given, error) from error
     finally:
         model.runner = runner
     raise ArgumentError(f"{type(model).__name__}'s forward does not run its steps")

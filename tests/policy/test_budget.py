@@ -5,9 +5,11 @@ import logging
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import basic
 from zoo.planner.costs import simulate
 from zoo.planner.plan import Plan
-from zoo.policy.budget import BudgetPlanner
+from zoo.policy.budget import BudgetPlanner, parse_budget, parse_overhead
 from zoo.policy.plan_report import FixedBytes, PlanReport
 from zoo.profiling.caching_allocator import BLOCK, rounded_up
 from zoo.profiling.peak_memory import measure_step
@@ -793,11 +795,11 @@ def test_a_report_survives_a_file(tmp_path: Any) -> None:
         (None, None, "one of memory_budget and max_overhead"),
         ("1GiB", 0.2, "one of memory_budget and max_overhead"),
         ("lots", None, "memory_budget='lots' is no size"),
-        ("50%", None, "memory_budget='50%' is no size; .* 0.5 for half of it"),
+        ("150%", None, "memory_budget='150%' is no share .* '8GB' .* 0.6 or '60%', or 'device'"),
         (0, None, "memory_budget=0 must be above 0"),
-        (1.5, None, r"memory_budget=1\.5 is no fraction"),
+        (1.5, None, r"memory_budget=1\.5 is no share"),
         (None, -0.1, r"max_overhead=-0\.1 must be a number, 0 or more"),
-        (None, "0.2", r"max_overhead='0\.2' must be a number, 0 or more"),
+        (None, "much", "max_overhead='much' must be a number, 0 or more; 0.2 or '20%'"),
         (None, True, "max_overhead=True must be a number, 0 or more"),
         (None, float("nan"), "max_overhead=nan must be a number, 0 or more"),
     ],
@@ -810,8 +812,30 @@ def test_what_is_no_budget_is_refused(budget: Any, overhead: Any, message: str) 
             zoo.checkpoint(Residuals(), "auto", memory_budget=budget, max_overhead=overhead)
 
 
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (0.99, "99%", "0.99", " 99 % ", np.float32(0.99), Fraction(99, 100)),
+        ("1G", "1g", "1GiB", "1gib", 1 << 30, str(1 << 30), np.int64(1 << 30)),
+        ("1GB", "1gb", "1 GB", 10**9),
+    ],
+    ids=str,
+)
+def test_a_budget_is_one_value_in_whatever_way_it_is_written(ways: Any) -> None:
+    budgets = {round(float(parse_budget(way)), 6) for way in ways}
+    assert len(budgets) == 1
+    for way in ways[:2]:
+        runner = zoo.checkpoint(Residuals(), memory_budget=way).forward.runner()
+        assert runner.memory_budget == parse_budget(way)
+
+
+@pytest.mark.parametrize("overhead", [0.2, "0.2", "20%", "20 %", np.float64(0.2)])
+def test_an_overhead_is_one_value_in_whatever_way_it_is_written(overhead: Any) -> None:
+    assert parse_overhead(overhead) == 0.2
+
+
 def test_a_plan_is_for_training_also_where_gradients_are_off() -> None:
-    planned = functools.partial(zoo.plan, Residuals(), images(8), max_overhead=0.2, device="cpu")
+    planned = functools.partial(zoo.plan, Residuals(), images(8), max_overhead=0.2, device="a100")
     assert torch.no_grad()(planned)() == torch.inference_mode()(planned)() == planned()
 
 

@@ -452,7 +452,8 @@ def test_a_slow_step_is_only_run_if_asked_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory_budget": 0.5}, r"memory_budget=0\.5: a float is a fraction"),
+        ({"memory_budget": 0.5}, r"memory_budget=0\.5 is a share of .* write bytes as an int"),
+        ({"memory_budget": "50%"}, "memory_budget='50%' is a share of the baseline's peak"),
         ({"memory_budget": "lots"}, "memory_budget='lots' is no size"),
         ({"multiple_of": 0}, "multiple_of=0 must be a whole number, 1 or more"),
         ({"vary": 4}, r"vary=4 is no dimension of an input of shape \(2, 4, 16, 16\)"),
