@@ -22,6 +22,7 @@ from zoo.cli.values import RATED, TORCH_DEVICES
 from zoo.engine.devices import accelerator_here
 from zoo.errors import ArgumentError, Interrupted
 from zoo.policy.plan_report import PlanReport
+from zoo.profiling.kept_interrupts import take_interrupt
 from zoo.profiling.timeline import Timeline
 from zoo.sizing.max_size import largest
 from zoo.verification.determinism import deterministic_algorithms
@@ -115,6 +116,7 @@ def run_frontier(options: argparse.Namespace) -> Answer:
     try:
         frontier = planning.frontier(**_planning_arguments(model_spec(options), options))
     except Interrupted as error:
+        take_interrupt()
         frontier, code = error.found, INTERRUPTED
         print(f"zoo frontier: {error}", file=sys.stderr)
     write(options.csv, lambda path: Path(path).write_text(frontier.to_csv(), encoding="utf-8"))

@@ -21,6 +21,8 @@ from typing import Any, TextIO, TypeVar
 
 from torch import distributed
 
+from zoo.profiling.kept_interrupts import kept
+
 # seconds before anything is shown, and between two lines
 DELAY = 2.0
 # seconds between two updates of a bar
@@ -54,7 +56,7 @@ _local = _Local()
 def shown(name: str) -> Iterator[None]:
     """Shows the name of a block of code, once the outermost block has taken two seconds.
 
-    Also a decorator.
+    Ctrl-C inside of it is not lost (`kept_interrupts`). Also a decorator.
     """
     parts, ended = _local.parts, threading.Event()
     thread = threading.Thread(target=_show, args=(parts, ended, sys.stderr), daemon=True)
@@ -63,7 +65,8 @@ def shown(name: str) -> Iterator[None]:
     try:
         if is_shown:
             thread.start()
-        yield
+        with kept():
+            yield
     finally:
         ended.set()
         if thread.is_alive():
