@@ -2,9 +2,9 @@
 
 Python raises KeyboardInterrupt wherever the main thread is. In a callback of a weak reference, in
 `__del__` or in a callback of C code it prints the error and goes on; some libraries catch every
-error of an optional import, or raise another one in its place. While a step is traced, callbacks run
-for each tensor that is freed. So inside `kept` an interrupt is raised again until it has ended the
-block:
+error of an optional import, or raise another one in its place. While a step is traced, callbacks
+run for each tensor that is freed. So inside `kept` an interrupt is raised again until it has ended
+the block:
 
     SIGINT    KeyboardInterrupt    discarded    0.2 s    KeyboardInterrupt    the block ends
 """
@@ -16,28 +16,42 @@ import sys
 import threading
 from collections.abc import Iterator
 
-# seconds after which a discarded interrupt is raised again
-INTERVAL = 0.2
+# seconds between two looks at an interrupt
+INTERVAL = 0.1
 
 
 class _Kept:
-    """Whether an interrupt has arrived, and whether a handler of this program has taken it."""
+    """The handler of SIGINT in a block, which raises a discarded KeyboardInterrupt again.
+
+    An interrupt on its way through frames is in no except or finally for a moment, so that only one
+    that is in none twice in succession is discarded.
+    """
 
     def __init__(self) -> None:
-        self.arrived, self.ended = False, threading.Event()
+        self.arrived = self.is_repeated = self.is_leaving = False
+        self.ended, self.lock = threading.Event(), threading.Lock()
 
     def __call__(self, *_: object) -> None:
+        is_repeated, self.is_repeated = self.is_repeated, False
+        if is_repeated and (self.is_leaving or not self.arrived):
+            # it was taken, or has ended the block, meanwhile
+            return
         if not self.arrived:
             self.arrived = True
-            threading.Thread(
-                target=self._repeat, args=(threading.get_ident(),), daemon=True
-            ).start()
+            main = threading.get_ident()
+            threading.Thread(target=self._repeat, args=(main,), daemon=True).start()
         raise KeyboardInterrupt
 
     def _repeat(self, main: int) -> None:
+        was_absent = False
         while not self.ended.wait(INTERVAL):
-            if self.arrived and not _is_handled(main):
-                _thread.interrupt_main()
+            is_absent = self.arrived and not _is_handled(main)
+            if is_absent and was_absent:
+                with self.lock:
+                    if not self.ended.is_set():
+                        self.is_repeated = True
+                        _thread.interrupt_main()
+            was_absent = is_absent and not was_absent
 
 
 _kept: list[_Kept] = []
@@ -66,8 +80,11 @@ def kept() -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
+        this.is_leaving = True
+        with this.lock:
+            this.ended.set()
+        # a repeated one that is pending still goes to `this`, which drops it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        this.ended.set()
         _kept.remove(this)
     if this.arrived:
         raise KeyboardInterrupt
