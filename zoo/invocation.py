@@ -41,6 +41,8 @@ OUTPUTS_ALONE = (
     "targets) does; where several sizes are looked at, it makes targets of the size of the outputs"
 )
 _log = logging.getLogger("zoo")
+# as many in a title
+MOST_SHAPES = 4
 # what a user writes for what a model is called with
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -376,10 +378,11 @@ def _shape(value: Any) -> str:
 
 
 def title_of(model: nn.Module, inputs: State) -> str:
-    """Names a model and the shapes of its inputs, without numbers: 'ResNet on 8×3×224×224'."""
-    shapes = [shape_text(value.shape) for value in inputs if value is not None and value.ndim]
+    """Names a model and its first inputs of several numbers: 'ResNet on 8×3×224×224'."""
+    shapes = [shape_text(v.shape) for v in inputs if v is not None and v.ndim and v.numel()]
+    more = f" and {len(shapes) - MOST_SHAPES} more" if len(shapes) > MOST_SHAPES else ""
     mode = "" if model.training else " in eval mode"
-    return f"{type(model).__name__}{mode} on {', '.join(shapes)}"
+    return f"{type(model).__name__}{mode} on {', '.join(shapes[:MOST_SHAPES])}{more}"
 
 
 def own_loss(outputs: Any) -> Any:

@@ -166,6 +166,17 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(command, arguments, message):
     assert re.fullmatch(rf"zoo.*: .*{message}.*\n", told.err), told.err
 
 
+@pytest.mark.parametrize("name", ["plan", "frontier", "anatomy"])
+def test_a_package_that_a_picture_needs_is_missed_before_any_work(command, monkeypatch, name):
+    monkeypatch.delitem(sys.modules, "zoo.report.matplotlib_charts", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    # there is no such model either
+    more = ["--max-overhead", "1"] if name == "plan" else []
+    told = command(name, "resnt", *more, "--plot", "x.svg")
+    assert (told.code, told.out) == (2, "")
+    assert re.search(r"a picture needs .*pip install 'zoo-checkpoint\[compare\]'", told.err)
+
+
 LONG = "a" * 100_000
 
 

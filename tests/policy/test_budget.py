@@ -4,6 +4,7 @@ import functools
 import logging
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.planner.chains import nested_plans
-from tests.tracing.models import Ending
+from tests.tracing.models import Ending, Net
 from tests.training import Residuals, assert_same, everything, images
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.plan import planner_for
@@ -136,7 +137,7 @@ def test_outputs_that_no_variable_holds_do_not_count_in_the_backward() -> None:
     """The backward of a wide last layer, with its output and without."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4000)), torch.rand(50, 8)
     held, dropped = (
-        planner_for(model, x, optimizer=None, device="cpu", holds_outputs=holds)
+        planner_for(model, x, optimizer=None, device="small-cpu", holds_outputs=holds)
         for holds in (True, False)
     )
     assert held.baseline.peak - dropped.baseline.peak == 4 * 50 * 4000
@@ -825,8 +826,30 @@ def test_a_budget_is_one_value_in_whatever_way_it_is_written(ways: Any) -> None:
     budgets = {round(float(parse_budget(way)), 6) for way in ways}
     assert len(budgets) == 1
     for way in ways[:2]:
-        runner = zoo.checkpoint(Residuals(), memory_budget=way).forward.runner()
-        assert runner.memory_budget == parse_budget(way)
+        runner = zoo.checkpoint(Residuals(), memory_budget=way).runner
+        assert getattr(runner, "memory_budget", None) == parse_budget(way)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda: zoo.checkpoint(Residuals(), memory_budget="1G"),
+        lambda: zoo.checkpoint(Net(), max_overhead=0.2),
+        lambda: zoo.checkpoint(Net(), "auto"),
+        lambda: zoo.plan(Net(), "no inputs", memory_budget="1G"),  # type: ignore[arg-type]
+        lambda: zoo.frontier(Net(), "no inputs"),  # type: ignore[arg-type]
+        lambda: zoo.plan_rank(Net(), "no inputs", world_size=2, max_overhead=1.0),  # type: ignore[arg-type]
+        lambda: zoo.largest(Net(), images(8), memory_budget="1G", checkpoint="auto"),
+    ],
+)
+def test_a_package_that_planning_needs_is_missed_before_any_work(
+    plan: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("zoo.planner.optimal", "zoo.planner.search_space"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(ArgumentError, match=r"needs numpy: pip install 'zoo-checkpoint\[plan\]'"):
+        plan()
 
 
 @pytest.mark.parametrize("overhead", [0.2, "0.2", "20%", "20 %", np.float64(0.2)])
@@ -925,7 +948,7 @@ def test_targets_may_be_on_meta() -> None:
         def loss(scores: Tensor) -> Tensor:
             return torch.nn.functional.cross_entropy(scores, known)
 
-        return planner_for(model, x, loss=loss, device="cpu").costs
+        return planner_for(model, x, loss=loss, device="small-cpu").costs
 
     meta, real = costs_with(targets.to("meta")), costs_with(targets)
     assert meta.flops == real.flops

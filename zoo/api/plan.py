@@ -44,7 +44,14 @@ from zoo.invocation import (
     title_of,
 )
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Budget, BudgetPlanner, Overhead, only_in_backward, parse_bounds
+from zoo.policy.budget import (
+    Budget,
+    BudgetPlanner,
+    Overhead,
+    check_planner,
+    only_in_backward,
+    parse_bounds,
+)
 from zoo.policy.plan_report import Frontier, PlanReport, peak_table
 from zoo.profiling.optimizer_memory import OptimizerBytes, OptimizerOption, maker_of
 from zoo.profiling.progress import each, shown
@@ -143,6 +150,7 @@ def frontier(
         "optimizer_in_backward": optimizer_in_backward,
         "holds_outputs": holds_outputs,
     }
+    check_planner()
     return planner_for(model, inputs, optimizer=optimizer, loss=loss, **options).frontier()
 
 
@@ -150,7 +158,7 @@ def planner_for(
     model: nn.Module,
     inputs: Inputs | Invocation,
     *,
-    optimizer: OptimizerOption | OptimizerBytes | None,
+    optimizer: OptimizerOption | OptimizerBytes | None = torch.optim.AdamW,
     loss: Loss | None = None,
     measured: bool = True,
     **options: Any,

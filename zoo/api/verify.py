@@ -190,7 +190,8 @@ class _Training:
                 "those of a copy; write it as lambda parameters: torch.optim.SGD(parameters, ...)"
             )
         # an error without a plan is not to be blamed on one
-        self.call = Invocation.taken_by if checkpoint is None else Invocation.on
+        self.is_baseline = checkpoint is None
+        self.call = Invocation.taken_by if self.is_baseline else Invocation.on
         # gradients of parameters, which a step in the backward frees
         self.gradients: dict[Tensor, Tensor] = {}
         self.compared = self.optimizer if in_backward else None
@@ -231,7 +232,10 @@ def _train_pair(
     """
     plans = []
     for number, batch in enumerate(each("steps of training", batches), 1):
-        expected, actual = baseline.step(batch), other.step(batch)
+        with shown("the baseline"):
+            expected = baseline.step(batch)
+        with shown("the baseline again" if other.is_baseline else "with checkpoint="):
+            actual = other.step(batch)
         plans.append(plan_of(other.model))
         if (first := first_difference(expected, actual, number)) is not None:
             break

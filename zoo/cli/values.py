@@ -21,7 +21,7 @@ from zoo.engine.devices import accelerator, nearest_device
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.profiling.kernel_costs import DEVICES, rated_name
 from zoo.profiling.optimizer_memory import maker_of
-from zoo.report.pictures import check_picture
+from zoo.report.pictures import check_picture, plots
 from zoo.units import shape_text
 
 # a mistyped axis must not overflow
@@ -101,7 +101,9 @@ def device(text: str, others: Sequence[str] = ()) -> str:
 
 def rated_device(text: str) -> str:
     """Parses the name of one of torch's devices, or of one that need not be present."""
-    return rated_name(text) or device(text, RATED)
+    # "cpu" is this one, here
+    is_rated = text not in TORCH_DEVICES
+    return (is_rated and rated_name(text)) or device(text, RATED)
 
 
 def shape(text: str) -> RandomInput | None:
@@ -131,6 +133,7 @@ def file(text: str) -> str:
 
 
 def picture(text: str) -> str:
-    """Parses the path of a picture to write: .svg, .png or .pdf."""
+    """Parses the path of a picture to write: .svg, .png or .pdf; matplotlib must be installed."""
     check_picture(text)
+    plots()
     return file(text)

@@ -121,7 +121,8 @@ class BudgetPlanner:
     def _optimizer_bytes(self, in_backward: bool) -> OptimizerBytes:
         assert not isinstance(self.make, OptimizerBytes), "its bytes tell nothing of one parameter"
         kind = self.device.kind if self.device is not None else None
-        return optimizer_bytes(self.make, self.parameters, in_backward, kind, self.rounding)
+        with shown("counting the optimizer's state"):
+            return optimizer_bytes(self.make, self.parameters, in_backward, kind, self.rounding)
 
     def changed(self, **attributes: Any) -> "BudgetPlanner":
         """Returns a planner of the same step with other `kernels`, say, and counts anew."""
@@ -355,12 +356,18 @@ def only_in_backward(needed: int) -> str:
 
 
 def parse_bounds(memory_budget: Any, max_overhead: Any) -> tuple[Budget | None, float | None]:
-    """Reads a budget and an overhead; raises ArgumentError unless exactly one is given."""
+    """Reads a budget and an overhead.
+
+    Raises:
+        ArgumentError: not exactly one is given, it is none, or planning for it needs a package that
+            is not installed.
+    """
     if (memory_budget is None) == (max_overhead is None):
         raise ArgumentError(
             f"one of memory_budget and max_overhead must be given; got {memory_budget!r} and "
             f"{max_overhead!r}"
         )
+    check_planner()
     if max_overhead is not None:
         return None, parse_overhead(max_overhead)
     return parse_budget(memory_budget), None
@@ -415,6 +422,11 @@ def _without_last(item: tuple[Item, ...]) -> tuple[Item, ...]:
     last = item[-1]
     rest = _without_last(last) if isinstance(last, tuple) else ()
     return (*item[:-1], rest) if rest else item[:-1]
+
+
+def check_planner() -> None:
+    """Raises ArgumentError, before any work, if a package that planning needs is not installed."""
+    _planner()
 
 
 def _planner() -> Any:

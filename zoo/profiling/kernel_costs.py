@@ -78,14 +78,15 @@ DEVICES: dict[str, Device] = {
     "t4": Device({8: 0.25e12, 4: 8.1e12, 2: 65e12}, 0.32e12),
     "v100": Device({8: 7.8e12, 4: 15.7e12, 2: 125e12}, 0.9e12),
     # a small machine: two cores with AVX2 and one memory channel
-    "cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu", workspace=0),
+    "small-cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu", workspace=0),
 }
 
 
 def rated_name(name: str) -> str | None:
     """Returns the name in the table of 'H100', 'nvidia-h100' or 'RTX 4090'; None without one."""
     short = functools.partial(re.sub, r"nvidia|geforce|tesla|[\W_]", "")
-    return {short(known): known for known in DEVICES}.get(short(str(name).lower()))
+    names = {short(known): known for known in DEVICES} | {"cpu": "small-cpu"}
+    return names.get(short(str(name).lower()))
 
 
 def device_named(name: str) -> Device:
@@ -103,8 +104,8 @@ def device_named(name: str) -> Device:
 def rated_device(name: str | None, own: torch.device) -> Device | None:
     """Returns the device of the table that a plan is for; None for the model's own, `own`.
 
-    The model's own, by torch's name or by None, is measured; the table's "cpu" is for models on
-    the meta device.
+    The model's own, by torch's name or by None, is measured. For a model on the meta device, or on
+    another one, "cpu" is the table's small CPU.
 
     Raises:
         ArgumentError: the name is neither.

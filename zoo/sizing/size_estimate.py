@@ -20,7 +20,7 @@ from zoo.api.plan import planner_for
 from zoo.errors import ArgumentError, BudgetError, InputError
 from zoo.invocation import Inputs, Invocation, Loss, sizes_hint
 from zoo.planner.plan import Plan
-from zoo.policy.budget import BudgetPlanner
+from zoo.policy.budget import BudgetPlanner, check_planner
 from zoo.policy.options import PlannedRunner, plan_or_option, runner_for
 from zoo.policy.plan_report import Point
 from zoo.profiling.kernel_costs import KernelCosts
@@ -46,6 +46,7 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
     """Returns the policy by which training with this option chooses its plan."""
     checkpoint = plan_or_option(checkpoint)
     if checkpoint == "auto" or (max_overhead is not None and checkpoint in (None, False)):
+        check_planner()
 
         def best(planner: BudgetPlanner, budget: int | None) -> Point:
             if budget is None and max_overhead is None:
