@@ -637,6 +637,7 @@ def page(models: Iterable[str], known: Known) -> str:
         f"{versions}.",
         legend,
         "## In short",
+        IN_SHORT,
         summary(models, known),
         at_their_memory(models, known),
         "## Two public cases of budgets",
@@ -716,6 +717,12 @@ def kept(result: Mapping[str, Any], plain: Mapping[str, Any], method: Method) ->
         return bool(result["taken"] <= result["asked"])
     assert method.share is not None
     return bool(result["activations"] <= method.share * plain["activations"])
+
+
+IN_SHORT = """\
+Medians over the models that a method trains, for methods that train several; their numbers of
+models differ, so that a row compares with another only as far as the models are the same. Methods
+that were tried on one model are in its table below."""
 
 
 def summary(models: Iterable[str], known: Known) -> str:

@@ -257,9 +257,9 @@ def _name_marks(axes: Axes, chart: charts.Chart) -> None:
     boxes = place(spots, sizes, axes.get_window_extent(), lines, point)
     for text, spot, box in zip(texts, spots, boxes, strict=True):
         text.set_position(tuple((box.min - spot) / point))
-        away = np.maximum(np.maximum(box.min - spot, spot - box.max), 0) / point
+        away = np.maximum(np.maximum(box.min - spot, spot - box.max), 0)
         if text.arrow_patch is not None:
-            text.arrow_patch.set_visible(bool(np.hypot(*away) > BESIDE))
+            text.arrow_patch.set_visible(bool(np.hypot(*away) > BESIDE * point))
 
 
 def place(
@@ -281,7 +281,7 @@ def place(
             outside = frame.count_contains(box.get_points()) < 2
             crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
             # matplotlib draws the line to the text's middle and cuts it off at its edge
-            lead = Line([spot, (box.min + box.max) / 2])
+            lead = Line([spot, np.mean(box.get_points(), axis=0)])
             crossed_marks = sum(lead.intersects_bbox(mark) for mark in [*marks, *boxes])
             costs.append(
                 (box.count_overlaps([*boxes, *marks]) + outside + crossed_marks, crossed, box)
