@@ -637,6 +637,7 @@ def page(models: Iterable[str], known: Known) -> str:
         f"{versions}.",
         legend,
         "## In short",
+        IN_SHORT,
         summary(models, known),
         at_their_memory(models, known),
         "## Two public cases of budgets",
@@ -718,14 +719,21 @@ def kept(result: Mapping[str, Any], plain: Mapping[str, Any], method: Method) ->
     return bool(result["activations"] <= method.share * plain["activations"])
 
 
+IN_SHORT = """\
+Medians over the models that a method trains, for methods that train several; their numbers of
+models differ, so that a row compares with another only as far as the models are the same. Methods
+that were tried on one model are in its table below."""
+
+
 def summary(models: Iterable[str], known: Known) -> str:
-    """Returns a row for each method: medians over the models that it trains."""
+    """Returns a row for each method: medians over the models that it trains, if several."""
     rows = []
     for name, method in METHODS.items():
         results = [(known[m, name], known[m, "plain"]) for m in models if (m, name) in known]
         done = [(own, plain) for own, plain in results if own["status"] == "done"]
         refused = sum(own["status"] == "refused" for own, _ in results)
-        if not done:
+        # one model's number beside a median of ten compares the models
+        if len(done) < 2:
             continue
         has_budget = method.share is not None or method.beside is not None
         exact = sum(not own["bits"] for own, _ in done)

@@ -77,7 +77,7 @@ WRONG = {
     "frontier by none": (lambda: zoo.frontier(network(), images, optimizer=nothing), MAKES_NONE),
     "verify by none": (lambda: zoo.verify(network(), images, optimizer=nothing), MAKES_NONE),
     "verify a frozen model by a number": (
-        lambda: zoo.verify(frozen(), images, optimizer=3), "optimizer= is what makes an optimizer"  # type: ignore[arg-type]
+        lambda: zoo.verify(frozen(), images, optimizer=3), "optimizer=3 is no optimizer"  # type: ignore[arg-type]
     ),
     "anatomy by none": (lambda: zoo.anatomy(network(), images, optimizer=nothing), MAKES_NONE),
     "largest by none": (lambda: largest(network(), images, optimizer=nothing), MAKES_NONE),

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -44,12 +45,23 @@ def test_a_size_of_many_digits_is_refused_in_a_sentence(value: object) -> None:
 
 
 def test_what_is_no_size_is_told_the_units() -> None:
-    units = "units are B, KiB, MiB, GiB, TiB, kB, MB, GB, TB"
+    units = "units are B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, K, M, G, T"
     for text in ("1PiB", "0.5", "1.5 b"):
         with pytest.raises(ArgumentError, match=units):
             parse_bytes(text)
     for unit in units.removeprefix("units are ").split(", "):
         assert parse_bytes(f"3{unit}") % 3 == 0
+
+
+@pytest.mark.parametrize(
+    "size", ["8G", "8g", "8GiB", "8gib", " 8 GIB ", 8 << 30, np.int64(8 << 30)]
+)
+def test_a_size_is_written_in_any_way(size: object) -> None:
+    assert parse_bytes(size) == 8 << 30
+
+
+def test_a_decimal_unit_in_small_letters_stays_decimal() -> None:
+    assert parse_bytes("8gb") == parse_bytes("8GB") == 8 * 10**9
 
 
 def test_seconds_below_one_are_milliseconds() -> None:

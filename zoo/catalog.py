@@ -14,7 +14,7 @@ from zoo.errors import ArgumentError, ModelNameError, nearest, shortened
 from zoo.models import densenet, gpt2, preactivation_resnet, resnet, vit
 from zoo.models.lstm import GRULanguageModel, LSTMLanguageModel
 from zoo.models.vnet import VNet
-from zoo.policy.budget import Budget
+from zoo.policy.budget import Budget, Overhead
 from zoo.policy.options import Checkpoint, runner_for
 from zoo.pretrained import published
 
@@ -27,7 +27,7 @@ class Factory(Protocol):
         *,
         checkpoint: Checkpoint = False,
         memory_budget: Budget | None = None,
-        max_overhead: float | None = None,
+        max_overhead: Overhead | None = None,
         pretrained: bool = False,
         **arguments: Any,
     ) -> Chain:
@@ -40,7 +40,7 @@ def create(
     *,
     checkpoint: Checkpoint = False,
     memory_budget: Budget | None = None,
-    max_overhead: float | None = None,
+    max_overhead: Overhead | None = None,
     pretrained: bool = False,
     **model_arguments: Any,
 ) -> Chain:

@@ -42,6 +42,8 @@ OUTPUTS_ALONE = (
     "targets) does; where several sizes are looked at, it makes targets of the size of the outputs"
 )
 _log = logging.getLogger("zoo")
+# as many in a title
+MOST_SHAPES = 4
 # what a user writes for what a model is called with
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -82,7 +84,7 @@ class Invocation:
         except (ZooError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise _refused(model, error) from error
+            raise _refused(model, self, error) from error
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Invocation":
         """Returns the same arguments with other tensors."""
@@ -188,9 +190,23 @@ def _leaf_spec(leaf: Any) -> Any:
     return type(leaf)
 
 
-def _refused(model: nn.Module, error: Exception) -> ArgumentError:
+def sizes_hint(given: Invocation) -> str:
+    """Returns the way out if inputs hold whole numbers alone, as a shape does; else ''."""
+    leaves = pytree.tree_leaves((given.args, given.kwargs))
+    if not leaves or not all(type(leaf) is int for leaf in leaves):
+        return ""
+    shape = ", ".join(map(str, leaves[:8]))
+    return (
+        ". These inputs are whole numbers; for a tensor of this shape pass "
+        f"torch.empty({shape}, device='meta')"
+    )
+
+
+def _refused(model: nn.Module, given: Invocation, error: Exception) -> ArgumentError:
     said = in_a_line(error, LONGEST)
-    return ArgumentError(f"{type(model).__name__} does not take these inputs: {said}")
+    return ArgumentError(
+        f"{type(model).__name__} does not take these inputs: {said}{sizes_hint(given)}"
+    )
 
 
 class _Stopped(BaseException):
@@ -215,7 +231,7 @@ def capture_first_state(model: Chain, given: Invocation) -> tuple[Outline, State
         found, state = stopped.args
         return found, state
     except TypeError as error:
-        raise _refused(model, error) from error
+        raise _refused(model, given, error) from error
     finally:
         model.runner = runner
     raise ArgumentError(f"{type(model).__name__}'s forward does not run its steps")
@@ -365,10 +381,11 @@ def _shape(value: Any) -> str:
 
 
 def title_of(model: nn.Module, inputs: State) -> str:
-    """Names a model and the shapes of its inputs, without numbers: 'ResNet on 8×3×224×224'."""
-    shapes = [shape_text(value.shape) for value in inputs if value is not None and value.ndim]
+    """Names a model and its first inputs of several numbers: 'ResNet on 8×3×224×224'."""
+    shapes = [shape_text(v.shape) for v in inputs if v is not None and v.ndim and v.numel()]
+    more = f" and {len(shapes) - MOST_SHAPES} more" if len(shapes) > MOST_SHAPES else ""
     mode = "" if model.training else " in eval mode"
-    return f"{type(model).__name__}{mode} on {', '.join(shapes)}"
+    return f"{type(model).__name__}{mode} on {', '.join(shapes[:MOST_SHAPES])}{more}"
 
 
 def own_loss(outputs: Any) -> Any:

@@ -3,14 +3,20 @@
 import math
 import re
 from collections.abc import Iterable
+from numbers import Integral, Real
 
 from zoo.errors import ArgumentError, shortened
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 DECIMAL = ("B", "kB", "MB", "GB", "TB")
-UNITS = {unit.lower(): 1024**power for power, unit in enumerate(BINARY)} | {
-    unit.lower(): 1000**power for power, unit in enumerate(DECIMAL)
+# a prefix alone is binary, as for coreutils and Slurm
+PREFIXES = ("K", "M", "G", "T")
+UNITS = {
+    **{unit.lower(): 1024**power for power, unit in enumerate(BINARY)},
+    **{unit.lower(): 1024**power for power, unit in enumerate(PREFIXES, 1)},
+    **{unit.lower(): 1000**power for power, unit in enumerate(DECIMAL)},
 }
+SIZES = "bytes as an int, '8GiB' or '8G' (2^30 each), or '8GB' (10^9)"
 # what 64 bits hold, in which allocators count
 LARGEST = 2**63 - 1
 
@@ -61,18 +67,19 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else plural}"
 
 
-def parse_bytes(value: object, what: str = "size") -> int:
-    """Reads bytes: an int, or text such as '8GiB' (2^30 each), '8 GB' (10^9) or '512'.
+def parse_bytes(value: object, what: str = "size", accepted: str = SIZES) -> int:
+    """Reads bytes: an int, or text such as '8GiB' or '8G' (2^30 each), '8 GB' (10^9) or '512'.
+
+    Upper and lower case are the same. `accepted` is what an error says to write.
 
     Raises:
         ArgumentError: it is none of these, not above 0, or 2^63 and more.
     """
     count = _bytes(value)
     if count is None:
-        known = ", ".join(dict.fromkeys((*BINARY, *DECIMAL)))
+        known = ", ".join(dict.fromkeys((*BINARY, *DECIMAL, *PREFIXES)))
         raise ArgumentError(
-            f"{what}={shortened(value)} is no size; write bytes as an int, '8GiB' or '8GB'; units "
-            f"are {known}"
+            f"{what}={shortened(value)} is no size; write {accepted}; units are {known}"
         )
     if count <= 0:
         raise ArgumentError(f"{what}={shortened(value)} must be above 0")
@@ -85,8 +92,8 @@ def parse_bytes(value: object, what: str = "size") -> int:
 
 def _bytes(value: object) -> int | None:
     """Returns the bytes that a value stands for; None where it is no size."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
     text = value.strip() if isinstance(value, str) else ""
     found = re.fullmatch(r"(\d+)(\.\d+)?\s*([a-zA-Z]*)", text)
     unit = (found[3].lower() or "b") if found else ""
@@ -94,3 +101,13 @@ def _bytes(value: object) -> int | None:
         return None
     # of hundreds of digits a float is infinite
     return int(min(float(found[1] + (found[2] or "")) * UNITS[unit], 2.0 * LARGEST))
+
+
+def parse_ratio(value: object) -> float | None:
+    """Reads 0.5, '0.5' or '50%'; returns None for what is no number."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    text = value.strip() if isinstance(value, str) else ""
+    # of some hundred digits at most, since float() of more is infinite
+    found = re.fullmatch(r"(\d{1,300}\.?\d{0,300}|\.\d{1,300})\s*(%?)", text)
+    return float(found[1]) / (100 if found[2] else 1) if found else None

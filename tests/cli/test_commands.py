@@ -12,11 +12,11 @@ from tests.tracing.models import Net
 from tests.training import Residuals
 from zoo.catalog import model_arguments
 from zoo.cli.main import run
-from zoo.cli.parser import OPTIMIZERS
 from zoo.profiling.peak_memory import trace
 
 RESIDUALS = ("tests.training:Residuals", "--input", "8,4,16,16")
 MIB = 1024**2
+A100 = ("--device", "a100")
 
 
 @pytest.fixture
@@ -166,10 +166,11 @@ def test_options_of_ranks_that_mean_nothing_are_refused(command, options, messag
 
 def test_the_optimizer_in_the_backward_is_that_of_the_functions(numbers):
     given, flag = (*RESIDUALS, "--optimizer", "sgd"), "--optimizer-in-backward"
-    options = {"optimizer": OPTIMIZERS["sgd"], "optimizer_in_backward": True}
+    options = {"optimizer": "sgd", "optimizer_in_backward": True}
     for ranks in ((), ("--world-size", "2")):
         both = (
-            numbers("plan", *given, "--max-overhead", "9", *ranks, *way) for way in ((), (flag,))
+            numbers("plan", *given, "--max-overhead", "9", *A100, *ranks, *way)
+            for way in ((), (flag,))
         )
         without, found = ((part["alone"] if ranks else part)["fixed"] for part in both)
         assert without["gradients"] > found["gradients"] == 0
@@ -183,7 +184,7 @@ def test_the_optimizer_in_the_backward_is_that_of_the_functions(numbers):
 
 
 def test_plan_takes_an_overhead_and_an_optimizer(numbers):
-    given = ("plan", *RESIDUALS, "--max-overhead", "0.3", "--optimizer")
+    given = ("plan", *RESIDUALS, *A100, "--max-overhead", "0.3", "--optimizer")
     plain, adam = (numbers(*given, name) for name in ("none", "adamw"))
     parameters = sum(parameter.nbytes for parameter in Residuals().parameters())
     assert (plain["budget"], plain["fixed"]["optimizer"]) == (None, 0)
@@ -192,7 +193,7 @@ def test_plan_takes_an_overhead_and_an_optimizer(numbers):
 
 
 def test_a_budget_that_no_plan_keeps_is_exit_code_1(command):
-    told = command("plan", *RESIDUALS, "--memory-budget", "1KiB")
+    told = command("plan", *RESIDUALS, *A100, "--memory-budget", "1KiB")
     assert (told.code, told.out) == (1, "")
     assert re.fullmatch(r"zoo plan: a training step needs at least .*\n", told.err)
 
@@ -200,15 +201,28 @@ def test_a_budget_that_no_plan_keeps_is_exit_code_1(command):
 @pytest.mark.parametrize("name", ["plan", "max-batch"])
 def test_what_is_free_is_asked_where_the_weights_are(numbers, monkeypatch, name):
     monkeypatch.setattr("zoo.policy.budget.free_on", lambda place: 10 * MIB)
-    # weights that are never written take no memory, and what is free would be too much by them
-    monkeypatch.delattr("zoo.cli.model_spec.ModelSpec.build_unwritten")
     weights = sum(tensor.nbytes for tensor in Residuals().state_dict().values())
     assert numbers(name, *RESIDUALS, "--memory-budget", "device")["budget"] == 10 * MIB + weights
 
 
-def test_planning_for_a_device_here_runs_the_steps(numbers):
-    found = numbers("plan", *RESIDUALS, "--memory-budget", "100%", "--device", "cpu")
-    assert found["predicted_time_ratio"] >= 1
+@pytest.mark.parametrize("name", ["plan", "frontier"])
+@pytest.mark.parametrize("way", [[], ["--device", "cpu"]])
+def test_kernels_are_measured_on_the_device_at_hand_as_in_python(numbers, name, way):
+    bounds = {"plan": ["--max-overhead", "9"], "frontier": []}[name]
+    found = numbers(name, *RESIDUALS, *bounds, *way)
+    made = zoo.plan(Residuals(), images(), max_overhead=9, device=way[-1] if way else None)
+    assert (found["kernels_measured"], found["device"]) == (True, "cpu")
+    assert (made.kernels_measured, made.device) == (True, "cpu")
+    baseline = found["baseline"]["peak"] if name == "frontier" else found["baseline_peak"]
+    assert baseline == made.baseline_peak
+
+
+def test_a_file_of_a_plan_names_the_device_of_its_estimate(command, tmp_path):
+    file = tmp_path / "plan.json"
+    told = command("plan", *RESIDUALS, *A100, "--max-overhead", "9", "--save", str(file))
+    assert "estimated for a100, without kernel workspaces" in told.out
+    report = zoo.PlanReport.load(file)
+    assert (report.device, report.kernels_measured) == ("a100", False)
 
 
 def test_frontier_says_what_zoo_frontier_says(command, numbers, tmp_path):
@@ -258,7 +272,7 @@ def test_anatomy_takes_any_module_and_a_saved_plan(command, numbers, tmp_path):
     found = numbers("anatomy", "tests.cli.test_commands:Two", "--input", "2,3")
     assert (found["plan"], found["planned"]) == (None, None)
     file = str(tmp_path / "plan.json")
-    saved = numbers("plan", *RESIDUALS, "--memory-budget", "80%", "--save", file)
+    saved = numbers("plan", *RESIDUALS, *A100, "--memory-budget", "99%", "--save", file)
     found = numbers("anatomy", *RESIDUALS, "--checkpoint", file)
     assert zoo.Plan.parse(found["plan"]) == zoo.Plan(saved["plan"])
     timelines = tmp_path / "steps.json"

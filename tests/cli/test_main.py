@@ -92,7 +92,10 @@ MISTAKES = [
     (["info", "resnet18", "--args", "3"], "have names: classes=10; got 3"),
     (["info", "torch.nn.Lin", "--input", "2"], "has no 'Lin'. Did you mean .*Linear"),
     (["info", "torhc.nn.Linear", "--input", "2"], "no module 'torhc' here. Did you mean .*torch"),
-    (["info", "torch..Linear", "--input", "2"], "is not an import path; write package.module:Name"),
+    (
+        ["info", "torch..Linear", "--input", "2"],
+        "is not an import path; write package.module:Name or",
+    ),
     (["info", "torch.nn.Linear"], "is not in the catalog; give its inputs: --input"),
     (["info", "torch.nn.Linear", "--input", "2"], "cannot be built: TypeError: .*in_features"),
     (["info", "torch.pi", "--input", "2"], "is a value of type float, which cannot be called"),
@@ -100,13 +103,16 @@ MISTAKES = [
     (["info", "torch.nn.Linear", "--args", "3", "4", "--input", "2,5"], "RuntimeError: "),
     (["plan", *RESIDUALS], "one of the arguments --memory-budget --max-overhead is required"),
     (["plan", *RESIDUALS, "--memory-budget", "8GBi"], "'8GBi' is no size; write bytes"),
-    (["plan", *RESIDUALS, "--memory-budget", "1.5"], r"=1\.5 is no fraction of the baseline's"),
-    (["plan", *RESIDUALS, "--memory-budget", "0%"], r"=0\.0 is no fraction of the baseline"),
-    (["plan", *RESIDUALS, "--max-overhead", "-1"], "takes a number from 0, such as 0.2; got"),
-    (["plan", *RESIDUALS, "--max-overhead", "nan"], "takes a number from 0, such as 0.2; got"),
+    (["plan", *RESIDUALS, "--memory-budget", "1.5"], "='1.5' is no share of the baseline's"),
+    (["plan", *RESIDUALS, "--memory-budget", "0%"], "='0%' is no share of the baseline"),
+    (["plan", *RESIDUALS, "--max-overhead", "-1"], "must be a number, 0 or more; 0.2 or '20%'"),
+    (["plan", *RESIDUALS, "--max-overhead", "nan"], "='nan' must be a number, 0 or more"),
     (["plan", *RESIDUALS, "--memory-bugdet", "1"], "no option --memory-bugdet. Did you mean --mem"),
     (["plan", *RESIDUALS, "--max-overhead=1", "--device", "a10"], "Did you mean a100"),
-    (["plan", *RESIDUALS, "--max-overhead=1", "--optimizer", "adm"], "'adm'. Did you mean adam"),
+    (
+        ["plan", *RESIDUALS, "--max-overhead=1", "--optimizer", "adm"],
+        "'adm' is no optimizer. Did you mean adam",
+    ),
     (["plan", *RESIDUALS, "--max-overhead=1", "--save", "/no/x"], "'/no/x' cannot be written: No"),
     (
         ["plan", *RESIDUALS, "--max-overhead=1", "--plot", "x.gif"],
@@ -122,6 +128,10 @@ MISTAKES = [
     (["anatomy", "resnt", "--save", "/no/x"], "--save: '/no/x' cannot be written: No such"),
     (["anatomy", "resnt", "--plot", "x.txt"], "'x.txt' is no picture; end it with .svg"),
     (["info", "resnet18", "--input", "-2,3"], "--input: takes a shape such as .*got '-2,3'"),
+    (["anatomy", *RESIDUALS, "--device", "gpu"], "Did you mean cuda"),
+    (["compare", "--device", "gpu"], "got 'gpu'. Did you mean cuda"),
+    (["info", "no/mine.py:Net", "--input", "2"], "there is no file 'no/mine.py'"),
+    (["info", "mine.py", "--input", "2"], "mine.py is a file; name what makes .*, as mine.py:Net"),
     (["anatomy", *RESIDUALS, "--device", "cdua"], "takes cpu or cuda.*Did you mean cuda"),
     (["anatomy", *RESIDUALS, "--checkpoint", "sqr"], "is no scheme.*Did you mean sqrt"),
     (["anatomy", *RESIDUALS, "--checkpoint", "no.json"], "'no.json' cannot be read: No such"),
@@ -129,7 +139,7 @@ MISTAKES = [
     (["max-batch", *RESIDUALS], "one of the arguments --memory-budget is required"),
     (
         ["max-batch", *RESIDUALS, "--memory-budget", "50%"],
-        "a fraction .* which grows with",
+        "a share .* which grows with",
     ),
     (["max-batch", *RESIDUALS, "--memory-budget", "1MB", "--vary", "7"], "no dimension"),
     (["max-batch", *RESIDUALS, "--memory-budget", "1MB", "--multiple-of", "x"], "number from 1"),
@@ -154,6 +164,17 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(command, arguments, message):
     told = command(*arguments)
     assert (told.code, told.out) == (2, "")
     assert re.fullmatch(rf"zoo.*: .*{message}.*\n", told.err), told.err
+
+
+@pytest.mark.parametrize("name", ["plan", "frontier", "anatomy"])
+def test_a_package_that_a_picture_needs_is_missed_before_any_work(command, monkeypatch, name):
+    monkeypatch.delitem(sys.modules, "zoo.report.matplotlib_charts", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    # there is no such model either
+    more = ["--max-overhead", "1"] if name == "plan" else []
+    told = command(name, "resnt", *more, "--plot", "x.svg")
+    assert (told.code, told.out) == (2, "")
+    assert re.search(r"a picture needs .*pip install 'zoo-checkpoint\[compare\]'", told.err)
 
 
 LONG = "a" * 100_000

@@ -107,6 +107,31 @@ def test_a_module_in_the_folder_of_the_command_is_found(monkeypatch, tmp_path):
     assert sys.path == before
 
 
+FILE = "import beside_of_a_test, torch\nNet = lambda: torch.nn.Linear(2, beside_of_a_test.SIZE)\n"
+
+
+# a name of another module, and what is no name of a module
+@pytest.mark.parametrize("name", ["mine_of_a_test", "torch", "a-model", "a.b"])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_model_may_be_in_a_file(monkeypatch, tmp_path, name, is_whole):
+    folder = tmp_path / "deep"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(FILE)
+    (folder / "beside_of_a_test.py").write_text("SIZE = 3")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    path = f"{folder if is_whole else 'deep'}/{name}.py:Net"
+    assert found(path, "--input", "1,2").build().out_features == 3
+    assert (sys.path, sys.modules["torch"]) == (before, torch)
+
+
+def test_a_file_with_an_error_says_so(monkeypatch, tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"importing broken\.py fails: ZeroDivision"):
+        found("broken.py:Net", "--input", "1,2")
+
+
 def test_a_module_that_lacks_a_package_says_which(monkeypatch, tmp_path):
     (tmp_path / "lacking_of_a_test.py").write_text("import no_such_package")
     monkeypatch.chdir(tmp_path)

@@ -8,15 +8,17 @@ from tests.policy.test_plan_report import report
 from zoo.cli import values
 from zoo.cli.values import RandomInput
 from zoo.errors import ArgumentError, PlanError
+from zoo.policy.budget import parse_budget
+from zoo.policy.options import parse_checkpoint
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("8GiB", "8GiB"),
-        ("8 GB", "8 GB"),
-        ("1.5KiB", "1.5KiB"),
-        ("512", "512"),
+        ("8GiB", 8 << 30),
+        ("8 GB", 8 * 10**9),
+        ("1.5KiB", 1536),
+        ("512", 512),
         ("0.5", 0.5),
         (".25", 0.25),
         ("50%", 0.5),
@@ -24,15 +26,15 @@ from zoo.errors import ArgumentError, PlanError
         ("device", "device"),
     ],
 )
-def test_a_budget_is_a_size_or_a_fraction(text, value):
-    found = values.size(text)
+def test_a_budget_is_a_size_or_a_share(text, value):
+    found = parse_budget(text)
     assert (found, type(found)) == (value, type(value))
 
 
 @pytest.mark.parametrize("text", ["8GBi", "1.01", "0.0", "101%", "%", "-1", "", "half", "1.5.2"])
 def test_what_is_no_budget_is_refused(text):
-    with pytest.raises(ArgumentError, match=r"is no (size|fraction)|above 0"):
-        values.size(text)
+    with pytest.raises(ArgumentError, match=r"is no (size|share)"):
+        parse_budget(text)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_what_is_no_shape_is_refused(text):
     ],
 )
 def test_a_checkpoint_is_what_the_models_take(text, value):
-    found = values.plan(text)
+    found = parse_checkpoint(text)
     assert (found, type(found)) == (value, type(value))
 
 
@@ -76,17 +78,19 @@ def test_a_checkpoint_may_be_a_file_of_a_plan_with_or_without_its_costs(tmp_path
     whole.save("report.json")
     (tmp_path / "plan.json").write_text(f"\n {whole.plan.to_json()}")
     (tmp_path / "broken.json").write_text("(0-1) 2")
-    assert values.plan("report.json") == whole
-    assert values.plan("plan.json") == whole.plan
+    assert parse_checkpoint("report.json") == whole
+    assert parse_checkpoint("plan.json") == whole.plan
     with pytest.raises(PlanError, match="no report of a plan in JSON: Expecting value"):
-        values.plan("broken.json")
+        parse_checkpoint("broken.json")
 
 
 @pytest.mark.parametrize(
-    "read", [values.count, values.number, values.plan, values.shape, values.size]
+    "read", [values.count, values.number, parse_checkpoint, values.shape, parse_budget]
 )
 def test_thousands_of_digits_are_a_wrong_value(read):
-    with pytest.raises(ArgumentError, match=r"up to 1099511627776|takes a shape|any memory"):
+    with pytest.raises(
+        ArgumentError, match=r"up to 1099511627776|takes a shape|any memory|is no scheme"
+    ):
         read("9" * 5000)
 
 

@@ -4,10 +4,13 @@ import functools
 import logging
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.planner.chains import nested_plans
-from tests.tracing.models import Ending
+from tests.tracing.models import Ending, Net
 from tests.training import Residuals, assert_same, everything, images
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.plan import planner_for
@@ -26,7 +29,7 @@ from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import basic
 from zoo.planner.costs import simulate
 from zoo.planner.plan import Plan
-from zoo.policy.budget import BudgetPlanner
+from zoo.policy.budget import BudgetPlanner, parse_budget, parse_overhead
 from zoo.policy.plan_report import FixedBytes, PlanReport
 from zoo.profiling.caching_allocator import BLOCK, rounded_up
 from zoo.profiling.peak_memory import measure_step
@@ -134,7 +137,7 @@ def test_outputs_that_no_variable_holds_do_not_count_in_the_backward() -> None:
     """The backward of a wide last layer, with its output and without."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4000)), torch.rand(50, 8)
     held, dropped = (
-        planner_for(model, x, optimizer=None, device="cpu", holds_outputs=holds)
+        planner_for(model, x, optimizer=None, device="small-cpu", holds_outputs=holds)
         for holds in (True, False)
     )
     assert held.baseline.peak - dropped.baseline.peak == 4 * 50 * 4000
@@ -793,11 +796,11 @@ def test_a_report_survives_a_file(tmp_path: Any) -> None:
         (None, None, "one of memory_budget and max_overhead"),
         ("1GiB", 0.2, "one of memory_budget and max_overhead"),
         ("lots", None, "memory_budget='lots' is no size"),
-        ("50%", None, "memory_budget='50%' is no size; .* 0.5 for half of it"),
+        ("150%", None, "memory_budget='150%' is no share .* '8GB' .* 0.6 or '60%', or 'device'"),
         (0, None, "memory_budget=0 must be above 0"),
-        (1.5, None, r"memory_budget=1\.5 is no fraction"),
+        (1.5, None, r"memory_budget=1\.5 is no share"),
         (None, -0.1, r"max_overhead=-0\.1 must be a number, 0 or more"),
-        (None, "0.2", r"max_overhead='0\.2' must be a number, 0 or more"),
+        (None, "much", "max_overhead='much' must be a number, 0 or more; 0.2 or '20%'"),
         (None, True, "max_overhead=True must be a number, 0 or more"),
         (None, float("nan"), "max_overhead=nan must be a number, 0 or more"),
     ],
@@ -810,8 +813,52 @@ def test_what_is_no_budget_is_refused(budget: Any, overhead: Any, message: str) 
             zoo.checkpoint(Residuals(), "auto", memory_budget=budget, max_overhead=overhead)
 
 
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (0.99, "99%", "0.99", " 99 % ", np.float32(0.99), Fraction(99, 100)),
+        ("1G", "1g", "1GiB", "1gib", 1 << 30, str(1 << 30), np.int64(1 << 30)),
+        ("1GB", "1gb", "1 GB", 10**9),
+    ],
+    ids=str,
+)
+def test_a_budget_is_one_value_in_whatever_way_it_is_written(ways: Any) -> None:
+    budgets = {round(float(parse_budget(way)), 6) for way in ways}
+    assert len(budgets) == 1
+    for way in ways[:2]:
+        runner = zoo.checkpoint(Residuals(), memory_budget=way).runner
+        assert getattr(runner, "memory_budget", None) == parse_budget(way)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda: zoo.checkpoint(Residuals(), memory_budget="1G"),
+        lambda: zoo.checkpoint(Net(), max_overhead=0.2),
+        lambda: zoo.checkpoint(Net(), "auto"),
+        lambda: zoo.plan(Net(), "no inputs", memory_budget="1G"),  # type: ignore[arg-type]
+        lambda: zoo.frontier(Net(), "no inputs"),  # type: ignore[arg-type]
+        lambda: zoo.plan_rank(Net(), "no inputs", world_size=2, max_overhead=1.0),  # type: ignore[arg-type]
+        lambda: zoo.largest(Net(), images(8), memory_budget="1G", checkpoint="auto"),
+    ],
+)
+def test_a_package_that_planning_needs_is_missed_before_any_work(
+    plan: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("zoo.planner.optimal", "zoo.planner.search_space"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(ArgumentError, match=r"needs numpy: pip install 'zoo-checkpoint\[plan\]'"):
+        plan()
+
+
+@pytest.mark.parametrize("overhead", [0.2, "0.2", "20%", "20 %", np.float64(0.2)])
+def test_an_overhead_is_one_value_in_whatever_way_it_is_written(overhead: Any) -> None:
+    assert parse_overhead(overhead) == 0.2
+
+
 def test_a_plan_is_for_training_also_where_gradients_are_off() -> None:
-    planned = functools.partial(zoo.plan, Residuals(), images(8), max_overhead=0.2, device="cpu")
+    planned = functools.partial(zoo.plan, Residuals(), images(8), max_overhead=0.2, device="a100")
     assert torch.no_grad()(planned)() == torch.inference_mode()(planned)() == planned()
 
 
@@ -901,7 +948,7 @@ def test_targets_may_be_on_meta() -> None:
         def loss(scores: Tensor) -> Tensor:
             return torch.nn.functional.cross_entropy(scores, known)
 
-        return planner_for(model, x, loss=loss, device="cpu").costs
+        return planner_for(model, x, loss=loss, device="small-cpu").costs
 
     meta, real = costs_with(targets.to("meta")), costs_with(targets)
     assert meta.flops == real.flops

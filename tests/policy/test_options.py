@@ -4,6 +4,8 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from tests.tracing.models import Net
 from tests.training import Record, Residuals, assert_same, everything, images, train
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.chain import Chain, Steps
@@ -20,6 +23,7 @@ from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import ResNet, basic, bottleneck
 from zoo.policy import options as checkpointing
 from zoo.policy.options import runner_for
+from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.peak_memory import trace
 
 OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
@@ -370,3 +374,62 @@ def test_a_whole_graph_needs_a_plan_before() -> None:
         forward(x)
     model(x)
     forward(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("made_for", "warnings"),
+    [("a100", 1), ("NVIDIA H100 80GB HBM3", 1), ("cpu", 0), ("", 0)],
+)
+def test_a_plan_of_another_device_warns_once(
+    made_for: str, warnings: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    checkpointing._warn_of_device.cache_clear()
+    file = tmp_path / "plan.json"
+    for build in (Residuals, Net):
+        replace(zoo.plan(build(), images(8), max_overhead=9.0), device=made_for).save(file)
+        model = zoo.checkpoint(build(), str(file))
+        for _ in range(2):
+            model(images(8)).sum().backward()
+    text = f"made for {made_for}, and the model is on cpu"
+    told = [record.message for record in caplog.records if text in record.message]
+    assert len(told) == len(caplog.records) == warnings
+    assert all("Make the plan here: zoo.plan(" in message for message in told)
+
+
+def test_a_plan_of_another_device_is_verified_and_looked_at_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpointing._warn_of_device.cache_clear()
+    report = zoo.plan(Residuals(), images(8), max_overhead=9.0, device="a100")
+    assert report.device == "a100"
+    assert zoo.verify(Residuals(), images(8), report, steps=1).exact
+    zoo.anatomy(Residuals(), images(8), checkpoint=report)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("made_for", "here", "is_like"),
+    [
+        ("a100", "NVIDIA A100-SXM4-80GB", True),
+        ("rtx-4090", "NVIDIA GeForce RTX 4090", True),
+        ("l4", "NVIDIA L4", True),
+        ("l4", "NVIDIA L40S", False),
+        ("h100", "NVIDIA H200", False),
+        ("cpu", "NVIDIA H200", False),
+        ("NVIDIA H200", "NVIDIA H200", True),
+    ],
+)
+def test_a_device_of_the_table_is_known_by_its_makers_name(
+    made_for: str, here: str, is_like: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zoo.engine.devices.name_of", lambda kind: here)
+    assert is_of_kind(made_for, "cuda") is is_like
+
+
+@pytest.mark.parametrize("text", ["true", "2", "sqrt", "(0-3) 4-9"])
+def test_an_option_may_be_the_text_of_a_command_line(text: str) -> None:
+    options = {"true": True, "2": 2, "(0-3) 4-9": zoo.Plan([(0, 1, 2, 3), *range(4, 10)])}
+    written, given = (zoo.checkpoint(Residuals(), way) for way in (text, options.get(text, text)))
+    for model in (written, given):
+        model(images(8)).sum().backward()
+    assert zoo.plan_of(written) == zoo.plan_of(given) is not None

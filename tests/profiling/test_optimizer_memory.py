@@ -1,16 +1,25 @@
+import copy
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import zoo
 from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
 from zoo.profiling import optimizer_memory as optimizer
 from zoo.profiling.isolation import can_fork
-from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
+from zoo.profiling.optimizer_memory import (
+    OPTIMIZERS,
+    MakeOptimizer,
+    OptimizerBytes,
+    maker_of,
+    optimizer_bytes,
+)
 from zoo.profiling.peak_memory import resident_bytes, trace
 
 MAKES: list[MakeOptimizer] = [
@@ -55,10 +64,70 @@ def test_no_optimizer_and_no_gradients_need_nothing() -> None:
     assert optimizer_bytes(torch.optim.AdamW, [torch.ones(3)]) == OptimizerBytes(0, 0)
 
 
-def test_an_optimizer_that_is_made_already_is_refused() -> None:
-    made: Any = torch.optim.SGD(network().parameters(), lr=0.1)
-    with pytest.raises(ArgumentError, match="makes an optimizer, such as"):
-        optimizer_bytes(made, network().parameters())
+def adam_of(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Two groups, of which one has a state of three tensors; a scheduler patches its step."""
+    first, *others = (p for p in model.parameters() if p.requires_grad)
+    groups = [{"params": others}, {"params": [first], "amsgrad": True}]
+    made = torch.optim.AdamW(groups, **options)
+    torch.optim.lr_scheduler.ConstantLR(made)
+    return made
+
+
+def test_an_optimizer_counts_by_its_groups_and_is_left_as_it_was() -> None:
+    model = network()
+    made, before = adam_of(model), copy.deepcopy(model.state_dict())
+    make = maker_of(made, model)
+    assert make is not None
+    for in_backward in (False, True):
+        found = optimizer_bytes(make, model.parameters(), in_backward)
+        trained = copy.deepcopy(model)
+        real = adam_of(trained)
+        for parameter in trained.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        real.step()
+        assert found.state == resident_bytes(trained, real).optimizer
+        assert not made.state
+    assert zoo.verify(model, torch.randn(2, 64), optimizer=made, steps=2).exact
+    assert not made.state
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_optimizer_of_a_part_of_the_model_counts_that_part() -> None:
+    model = network()
+    last = model[1].weight
+    make = maker_of(torch.optim.SGD([last], momentum=0.9), model)
+    assert optimizer_bytes(make, model.parameters()).state == last.nbytes
+
+
+@pytest.mark.parametrize("name", ["adamw", "AdamW", "adam", "sgd", "none"])
+def test_an_optimizer_has_a_name(name: str) -> None:
+    known = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "none": None}
+    make = maker_of(name)
+    assert make is known.get(name.lower(), OPTIMIZERS["sgd"])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("adm", "'adm' is no optimizer. Did you mean adam"),
+        (3, "=3 is no optimizer. It takes 'adamw', 'adam', 'sgd', 'none', a class"),
+        (torch.optim.SGD(network().parameters()), "holds 3 parameters that this model does not"),
+    ],
+    ids=["name", "number", "other model"],
+)
+def test_what_is_no_optimizer_of_the_model_is_refused(option: Any, message: str) -> None:
+    model, x = network(), torch.randn(2, 64)
+    asked: list[Callable[..., Any]] = [
+        functools.partial(zoo.plan, max_overhead=1.0),
+        zoo.frontier,
+        functools.partial(zoo.largest, memory_budget="1GiB"),
+        zoo.anatomy,
+        zoo.verify,
+        functools.partial(zoo.plan_rank, max_overhead=1.0, world_size=2),
+    ]
+    for function in asked:
+        with pytest.raises(ArgumentError, match=message):
+            function(model, x, optimizer=option)
 
 
 def test_an_optimizer_that_takes_no_such_gradients_is_refused() -> None:

@@ -60,12 +60,22 @@ def test_a_pipe_has_a_line_for_each_part(
     with shown("zoo.plan"), shown("Net"):
         stream.wait_for("zoo.plan: Net\n")
         for _ in each("kernels", range(3)):
-            stream.wait_for("zoo.plan: Net: kernels\n")
+            stream.wait_for("zoo.plan: Net: kernels 0/3\n")
             with shown("one"):
                 stream.wait_for("zoo.plan: Net: kernels 0/3: one\n")
                 break
+    assert "zoo.plan\n" not in stream.getvalue(), "a name alone tells nothing"
     assert capsys.readouterr().out == ""
     assert threads() == 0
+
+
+def test_a_pipe_shows_how_a_count_rises(stderr: Callable[..., Stream]) -> None:
+    stream = stderr()
+    with shown("zoo.plan"):
+        for number in each("kernels", range(3)):
+            stream.wait_for(f"zoo.plan: kernels {number}/3\n")
+    lines = stream.getvalue().splitlines()
+    assert lines == list(dict.fromkeys(lines)), "no line is there twice"
 
 
 def test_a_call_that_makes_another_of_its_name_is_named_once(stderr: Callable[..., Stream]) -> None:
@@ -91,8 +101,8 @@ def test_a_terminal_has_lines_where_tqdm_is_not_installed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     stream = stderr(is_terminal=True)
-    with shown("zoo.plan"):
-        stream.wait_for("zoo.plan\n")
+    with shown("zoo.plan"), shown("Net"):
+        stream.wait_for("zoo.plan: Net\n")
 
 
 def test_what_ends_before_the_delay_shows_nothing(
@@ -143,7 +153,7 @@ def test_a_pipe_that_is_closed_stops_nothing(
 
     stream: Any = stderr()
     monkeypatch.setattr(stream, "write", fail)
-    with shown("zoo.plan"):
+    with shown("zoo.plan"), shown("Net"):
         assert tried.wait(60)
 
 
@@ -158,16 +168,16 @@ def test_an_interrupt_ends_it_and_the_next_begins_anew(stderr: Callable[..., Str
         interrupted()
     assert threads() == 0
     stream = stderr()
-    with shown("zoo.verify"):
-        stream.wait_for("zoo.verify\n")
+    with shown("zoo.verify"), shown("Net"):
+        stream.wait_for("zoo.verify: Net\n")
 
 
 def test_a_thread_shows_what_it_does_itself(stderr: Callable[..., Stream]) -> None:
     stream = stderr()
 
     def work() -> None:
-        with shown("zoo.track"):
-            stream.wait_for("zoo.track\n")
+        with shown("zoo.track"), shown("Net"):
+            stream.wait_for("zoo.track: Net\n")
 
     with shown("zoo.plan"):
         thread = threading.Thread(target=work)

@@ -56,6 +56,7 @@ def test_a_picture_of_a_plan_names_stages_and_categories(tmp_path: Path, blocks:
         "activations recomputed 1.00 MiB",
         f"kept: {4 * blocks - 2} steps",
         "recomputed: 4 steps",
+        "below: segments, nested ones lower",
     ):
         assert f"<!-- {words} -->" in text
     assert f"saved by each {'step' if blocks == 3 else 'block'} (MiB)" in text
@@ -138,3 +139,14 @@ def test_names_stand_beside_their_marks_and_over_no_other() -> None:
     # the last has no room on its right, where a name stands otherwise
     assert boxes[3].max[0] < spots[3][0]
     assert not line.intersects_bbox(boxes[0], filled=False)
+
+
+def test_no_line_to_a_name_crosses_another_mark() -> None:
+    frame = Bbox.from_extents(0, 0, 400, 400)
+    # above and to the right of the first are others, beyond which there is room for a name
+    spots = [(200.0, 200.0), (212.0, 207.0), (188.0, 207.0), (214.0, 200.0)]
+    boxes = place(spots, [(60, 20)] * len(spots), frame, [], point=1)
+    middle = (boxes[0].min + boxes[0].max) / 2
+    lead = Line([spots[0], tuple(middle)])
+    for x, y in spots[1:]:
+        assert not lead.intersects_bbox(Bbox.from_bounds(x - 4, y - 4, 8, 8))

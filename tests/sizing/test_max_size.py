@@ -26,7 +26,7 @@ from zoo.sizing.max_size import Largest, largest
 
 SEARCH = "zoo.sizing.max_size"
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-on_paper = functools.partial(largest, optimizer=sgd, device="cpu", verify=False)
+on_paper = functools.partial(largest, optimizer=sgd, device="small-cpu", verify=False)
 
 
 def scores(output: Any, *_: Any) -> Tensor:
@@ -123,7 +123,7 @@ def test_real_steps_keep_to_the_budget_up_to_the_size_found(name: str, checkpoin
 
 
 def test_the_inputs_grow_in_the_dimensions_that_are_named() -> None:
-    limit = functools.partial(zoo.max_batch_size, optimizer=sgd, device="cpu", verify=False)
+    limit = functools.partial(zoo.max_batch_size, optimizer=sgd, device="small-cpu", verify=False)
     model, x = Residuals(), images(2, 4, 16)
     batch = limit(model, x, memory_budget="1MiB")
     assert batch == limit(model, vary=lambda size: meta(size, 4, 16, 16), memory_budget="1MiB")
@@ -169,7 +169,9 @@ def test_plans_make_room_for_more_and_any_plan_for_the_most() -> None:
 
 def test_what_zoo_plan_refuses_is_one_size_further() -> None:
     model = Residuals(6)
-    plan = functools.partial(zoo.plan, model, memory_budget="1MiB", device="cpu", optimizer=sgd)
+    plan = functools.partial(
+        zoo.plan, model, memory_budget="1MiB", device="small-cpu", optimizer=sgd
+    )
     found = on_paper(model, images(2, 4, 32), memory_budget="1MiB", checkpoint="auto")
     report = plan(meta(found.size, 4, 32, 32))
     assert (found.plan, found.predicted_peak) == (report.plan, report.predicted_peak)
@@ -311,7 +313,7 @@ def test_no_device_means_not_measured() -> None:
     assert found.measured_peak is None
     assert "not measured" in str(found)
     with_it = largest(
-        Residuals(1), meta(1, 4, 16, 16), memory_budget="1MiB", device="cpu", verify=False
+        Residuals(1), meta(1, 4, 16, 16), memory_budget="1MiB", device="small-cpu", verify=False
     )
     assert with_it == found
 
@@ -452,7 +454,8 @@ def test_a_slow_step_is_only_run_if_asked_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory_budget": 0.5}, r"memory_budget=0\.5: a float is a fraction"),
+        ({"memory_budget": 0.5}, r"memory_budget=0\.5 is a share of .* write bytes as an int"),
+        ({"memory_budget": "50%"}, "memory_budget='50%' is a share of the baseline's peak"),
         ({"memory_budget": "lots"}, "memory_budget='lots' is no size"),
         ({"multiple_of": 0}, "multiple_of=0 must be a whole number, 1 or more"),
         ({"vary": 4}, r"vary=4 is no dimension of an input of shape \(2, 4, 16, 16\)"),
@@ -505,7 +508,7 @@ def test_the_details_and_the_number_agree() -> None:
     found = on_paper(model, x, memory_budget="1MiB")
     assert isinstance(found, Largest)
     number = zoo.max_batch_size(
-        model, x, memory_budget="1MiB", optimizer=sgd, device="cpu", verify=False
+        model, x, memory_budget="1MiB", optimizer=sgd, device="small-cpu", verify=False
     )
     assert type(number) is int
     assert number == found.size

@@ -201,7 +201,7 @@ def test_the_largest_batch_of_any_module_is_found_and_trains() -> None:
     )
     assert found.measured_peak <= found.predicted_peak <= found.budget < found.next_peak
     on_paper = functools.partial(
-        zoo.max_batch_size, memory_budget="1MiB", optimizer=torch.optim.SGD, device="cpu"
+        zoo.max_batch_size, memory_budget="1MiB", optimizer=torch.optim.SGD, device="small-cpu"
     )
     plain, in_force = on_paper(model, sample), on_paper(zoo.checkpoint(model, "blocks"), sample)
     assert 0 < plain < in_force <= found.size + 1
@@ -209,8 +209,8 @@ def test_the_largest_batch_of_any_module_is_found_and_trains() -> None:
 
 def test_a_model_on_the_meta_device_is_planned_for() -> None:
     model, x = Net().to("meta"), torch.empty(8, 4, 32, 32, device="meta")
-    on_paper = zoo.plan(model, x, max_overhead=0.3, device="cpu")
-    assert on_paper.plan == zoo.plan(Net(), x, max_overhead=0.3, device="cpu").plan
+    on_paper = zoo.plan(model, x, max_overhead=0.3, device="small-cpu")
+    assert on_paper.plan == zoo.plan(Net(), x, max_overhead=0.3, device="small-cpu").plan
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from zoo.invocation import (
     with_loss_errors,
 )
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Budget
-from zoo.policy.options import Checkpoint, runner_for
+from zoo.policy.budget import Budget, Overhead
+from zoo.policy.options import Checkpoint, parse_checkpoint, runner_for
 from zoo.profiling.progress import shown
 from zoo.tracing.isolated_trace import graph_of
 from zoo.tracing.partition import ModelSteps, check_switches, partition, paths_of
@@ -34,7 +34,7 @@ def checkpoint(
     checkpoint: Checkpoint | None = None,
     *,
     memory_budget: Budget | None = None,
-    max_overhead: float | None = None,
+    max_overhead: Overhead | None = None,
     inputs: Any = None,
     steps: Sequence[str] | None = None,
 ) -> AnyModule:
@@ -48,7 +48,8 @@ def checkpoint(
       budget is what is free on the device. A budget alone means "auto";
     - an int k: k segments of equal numbers of blocks, all but the last recomputed;
     - `"sqrt"`, `"blocks"`, `"cheap"`: a scheme of `zoo.planner.schemes`;
-    - a `Plan`, nested tuple or `PlanReport`: that plan.
+    - a `Plan`, nested tuple or `PlanReport`: that plan; also as text, `"(0-1) 2"`, or as the name
+      of a file, `"plan.json"`.
 
     The model's own forward runs, once and as it is written; a plan decides which of the tensors
     that it saves stay in memory. It does so wherever gradients are recorded, in `eval()`, too; an
@@ -81,7 +82,7 @@ def checkpoint(
     """
     if checkpoint is None:
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"
-    option = checkpoint, memory_budget, max_overhead
+    option = parse_checkpoint(checkpoint), memory_budget, max_overhead
     if isinstance(model, Chain):
         _attach(model, option, inputs, steps)
         return model

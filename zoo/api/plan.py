@@ -44,14 +44,21 @@ from zoo.invocation import (
     title_of,
 )
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Budget, BudgetPlanner, check_bounds, only_in_backward
+from zoo.policy.budget import (
+    Budget,
+    BudgetPlanner,
+    Overhead,
+    check_planner,
+    only_in_backward,
+    parse_bounds,
+)
 from zoo.policy.plan_report import Frontier, PlanReport, peak_table
-from zoo.profiling.optimizer_memory import MakeOptimizer
+from zoo.profiling.optimizer_memory import OptimizerBytes, OptimizerOption, maker_of
 from zoo.profiling.progress import each, shown
 from zoo.profiling.timeline import Timeline
 from zoo.report.escaping import markdown_table
 from zoo.tracing.partition import block_paths
-from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
+from zoo.units import at_least, exact_bytes, format_bytes
 
 # for each parameter torch lists all ranks: for so many that takes minutes, for more hours
 MOST_RANKS = 2**16
@@ -64,8 +71,8 @@ def plan(
     inputs: Inputs,
     *,
     memory_budget: Budget | None = None,
-    max_overhead: float | None = None,
-    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    max_overhead: Overhead | None = None,
+    optimizer: OptimizerOption | None = torch.optim.AdamW,
     loss: Loss | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
@@ -79,22 +86,26 @@ def plan(
             device. Targets are among them where the model takes them: `(tokens, targets)` for
             GPT-2, `(tokens, None, targets)` for an LSTM, `{"input_ids": tokens, "labels": tokens}`
             for transformers, whose loss is then the output of that name.
-        memory_budget: the peak of the whole training step: bytes, "8GiB", "8GB", "device" for what
-            is free where the model is, or a float, the fraction of the baseline's peak: `0.5` for
-            half of it.
-        max_overhead: instead, `0.2` asks for the least memory in at most 1.2 times the baseline's
-            time.
-        optimizer: makes the optimizer whose state is counted; None counts none. The step is assumed
-            to begin without gradients: where they are accumulated, or zeroed in place, subtract
-            `report.fixed.gradients` from the budget. Called under autocast, it counts the casts of
-            weights that are cached until the forward and the loss are over; where the backward is
-            inside of the region, too, subtract half of `report.fixed.parameters`.
+        memory_budget: the peak of the whole training step: bytes as an int, `"8GiB"` or `"8G"`
+            (2^30 each), `"8GB"` (10^9); a share of the baseline's peak, `0.6` or `"60%"`; or
+            `"device"` for what is free where the model is.
+        max_overhead: instead, `0.2` or `"20%"` asks for the least memory in at most 1.2 times the
+            baseline's time.
+        optimizer: whose state is counted: `"adamw"`, `"adam"`, `"sgd"` (with momentum) or `"none"`;
+            a class, or a function of the list of parameters; an optimizer of the model's
+            parameters; None counts none. The step is assumed to begin without gradients: where
+            they are accumulated, or zeroed in place, subtract `report.fixed.gradients` from the
+            budget. Called under autocast, it counts the casts of weights that are cached until the
+            forward and the loss are over; where the backward is inside of the region, too, subtract
+            half of `report.fixed.parameters`.
         loss: where it is outside of the model, so that its bytes count: a function of the model's
             output that knows its targets, `lambda logits: cross_entropy(logits, targets)`, which
             count as inputs; targets that are meta tensors count as zeros. Wherever zoo takes a loss
             it is called as in `loss(model(x))`: a tuple, dict or dataclass is its one argument.
-        device: plans for a device that may not be here ("a100"; see `zoo.profiling.kernel_costs`)
-            by its peak rates; else each kind of kernel is timed, where the model is.
+        device: "a100", say, estimates for a device that is not here by its peak rates, without
+            kernel workspaces (`zoo.profiling.kernel_costs` lists them). By default, and by the name
+            of the model's own device, each kind of kernel is measured where the model is. The
+            report says which device it is for, and warns where its plan trains on another.
         optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`: gradients are
             counted until each is complete.
         holds_outputs: a variable of the training loop holds what the model returns until the
@@ -107,14 +118,14 @@ def plan(
             form of them.
         BudgetError: no plan keeps to the budget, with the least that one needs.
     """
-    check_bounds(memory_budget, max_overhead)
+    bounds = parse_bounds(memory_budget, max_overhead)
     options: Any = {
         "device": device,
         "optimizer_in_backward": optimizer_in_backward,
         "holds_outputs": holds_outputs,
     }
     planner = planner_for(model, inputs, optimizer=optimizer, loss=loss, **options)
-    return planner.report(memory_budget, max_overhead)
+    return planner.report(*bounds)
 
 
 @shown("zoo.frontier")
@@ -122,7 +133,7 @@ def frontier(
     model: nn.Module,
     inputs: Inputs,
     *,
-    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    optimizer: OptimizerOption | None = torch.optim.AdamW,
     loss: Loss | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
@@ -139,6 +150,7 @@ def frontier(
         "optimizer_in_backward": optimizer_in_backward,
         "holds_outputs": holds_outputs,
     }
+    check_planner()
     return planner_for(model, inputs, optimizer=optimizer, loss=loss, **options).frontier()
 
 
@@ -146,6 +158,7 @@ def planner_for(
     model: nn.Module,
     inputs: Inputs | Invocation,
     *,
+    optimizer: OptimizerOption | OptimizerBytes | None = torch.optim.AdamW,
     loss: Loss | None = None,
     measured: bool = True,
     **options: Any,
@@ -155,6 +168,8 @@ def planner_for(
     `measured` runs its kernels where their device is here.
     """
     check_step(model, "planning", loss)
+    counted = isinstance(optimizer, OptimizerBytes)
+    options["optimizer"] = optimizer if counted else maker_of(optimizer, model)
     given = Invocation.of(inputs)
     with (
         torch.inference_mode(False),
@@ -241,8 +256,8 @@ def plan_rank(
     world_size: int,
     strategy: Strategy = "fsdp2",
     memory_budget: Budget | None = None,
-    max_overhead: float | None = None,
-    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    max_overhead: Overhead | None = None,
+    optimizer: OptimizerOption | None = torch.optim.AdamW,
     loss: Loss | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
@@ -264,8 +279,7 @@ def plan_rank(
             (`DistributedDataParallel`, arXiv:2006.15704). Or a function that spreads a copy of the
             model in place, as `fully_shard` and `parallelize_module` do: it is called while
             `torch.distributed` has a group of `world_size` processes.
-        memory_budget: the peak of a rank: bytes, "8GiB", or a fraction of the baseline's peak
-            there, `0.5`.
+        memory_budget: that of `zoo.plan`, for the peak of a rank; not "device".
         max_overhead, optimizer, loss, device: those of `zoo.plan`; kernels are never timed, and
             time is without communication.
         optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`: shards of
@@ -278,9 +292,9 @@ def plan_rank(
         BudgetError: no plan keeps to the budget, with the least that one needs.
         OptimizerError: the optimizer cannot step in the backward.
     """
-    check_bounds(memory_budget, max_overhead)
+    bounds = parse_bounds(memory_budget, max_overhead)
     check_step(model, "planning", loss)
-    if memory_budget == "device":
+    if bounds[0] == "device":
         raise ArgumentError(
             "memory_budget='device' is what is free here; for a rank that is elsewhere give bytes, "
             "'80GiB' or a fraction of the baseline"
@@ -307,7 +321,7 @@ def plan_rank(
         buckets = sum(parameter.nbytes for parameter in trained) if name == "ddp" else 0
         other = None if optimizer_in_backward or name == "ddp" else make
         rank = _Rank(world_size, name, functools.cache(step.track), buckets, other, planner)
-        return rank.report(memory_budget, max_overhead)
+        return rank.report(*bounds)
 
 
 @dataclass
@@ -325,7 +339,7 @@ class _Rank:
     other: Callable[..., CopiedStep] | None
     planner: BudgetPlanner
 
-    def report(self, memory_budget: Budget | None, max_overhead: float | None) -> RankReport:
+    def report(self, memory_budget: Any, max_overhead: float | None) -> RankReport:
         """Chooses among the plans that may be the best on a rank, the fastest first."""
         planner = self.planner
         points = {point: planner.of_model(point).plan for point in planner.trades}
@@ -336,11 +350,8 @@ class _Rank:
             measured = each("steps by plans", quick)
             chosen = min(measured, key=lambda point: self._peak(plans[point]))
         else:
-            budget = (
-                int(memory_budget * self._peak(None))
-                if isinstance(memory_budget, float)
-                else parse_bytes(memory_budget, "memory_budget")
-            )
+            is_share = isinstance(memory_budget, float)
+            budget = int(memory_budget * self._peak(None)) if is_share else memory_budget
             measured = each("steps by plans", plans)
             within = (point for point in measured if self._peak(plans[point]) <= budget)
             if (fastest := next(within, None)) is None:

@@ -33,11 +33,11 @@ from zoo.invocation import (
 )
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.options import Checkpoint, PlannedRunner, runner_for
+from zoo.policy.options import Checkpoint, PlannedRunner, plan_or_option, runner_for
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
-from zoo.profiling.optimizer_memory import MakeOptimizer, check_maker, made_by
+from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerOption, made_by, maker_of
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
@@ -113,7 +113,7 @@ def anatomy(
     model: nn.Module,
     inputs: Inputs,
     *,
-    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    optimizer: OptimizerOption | None = torch.optim.AdamW,
     loss: Loss | None = None,
     checkpoint: Checkpoint | None = None,
     device: str | None = None,
@@ -126,7 +126,7 @@ def anatomy(
     Args:
         model: in training mode, with or without a plan of its own.
         inputs: a tensor, a tuple or a dict of keyword arguments, real or on the meta device.
-        optimizer: is called with the list of parameters; None takes no step.
+        optimizer: that of `zoo.plan`; None takes no step.
         loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a scalar or
             an output named `loss` is the loss, else the sum of the means of all floating tensors.
         checkpoint: what `zoo.create` takes, in place of the model's own.
@@ -160,6 +160,7 @@ def _decided(
     model: nn.Module, inputs: Invocation, checkpoint: Checkpoint | None
 ) -> Plan | str | None:
     """Decides the plan without running a step; "blocks" where the model cannot be traced."""
+    checkpoint = plan_or_option(checkpoint)
     runner = runner_of(model) if checkpoint is None else runner_for(checkpoint, None, None)
     if not isinstance(runner, PlannedRunner):
         return None if runner is None else runner.plan
@@ -184,13 +185,14 @@ class CopiedStep:
         self,
         model: nn.Module,
         inputs: Invocation,
-        make: MakeOptimizer | None,
+        optimizer: OptimizerOption | None,
         loss: Loss,
         wrap: Callable[[nn.Module], object] | None = None,
         *,
         fake: bool = True,
         in_backward: bool = False,
     ) -> None:
+        make = maker_of(optimizer, model)
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.names, self.in_backward = named_steps(model), in_backward
         self.mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
@@ -286,7 +288,6 @@ def optimizer_of(
     make = torch.optim.SGD if make is None and in_backward else make
     if make is None:
         return None
-    check_maker(make)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return made_by(make, trained) if trained else None
 

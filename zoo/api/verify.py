@@ -34,10 +34,9 @@ from zoo.errors import ArgumentError, RecomputeError
 from zoo.invocation import Invocation, Loss, check_step
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.options import Checkpoint, runner_for
-from zoo.policy.plan_report import PlanReport
+from zoo.policy.options import Checkpoint, plan_or_option, runner_for
 from zoo.profiling.cudnn_recurrent import flattened
-from zoo.profiling.optimizer_memory import MakeOptimizer
+from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerOption, maker_of
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.verification.determinism import deterministic_algorithms
@@ -55,7 +54,7 @@ def verify(
     *,
     steps: int = 3,
     loss: Loss | None = None,
-    optimizer: MakeOptimizer | None = None,
+    optimizer: OptimizerOption | None = None,
     optimizer_in_backward: bool = False,
     deterministic: bool = False,
 ) -> Report:
@@ -73,7 +72,7 @@ def verify(
         steps: training steps to compare.
         loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a sum over
             every element of every floating output, each with a weight of its own.
-        optimizer: is called with the list of parameters; SGD with momentum by default.
+        optimizer: that of `zoo.plan`; SGD with momentum by default.
         optimizer_in_backward: the copy with `checkpoint=` trains with
             `zoo.optimizer_in_backward`; the state of the optimizer is compared, too.
         deterministic: all train by torch's deterministic algorithms, for a model that does not
@@ -93,7 +92,9 @@ def verify(
             f"this {type(model).__name__} is on the meta device, which has no bits to compare; "
             "move it with model.to_empty(device=...) and give it weights"
         )
-    runner_for(checkpoint, None, None)  # refuses a wrong option before anything is trained
+    option = plan_or_option(checkpoint)
+    runner_for(option, None, None)  # refuses a wrong option before anything is trained
+    make = MOMENTUM if optimizer is None else maker_of(optimizer, model)
     with (
         deterministic_algorithms(deterministic),
         random_state_restored() as streams,
@@ -102,13 +103,13 @@ def verify(
         without_fingerprints(),
     ):
         batches = [_batch(inputs, step) for step in range(steps)]
-        given = model, loss or weighted_sum, optimizer or MOMENTUM, streams
+        given = model, loss or weighted_sum, make, streams
         training = functools.partial(_Training, *given, in_backward=optimizer_in_backward)
         first, plans, compared = _train_pair(training(), training(), batches)
         does_repeat = first is None
         if does_repeat:
             with checking() as check:
-                first, plans, compared = _train_pair(training(), training(checkpoint), batches)
+                first, plans, compared = _train_pair(training(), training(option), batches)
             if first is None and (differing := check.take()):
                 note = f"it {OTHER_NUMBERS.partition('.')[0]}"
                 first = Difference("replayed tensor", str(differing[0]), steps, note=note)
@@ -116,7 +117,6 @@ def verify(
             other = training(False if does_repeat else None)
             place = _place(training(), other, plans, batches, first)
             first = dataclasses.replace(first, place=place)
-    option = checkpoint.plan if isinstance(checkpoint, PlanReport) else checkpoint
     return Report(
         exact=first is None if does_repeat else None,
         steps=steps,
@@ -166,7 +166,7 @@ class _Training:
         self,
         model: nn.Module,
         loss: Loss,
-        make: MakeOptimizer,
+        make: MakeOptimizer | None,
         streams: Mapping[str, Any],
         checkpoint: Checkpoint | None = None,
         *,
@@ -190,7 +190,8 @@ class _Training:
                 "those of a copy; write it as lambda parameters: torch.optim.SGD(parameters, ...)"
             )
         # an error without a plan is not to be blamed on one
-        self.call = Invocation.taken_by if checkpoint is None else Invocation.on
+        self.is_baseline = checkpoint is None
+        self.call = Invocation.taken_by if self.is_baseline else Invocation.on
         # gradients of parameters, which a step in the backward frees
         self.gradients: dict[Tensor, Tensor] = {}
         self.compared = self.optimizer if in_backward else None
@@ -231,7 +232,10 @@ def _train_pair(
     """
     plans = []
     for number, batch in enumerate(each("steps of training", batches), 1):
-        expected, actual = baseline.step(batch), other.step(batch)
+        with shown("the baseline"):
+            expected = baseline.step(batch)
+        with shown("the baseline again" if other.is_baseline else "with checkpoint="):
+            actual = other.step(batch)
         plans.append(plan_of(other.model))
         if (first := first_difference(expected, actual, number)) is not None:
             break

@@ -3,6 +3,7 @@
 resnet50                              in the catalog; its recipe gives inputs if options do not
 timm.create_model --args resnet50     import path of anything that makes a torch.nn.Module
 mypackage.models:Net                  the same, with a colon after the module
+folder/mine.py:Net                    the same, of a file
 """
 
 import argparse
@@ -35,6 +36,7 @@ from zoo.errors import (
 from zoo.harness.default_configs import recipe
 from zoo.invocation import Inputs
 from zoo.profiling.progress import shown
+from zoo.tracing.isolated_trace import LARGEST
 
 Specs = tuple[RandomInput | None, ...]
 # how many numbers --size takes, by the data of a recipe
@@ -56,7 +58,7 @@ class ModelSpec:
     def build(self) -> nn.Module:
         """Builds the model in training mode; raises ArgumentError if that fails or is no module."""
         try:
-            with shown(f"building {self.name}"), working_folder_first():
+            with shown(f"building {self.name}"), own_folder_first(self.name):
                 model = self.make()
         except ZooError:
             raise
@@ -92,6 +94,17 @@ class ModelSpec:
         # unlike Module.to_empty this keeps tied weights tied
         return copy.deepcopy(model, on_cpu)
 
+    def build_for_planning(self, device: str) -> nn.Module:
+        """Builds the model on a device of this machine, on the CPU without memory if it is large.
+
+        Of parameters larger than this no value is read while planning.
+        """
+        if torch.device(device).type == "cpu":
+            model = self.build_unwritten()
+            if sum(tensor.nbytes for tensor in model.parameters()) > LARGEST:
+                return model
+        return self.build_on(device)
+
     def build_on(self, device: str) -> nn.Module:
         """Builds the model on a device of this machine."""
         try:
@@ -124,6 +137,11 @@ def model_spec(options: argparse.Namespace, batch_size: int | None = None) -> Mo
     `batch_size` is the default for a model of the catalog.
     """
     name, (positional, named) = options.model, _arguments(options.args or [])
+    if _is_file(name):
+        raise ArgumentError(
+            f"{shortened_text(name)} is a file; name what makes the model in it, as "
+            f"{shortened_text(name)}:Net"
+        )
     if "." not in name and ":" not in name:
         return _of_catalog(options, positional, named, batch_size)
     if options.size or options.batch_size or not options.input:
@@ -204,11 +222,16 @@ def _with_targets(
     return tokens if len(tokens) > 1 else (*tokens, *between, *tokens)
 
 
+def _is_file(name: str) -> bool:
+    """Returns whether a name is that of a file of Python code, there or not."""
+    return name.endswith(".py")
+
+
 @contextlib.contextmanager
-def working_folder_first() -> Iterator[None]:
-    """Puts the working folder of the command on Python's module path."""
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
+def own_folder_first(name: str) -> Iterator[None]:
+    """Puts the folder of a model's file, or else the working folder, on Python's module path."""
+    before, file = list(sys.path), name.rpartition(":")[0]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)) if _is_file(file) else os.getcwd())
     try:
         yield
     finally:
@@ -234,16 +257,21 @@ def _literal(text: str) -> Any:
 
 
 def _imported(path: str) -> Any:
-    """Imports 'package.module.name' or 'package.module:name'.
+    """Imports 'package.module.name', 'package.module:name' or 'folder/file.py:name'.
 
     `pkgutil.resolve_name` would hide an import that fails inside a submodule.
     """
-    if not all(part.isidentifier() for part in path.replace(":", ".", 1).split(".")):
-        raise ArgumentError(f"{shortened(path)} is not an import path; write package.module:Name")
-    module, colon, rest = path.partition(":")
+    # the path of a file may hold colons
+    module, colon, rest = path.rpartition(":")
+    of_file = _is_file(module)
+    named = rest if of_file else path.replace(":", ".", 1)
+    if not all(part.isidentifier() for part in named.split(".")):
+        raise ArgumentError(
+            f"{shortened(path)} is not an import path; write package.module:Name or file.py:Name"
+        )
     name, *parts = [module, *rest.split(".")] if colon else path.split(".")
-    with working_folder_first():
-        value = _module(name, path)
+    with own_folder_first(path):
+        value = _module(name, path, _of_file if of_file else importlib.import_module)
         for part in parts:
             owner, name = name, f"{name}.{part}"
             if hasattr(value, part):
@@ -258,9 +286,31 @@ def _imported(path: str) -> Any:
     return value
 
 
-def _module(name: str, path: str) -> Any:
-    try:
+def _of_file(file: str) -> Any:
+    """Imports a file whose folder is on the path: by its name, if that is no other module's."""
+    if not os.path.isfile(file):
+        raise ArgumentError(f"there is no file {shortened(file)}")
+    name = os.path.splitext(os.path.basename(file))[0]
+    importlib.invalidate_caches()
+    known = importlib.util.find_spec(name) if name.isidentifier() else None
+    # "built-in" is no file
+    origin = (known and known.origin) or ""
+    if os.path.exists(origin) and os.path.samefile(origin, file):
         return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(f"zoo_file_{name}", file)
+    assert spec is not None, "the file ends with .py"
+    assert spec.loader is not None, "so Python knows how to load it"
+    # classes are pickled and copied by the name of their module
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str, path: str, load: Callable[[str], Any] = importlib.import_module) -> Any:
+    try:
+        return load(name)
+    except ZooError:
+        raise
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         reason = f"importing {shortened_text(name)} fails: {in_a_line(error, 300)}"

@@ -14,19 +14,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-import torch
-
 from zoo.api.plan import STRATEGIES
 from zoo.cli import values
 from zoo.errors import LONGEST, ArgumentError, ZooError, nearest, shortened, shortened_text
-from zoo.profiling.optimizer_memory import MakeOptimizer
+from zoo.policy.budget import parse_budget, parse_overhead
+from zoo.policy.options import parse_checkpoint
+from zoo.profiling.optimizer_memory import OPTIMIZERS
 
-OPTIMIZERS: dict[str, MakeOptimizer | None] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "none": None,
-}
 # argparse's settings for the value of an option, by its metavar; for any other it is text
 METAVARS: dict[str, dict[str, Any]] = {
     "AXIS": {"type": values.number},
@@ -35,18 +29,18 @@ METAVARS: dict[str, dict[str, Any]] = {
     "DEVICE_OR_RATED": {"type": values.rated_device, "metavar": "DEVICE"},
     "FILE": {"type": values.file},
     "NUMBER": {"type": values.number},
-    "OPTIMIZER": {"choices": list(OPTIMIZERS), "metavar": None},
+    "OPTIMIZER": {"type": values.optimizer, "metavar": f"{{{','.join(OPTIMIZERS)}}}"},
     "PICTURE": {"type": values.picture},
-    "PLAN": {"type": values.plan},
-    "RATIO": {"type": values.ratio},
+    "PLAN": {"type": parse_checkpoint},
+    "RATIO": {"type": parse_overhead},
     # the option is repeated for each input
     "SHAPE": {"type": values.shape, "action": "append"},
-    "SIZE": {"type": values.size},
+    "SIZE": {"type": parse_budget},
     "STRATEGY": {"choices": list(STRATEGIES), "metavar": None},
 }
 MODEL = {
     "model": "a name of `zoo list`, or the import path of a class or function that makes a model, "
-    "whose code is run: timm.create_model, package:Class",
+    "whose code is run: timm.create_model, package:Class, file.py:Class",
     "--args VALUE...": "arguments to build the model with: classes=10; for an import path also "
     "positional ones: resnet50",
     "--input SHAPE": "shape of an input: 32,3,224,224; with a type: 8,128:int64; with the name of "

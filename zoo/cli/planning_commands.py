@@ -17,10 +17,12 @@ from zoo.api.verify import verify
 from zoo.cli.interrupts import INTERRUPTED
 from zoo.cli.model_spec import ModelSpec, model_spec
 from zoo.cli.output import write
-from zoo.cli.parser import MODEL, OPTIMIZER, OPTIMIZERS, PLANS, PLOT, Answer, command
-from zoo.cli.values import RATED
+from zoo.cli.parser import MODEL, OPTIMIZER, PLANS, PLOT, Answer, command
+from zoo.cli.values import RATED, TORCH_DEVICES
+from zoo.engine.devices import accelerator_here
 from zoo.errors import ArgumentError, Interrupted
 from zoo.policy.plan_report import PlanReport
+from zoo.profiling.kept_interrupts import take_interrupt
 from zoo.profiling.timeline import Timeline
 from zoo.sizing.max_size import largest
 from zoo.verification.determinism import deterministic_algorithms
@@ -35,20 +37,20 @@ PLANNED = {
     **OPTIMIZER,
     **IN_BACKWARD,
     "--device DEVICE_OR_RATED": "a device of torch, such as cpu or cuda: measure each kind of "
-    "kernel there, its time and workspace; "
-    f"{', '.join(RATED)}: an analytical estimate from that device's peak rates; default: such an "
-    "estimate for a small CPU",
+    f"kernel there, its time and workspace; default: {TORCH_DEVICES[-1]} if it is here, else cpu. "
+    f"{', '.join(RATED)}: an analytical estimate from that device's peak rates, without kernel "
+    "workspaces",
 }
-FREE = "or device: the free memory of --device, by default of the CPU"
+FREE = "or device: what is free on --device"
 
 
 @command(
     {
         **PLANNED,
-        "--memory-budget SIZE": "peak of the whole training step: 8GiB, 8GB, bytes, 0.5 or 50%% of "
-        f"the baseline's peak, {FREE}",
+        "--memory-budget SIZE": "peak of the whole training step: 8GiB or 8G, 8GB, bytes, 0.5 or "
+        f"50%% of the baseline's peak, {FREE}",
         "--max-overhead RATIO": "instead of a budget: the plan of least memory that takes at most "
-        "so much more time, 0.2 for 20%%",
+        "so much more time, 0.2 or 20%%",
         "--world-size COUNT": "plan for each of so many simulated ranks; --input is that of one",
         "--strategy STRATEGY": "how the ranks share the model: fsdp2 (default) shards each block, "
         "then the rest; ddp copies it",
@@ -114,6 +116,7 @@ def run_frontier(options: argparse.Namespace) -> Answer:
     try:
         frontier = planning.frontier(**_planning_arguments(model_spec(options), options))
     except Interrupted as error:
+        take_interrupt()
         frontier, code = error.found, INTERRUPTED
         print(f"zoo frontier: {error}", file=sys.stderr)
     write(options.csv, lambda path: Path(path).write_text(frontier.to_csv(), encoding="utf-8"))
@@ -124,9 +127,9 @@ def run_frontier(options: argparse.Namespace) -> Answer:
 @command(
     {
         **PLANNED,
-        "--memory-budget SIZE": f"peak of the whole training step: 8GiB, 8GB, bytes, {FREE}",
+        "--memory-budget SIZE": f"peak of the whole training step: 8GiB or 8G, 8GB, bytes, {FREE}",
         "--checkpoint PLAN=false": f"auto for the best plan of each size, {PLANS}",
-        "--max-overhead RATIO": "with --checkpoint auto: at most so much more time, 0.2 for 20%%",
+        "--max-overhead RATIO": "with --checkpoint auto: at most so much more time, 0.2 or 20%%",
         "--vary AXIS...": "axes of the inputs that grow together; default: the batch",
         "--multiple-of COUNT=1": "consider only multiples of this",
     },
@@ -157,15 +160,14 @@ def run_max_batch(options: argparse.Namespace) -> Answer:
 
 def _planning_arguments(spec: ModelSpec, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments that planning functions share, with the model built for its device."""
-    # free memory is that of the device with the weights
-    asks_here = options.device is None and vars(options).get("memory_budget") == "device"
-    device = "cpu" if asks_here else options.device
-    is_here = _is_here(device)
+    device = options.device or accelerator_here() or "cpu"
+    # kernels of a rank are only estimated
+    is_measured = _is_here(device) and vars(options).get("world_size") is None
     return {
-        "model": spec.build_on(device) if is_here else spec.build_unwritten(),
+        "model": spec.build_for_planning(device) if is_measured else spec.build_unwritten(),
         "inputs": spec.inputs_on("meta"),
-        "optimizer": OPTIMIZERS[options.optimizer],
-        "device": None if is_here else device or "cpu",
+        "optimizer": options.optimizer,
+        "device": None if _is_here(device) else device,
         "optimizer_in_backward": options.optimizer_in_backward,
     }
 
@@ -207,7 +209,7 @@ def run_anatomy(options: argparse.Namespace) -> Answer:
         steps = anatomy(
             spec.build_on(device) if device else spec.build_on_meta(),
             spec.inputs_on(device or "meta"),
-            optimizer=OPTIMIZERS[options.optimizer],
+            optimizer=options.optimizer,
             checkpoint=options.checkpoint,
             optimizer_in_backward=options.optimizer_in_backward,
         )

@@ -1,5 +1,7 @@
 """Parses the text of an option into a value of the library: functions for argparse's `type`.
 
+Budgets, overheads, optimizers and plans are parsed by the library itself.
+
 A wrong text raises a ZooError, which `Parser` shows after the option's name.
 """
 
@@ -15,16 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zoo.engine.devices import accelerator
+from zoo.engine.devices import accelerator, nearest_device
 from zoo.errors import ArgumentError, nearest, shortened
-from zoo.planner.json_reader import read_file
-from zoo.planner.plan import Plan
-from zoo.planner.schemes import check_name
-from zoo.policy.budget import Budget, check_bounds
-from zoo.policy.options import Checkpoint
-from zoo.policy.plan_report import PlanReport
 from zoo.profiling.kernel_costs import DEVICES, rated_name
-from zoo.report.pictures import check_picture
+from zoo.profiling.optimizer_memory import maker_of
+from zoo.report.pictures import check_picture, plots
 from zoo.units import shape_text
 
 # a mistyped axis must not overflow
@@ -86,24 +83,10 @@ def number(text: str, least: int = 0) -> int:
 count = functools.partial(number, least=1)
 
 
-def ratio(text: str) -> float:
-    """Parses a number from 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < float("inf"):
-        raise ArgumentError(f"takes a number from 0, such as 0.2; got {text!r}")
-    return value
-
-
-def size(text: str) -> Budget:
-    """Parses a memory budget: '8GiB', bytes, 'device', or a fraction such as '0.5' or '50%'."""
-    value: Budget = text
-    if re.fullmatch(r"\d*\.?\d+%|\d*\.\d+", text):
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    check_bounds(value, None)
-    return value
+def optimizer(text: str) -> str:
+    """Checks the name of an optimizer."""
+    maker_of(text)
+    return text
 
 
 def device(text: str, others: Sequence[str] = ()) -> str:
@@ -113,12 +96,14 @@ def device(text: str, others: Sequence[str] = ()) -> str:
             return text
     known = [*TORCH_DEVICES, *others]
     listed = f"{', '.join(known[:-1])} or {known[-1]}"
-    raise ArgumentError(f"takes {listed}; got {shortened(text)}.{nearest(text, known)}")
+    raise ArgumentError(f"takes {listed}; got {shortened(text)}.{nearest_device(text, known)}")
 
 
 def rated_device(text: str) -> str:
     """Parses the name of one of torch's devices, or of one that need not be present."""
-    return rated_name(text) or device(text, RATED)
+    # "cpu" is this one, here
+    is_rated = text not in TORCH_DEVICES
+    return (is_rated and rated_name(text)) or device(text, RATED)
 
 
 def shape(text: str) -> RandomInput | None:
@@ -138,23 +123,6 @@ def shape(text: str) -> RandomInput | None:
     return RandomInput(lengths, DTYPES[dtype] if dtype else None, name=name)
 
 
-def plan(text: str) -> Checkpoint:
-    """Parses a `checkpoint=` option, or reads a file: of `zoo plan --save`, or of a plan alone."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if text.isdecimal():
-        return number(text)
-    if text.endswith(".json"):
-        saved = read_file(text)
-        is_plan = saved.lstrip().startswith("[")
-        return Plan.from_json(saved) if is_plan else PlanReport.from_json(saved)
-    if any(character in text for character in "()-"):
-        return Plan.parse(text)
-    if text != "auto":
-        check_name(text)
-    return text
-
-
 def file(text: str) -> str:
     """Parses the path of a file to write; a wrong folder is refused before any work is done."""
     path = Path(text)
@@ -165,6 +133,7 @@ def file(text: str) -> str:
 
 
 def picture(text: str) -> str:
-    """Parses the path of a picture to write: .svg, .png or .pdf."""
+    """Parses the path of a picture to write: .svg, .png or .pdf; matplotlib must be installed."""
     check_picture(text)
+    plots()
     return file(text)

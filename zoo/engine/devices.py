@@ -27,7 +27,7 @@ from torch import Generator, Tensor
 from torch.autograd.profiler import profile
 
 from zoo._torch import DisableTorchDispatch, has_expandable_segments, is_profiling
-from zoo.errors import ArgumentError
+from zoo.errors import ArgumentError, nearest
 
 # bytes of a state of the CPU's generator, and of what stands before and behind its words
 SIZE, HEAD, TAIL = 5056, 24, 40
@@ -39,6 +39,20 @@ def accelerator() -> str | None:
     """Names the kind of device that this torch has beside the CPU: cuda, xpu, ...; or None."""
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
+
+
+def accelerator_here() -> str | None:
+    """Names the kind of accelerator that is here and counts its memory; None if there is none."""
+    kind = accelerator()
+    return kind if kind is not None and counts_memory(torch.device(kind)) else None
+
+
+def nearest_device(name: str, known: Iterable[str]) -> str:
+    """Returns ' Did you mean cuda?' for a name of no device; a GPU is the accelerator here."""
+    words = name.lower().replace(":", " ").split()
+    if {"gpu", "nvidia", "accelerator"} & set(words):
+        return f" Did you mean {accelerator() or 'cuda'}?"
+    return nearest(name, known)
 
 
 def devices_in_use() -> list[torch.device]:

@@ -32,6 +32,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from zoo.catalog import list_models, model_arguments
+from zoo.engine.devices import accelerator, nearest_device
 from zoo.errors import ConfigError, PlanError, nearest, shortened, shortened_text
 from zoo.harness.default_configs import recipe
 from zoo.planner.plan import Plan
@@ -59,11 +60,11 @@ def _check_plan(value: str) -> str:
 def _check_device(value: str) -> str:
     try:
         torch.device(value, 0)
-    except RuntimeError as error:
-        known = re.findall(r"[a-z]+", str(error).partition(" device type")[0])
+    except RuntimeError:
+        known = dict.fromkeys(("cpu", accelerator() or "cuda", "cuda", "xpu", "mps"))
         raise ConfigError(
             f"it takes cpu or a kind of device that torch knows, such as cuda; got "
-            f"{shortened(value)}.{nearest(value, known)}"
+            f"{shortened(value)}.{nearest_device(value, known)}"
         ) from None
     return value
 

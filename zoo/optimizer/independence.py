@@ -137,6 +137,8 @@ def optimizer_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimi
     # torch leaves hooks out, but also what a class of the user's has beside its groups
     other = copy.copy(optimizer)
     vars(other).update({k: v for k, v in vars(optimizer).items() if k not in vars(other)})
+    # a scheduler puts a step there that is bound to its own optimizer
+    vars(other).pop("step", None)
     other.state, other.param_groups = defaultdict(dict), groups
     return other
 

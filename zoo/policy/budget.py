@@ -15,9 +15,11 @@ it, and so do the workspaces of cuBLAS, so that a budget limits `torch.cuda.max_
 
 import copy
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.chain import Outline, State, step_names
-from zoo.engine.devices import counts_memory, free_bytes, splits_all_blocks
+from zoo.engine.devices import counts_memory, free_bytes, name_of, splits_all_blocks
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, Interrupted, needed, shortened
 from zoo.invocation import device_of, title_of, with_loss
@@ -35,11 +37,11 @@ from zoo.planner.plan import Item, Plan, falling, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
 from zoo.profiling.chain_profile import Profile
-from zoo.profiling.kernel_costs import KernelCosts, device_named
+from zoo.profiling.kernel_costs import KernelCosts, rated_device, rated_name
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import resident_bytes
 from zoo.profiling.progress import each, shown
-from zoo.units import at_least, exact_bytes, parse_bytes
+from zoo.units import SIZES, at_least, exact_bytes, parse_bytes, parse_ratio
 
 # bytes of a generator's state, and of a packed one that a segment keeps
 STREAM = 5056
@@ -56,6 +58,10 @@ MOST = 10
 DEEPEST = 64
 
 Budget = int | float | str
+Overhead = float | str
+BUDGETS = (
+    f"{SIZES}, a share of the baseline's peak as 0.6 or '60%', or 'device' for what is free there"
+)
 
 
 class BudgetPlanner:
@@ -85,7 +91,9 @@ class BudgetPlanner:
         self.steps = len(outline.steps)
         self.make, self.parameters = optimizer, tuple(model.parameters())
         self.model_device = device_of(model)
-        self.device = device_named(device) if device is not None else None
+        self.device = rated_device(device, self.model_device)
+        own = "cpu" if self.model_device.type == "meta" else self.model_device.type
+        self.made_for = (rated_name(str(device)) if self.device else name_of(own)) or own
         self.holds_outputs = holds_outputs
         self.splits_all = self.device is None and splits_all_blocks(self.model_device)
         kind = self.device.kind if self.device is not None else self.model_device.type
@@ -113,7 +121,8 @@ class BudgetPlanner:
     def _optimizer_bytes(self, in_backward: bool) -> OptimizerBytes:
         assert not isinstance(self.make, OptimizerBytes), "its bytes tell nothing of one parameter"
         kind = self.device.kind if self.device is not None else None
-        return optimizer_bytes(self.make, self.parameters, in_backward, kind, self.rounding)
+        with shown("counting the optimizer's state"):
+            return optimizer_bytes(self.make, self.parameters, in_backward, kind, self.rounding)
 
     def changed(self, **attributes: Any) -> "BudgetPlanner":
         """Returns a planner of the same step with other `kernels`, say, and counts anew."""
@@ -143,17 +152,17 @@ class BudgetPlanner:
         self.whole = self.costs.with_parameter_gradients()
         self.baseline = self._point(Plan.keep_all(len(self.costs)))
 
-    def report(self, memory_budget: Budget | None, max_overhead: float | None) -> PlanReport:
+    def report(self, memory_budget: Budget | None, max_overhead: Overhead | None) -> PlanReport:
         """Chooses the plan for a budget and predicts what it costs."""
-        check_bounds(memory_budget, max_overhead)
-        if max_overhead is not None:
-            limit = 1 + max_overhead
+        budget, overhead = parse_bounds(memory_budget, max_overhead)
+        if overhead is not None:
+            limit = 1 + overhead
             return self.describe(next(p for p in self.points if p.time_ratio <= limit), None)
-        budget = self.bytes_of(memory_budget)
-        within = [point for point in self.points if point.peak <= budget]
+        limit_bytes = self.bytes_of(budget)
+        within = [point for point in self.points if point.peak <= limit_bytes]
         if not within:
-            raise self._budget_error(budget)
-        return self.describe(within[-1], budget)
+            raise self._budget_error(limit_bytes)
+        return self.describe(within[-1], limit_bytes)
 
     @property
     def gaps(self) -> str:
@@ -195,6 +204,7 @@ class BudgetPlanner:
             max(during, self.optimizer_peak),
             self.title,
             self.kernels_measured,
+            self.made_for,
         )
 
     def point(self, plan: Plan) -> Point:
@@ -208,6 +218,7 @@ class BudgetPlanner:
 
     def bytes_of(self, budget: Any) -> int:
         """Returns a budget in bytes."""
+        budget = parse_budget(budget)
         if budget == "device":
             own = self.model_device
             kinds = {own.type, "cpu" if own.type == "meta" else own.type}
@@ -221,7 +232,8 @@ class BudgetPlanner:
             return int(free * (1 - gaps))
         if isinstance(budget, float):
             return int(budget * self.baseline.peak)
-        return parse_bytes(budget, "memory_budget")
+        assert isinstance(budget, int)
+        return budget
 
     @functools.cached_property
     def points(self) -> list[Point]:
@@ -298,6 +310,7 @@ class BudgetPlanner:
             saved=self.costs.newly_saved()[: self.steps],
             title=self.title,
             kernels_measured=self.kernels_measured,
+            device=self.made_for,
         )
 
     def of_model(self, point: Point) -> Point:
@@ -342,33 +355,58 @@ def only_in_backward(needed: int) -> str:
     )
 
 
-def check_bounds(memory_budget: Any, max_overhead: Any) -> None:
-    """Raises ArgumentError unless exactly one of them is given, and is valid."""
+def parse_bounds(memory_budget: Any, max_overhead: Any) -> tuple[Budget | None, float | None]:
+    """Reads a budget and an overhead.
+
+    Raises:
+        ArgumentError: not exactly one is given, it is none, or planning for it needs a package that
+            is not installed.
+    """
     if (memory_budget is None) == (max_overhead is None):
         raise ArgumentError(
             f"one of memory_budget and max_overhead must be given; got {memory_budget!r} and "
             f"{max_overhead!r}"
         )
-    if isinstance(memory_budget, float):
-        if not 0 < memory_budget <= 1:
+    check_planner()
+    if max_overhead is not None:
+        return None, parse_overhead(max_overhead)
+    return parse_budget(memory_budget), None
+
+
+def parse_budget(value: Any) -> Budget:
+    """Reads a memory budget, the same in Python and on a command line.
+
+    Returns an int of bytes; a float, the share of the baseline's peak; or "device".
+
+    Raises:
+        ArgumentError: it is none of BUDGETS.
+    """
+    text = value.strip() if isinstance(value, str) else ""
+    if text.lower() == "device":
+        return "device"
+    is_share = isinstance(value, Real) and not isinstance(value, Integral)
+    # text such as 8.5GiB is no number, and one such as 512 is bytes
+    if is_share or text.endswith("%") or ("." in text and parse_ratio(text) is not None):
+        share = parse_ratio(value)
+        # NaN compares False
+        if share is None or not 0 < share <= 1:
             raise ArgumentError(
-                f"memory_budget={memory_budget} is no fraction of the baseline's peak; give one "
-                "above 0 and up to 1, an int of bytes, or text such as '8GiB'"
+                f"memory_budget={shortened(value)} is no share of the baseline's peak, which is "
+                f"above 0 and up to 1; write {BUDGETS}"
             )
-    elif isinstance(memory_budget, str) and memory_budget.endswith("%"):
+        return share
+    return parse_bytes(value, "memory_budget", BUDGETS)
+
+
+def parse_overhead(value: Any) -> float:
+    """Reads an overhead: 0.2 or '20%' for a fifth more time; raises ArgumentError for others."""
+    ratio = parse_ratio(value)
+    if ratio is None or not 0 <= ratio < math.inf:
         raise ArgumentError(
-            f"memory_budget={shortened(memory_budget)} is no size; give a part of the baseline's "
-            "peak as a fraction, such as 0.5 for half of it"
-        )
-    elif memory_budget not in (None, "device"):
-        parse_bytes(memory_budget, "memory_budget")
-    # True is an int; NaN compares False
-    is_number = isinstance(max_overhead, int | float) and not isinstance(max_overhead, bool)
-    if max_overhead is not None and not (is_number and max_overhead >= 0):
-        raise ArgumentError(
-            f"max_overhead={shortened(max_overhead)} must be a number, 0 or more; 0.2 allows a "
+            f"max_overhead={shortened(value)} must be a number, 0 or more; 0.2 or '20%' allows a "
             "fifth more time than the baseline's"
         )
+    return ratio
 
 
 def _loss_kept(plan: Plan, steps: int) -> Plan:
@@ -384,6 +422,11 @@ def _without_last(item: tuple[Item, ...]) -> tuple[Item, ...]:
     last = item[-1]
     rest = _without_last(last) if isinstance(last, tuple) else ()
     return (*item[:-1], rest) if rest else item[:-1]
+
+
+def check_planner() -> None:
+    """Raises ArgumentError, before any work, if a package that planning needs is not installed."""
+    _planner()
 
 
 def _planner() -> Any:

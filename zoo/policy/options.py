@@ -27,7 +27,7 @@ from zoo._torch import (
     is_profiling,
 )
 from zoo.chain import Chain, Outline, State, Step, fold, step_names
-from zoo.engine.devices import splits_all_blocks
+from zoo.engine.devices import name_of, splits_all_blocks
 from zoo.engine.recompute import run_compiled, run_plan
 from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
@@ -37,25 +37,65 @@ from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts, simulate
+from zoo.planner.json_reader import read_file
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, indices
-from zoo.policy.budget import Budget, BudgetPlanner, check_bounds
+from zoo.policy.budget import Budget, BudgetPlanner, Overhead, parse_bounds
 from zoo.policy.plan_report import PlanReport
 from zoo.profiling.caching_allocator import rounding_of
 from zoo.profiling.chain_profile import Profile, StepError
-from zoo.profiling.kernel_costs import KernelCosts
+from zoo.profiling.kernel_costs import KernelCosts, is_of_kind
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.progress import shown
 from zoo.units import format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
+# more than any model has blocks
+MOST_SEGMENTS = 2**40
 # inputs whose plans are cached; the oldest are dropped first
 MOST_PLANS = 64
 _log = logging.getLogger("zoo")
 
 
+def parse_checkpoint(option: Checkpoint) -> Checkpoint:
+    """Reads text of a `checkpoint=` option, the same in Python and on a command line.
+
+    It is "true", "false", "auto", digits, a scheme's name, a plan such as "(0-1) 2", or the name of
+    a .json file: of a `PlanReport`, or of a plan alone. What is no text is returned as it is.
+
+    Raises:
+        ArgumentError: no such option.
+        PlanError: a malformed plan.
+    """
+    if not isinstance(option, str):
+        return option
+    text = option.strip()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.isdecimal() and len(text) <= len(str(MOST_SEGMENTS)):
+        return int(text)
+    if text.endswith(".json"):
+        saved = read_file(text)
+        is_plan = saved.lstrip().startswith("[")
+        return Plan.from_json(saved) if is_plan else PlanReport.from_json(saved)
+    if any(character in text for character in "()-"):
+        return Plan.parse(text)
+    if text != "auto":
+        schemes.check_name(text)
+    return text
+
+
+def plan_or_option(option: Any) -> Any:
+    """Returns a parsed `checkpoint=` option, of a report the plan alone: it trains no user's step.
+
+    None stays None.
+    """
+    option = parse_checkpoint(option)
+    return option.plan if isinstance(option, PlanReport) else option
+
+
 def runner_for(
-    checkpoint: Checkpoint, memory_budget: Budget | None, max_overhead: float | None
+    checkpoint: Checkpoint, memory_budget: Budget | None, max_overhead: Overhead | None
 ) -> "PlannedRunner | None":
     """Returns the runner for an option of `zoo.checkpoint`; None for False.
 
@@ -63,13 +103,13 @@ def runner_for(
         ArgumentError: no such option, or a budget beside another option.
         PlanError: a malformed plan.
     """
+    checkpoint = parse_checkpoint(checkpoint)
     bounded = memory_budget is not None or max_overhead is not None
-    if isinstance(checkpoint, PlanReport):
-        checkpoint = checkpoint.plan
+    made_for = checkpoint.device if isinstance(checkpoint, PlanReport) else ""
+    checkpoint = plan_or_option(checkpoint)
     if checkpoint == "auto" or (bounded and checkpoint is False):
         budget = memory_budget if bounded else "device"
-        check_bounds(budget, max_overhead)
-        return PlannedRunner("auto", budget, max_overhead)
+        return PlannedRunner("auto", *parse_bounds(budget, max_overhead))
     if bounded:
         bound = "max_overhead" if memory_budget is None else "memory_budget"
         raise ArgumentError(
@@ -79,7 +119,7 @@ def runner_for(
     if checkpoint is False:
         return None
     if isinstance(checkpoint, tuple | list):
-        runner = PlannedRunner(Plan(checkpoint))
+        runner = PlannedRunner(Plan(checkpoint), made_for=made_for)
         runner.force(runner.checkpoint)
         return runner
     if not isinstance(checkpoint, int):
@@ -91,7 +131,10 @@ def runner_for(
 
 @dataclass
 class PlannedRunner:
-    """Runs a chain by the plan that an option chooses for the size of the inputs."""
+    """Runs a chain by the plan that an option chooses for the size of the inputs.
+
+    `made_for` is the device of the report that a given plan comes from; "" where there is none.
+    """
 
     checkpoint: Any
     memory_budget: Budget | None = None
@@ -101,6 +144,7 @@ class PlannedRunner:
     compiled: tuple[tuple[Any, ...], ...] = ()
     # whether a step ran, which a plan may no longer end
     has_run: bool = False
+    made_for: str = ""
 
     def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
         """Chooses a plan unless one is cached, then runs by it.
@@ -181,6 +225,9 @@ class PlannedRunner:
         """
         option = self.checkpoint
         if isinstance(option, Plan):
+            device = device_of(chain).type
+            if self.made_for and device != "meta" and not is_of_kind(self.made_for, device):
+                _warn_of_device(self.made_for, name_of(device) or device)
             return option
         if option is True or option == "auto":
             parameters = [(name, p.shape, p.dtype) for name, p in chain.named_parameters()]
@@ -236,6 +283,18 @@ def warn_of_blocks(model: nn.Module, error: Exception) -> None:
     """Warns that a model whose training has begun goes on block by block."""
     what = "%s runs block by block: its forward cannot be planned for (%s)"
     _log.warning(what, type(model).__name__, error)
+
+
+@functools.cache
+def _warn_of_device(made_for: str, here: str) -> None:
+    """Warns, once in a process, that a plan is in force on another device than it was made for."""
+    _log.warning(
+        "this plan was made for %s, and the model is on %s, whose kernels take other workspaces "
+        "and times: a training step may take more than the plan's budget. Make the plan here: "
+        "zoo.plan(model, inputs, ...) with the model on its device, or `zoo plan --device`",
+        made_for,
+        here,
+    )
 
 
 def has_lazy(model: nn.Module) -> bool:

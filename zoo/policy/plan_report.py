@@ -21,7 +21,6 @@ from zoo.units import counted, format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NO_WORKSPACES = "without kernel workspaces: no kernel was measured"
 OPTIMAL = "optimal"
 # labels of the categories whose field names are not clear by themselves
 _LABELS = {
@@ -113,6 +112,12 @@ class PeakBytes:
         return sum(self.by_name().values())
 
 
+def estimated_for(device: str) -> str:
+    """Says that predictions are an estimate, without kernels' workspaces, and for which device."""
+    where = f"estimated for {device}, " if device else ""
+    return f"{where}without kernel workspaces: no kernel was measured"
+
+
 def peak_table(categories: Mapping[str, int], peak: int) -> str:
     """Returns a Markdown table of the bytes of each category and its share of the peak."""
     rows = [
@@ -143,6 +148,8 @@ class PlanReport:
         saved: for each step, the bytes that it saves for its backward and no earlier step saves.
         title: the model and its inputs.
         kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
+        device: that it was made for, by its maker's name: the model's own, or the one whose peak
+            rates were asked for; "" in a file of an earlier version.
     """
 
     plan: Plan
@@ -161,6 +168,7 @@ class PlanReport:
     saved: tuple[int, ...]
     title: str
     kernels_measured: bool = True
+    device: str = ""
 
     def to_json(self) -> str:
         """Writes the report as JSON."""
@@ -212,7 +220,7 @@ class PlanReport:
             markdown_table(("predicted", "", "of the baseline"), predicted),
             f"At the peak, {self.at_peak.moment}:",
             peak_table(self.at_peak.by_name(), self.predicted_peak),
-            "" if self.kernels_measured else NO_WORKSPACES,
+            "" if self.kernels_measured else estimated_for(self.device),
             str(self.plan),
         )
         return "\n\n".join(filter(None, parts))
@@ -299,6 +307,7 @@ class Frontier(Sequence[Point]):
             nor runs parts of a step.
         title: the model and its inputs.
         kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
+        device: that it was made for, as in `PlanReport`.
     """
 
     points: tuple[Point, ...]
@@ -306,6 +315,7 @@ class Frontier(Sequence[Point]):
     lower_bound: int
     title: str
     kernels_measured: bool = True
+    device: str = ""
 
     @overload
     def __getitem__(self, index: int) -> Point: ...
@@ -351,7 +361,7 @@ class Frontier(Sequence[Point]):
             f"{self.title}, one training step: {counted(len(best), 'best plan')}{left_out}\n\n"
             f"{markdown_table(columns, rows)}\n\n"
             f"no plan goes below {format_bytes(self.lower_bound)}"
-            f"{'' if self.kernels_measured else f'; {NO_WORKSPACES}'}"
+            f"{'' if self.kernels_measured else f'; {estimated_for(self.device)}'}"
         )
 
     __str__ = table

@@ -212,7 +212,7 @@ class Profile:
 
     @property
     def _like_inputs(self) -> Device:
-        like = DEVICES["cpu" if self.device.type in ("cpu", "meta") else "a100"]
+        like = DEVICES["small-cpu" if self.device.type in ("cpu", "meta") else "a100"]
         # cuBLAS holds workspaces on CUDA alone
         return like if self.device.type == "cuda" else replace(like, workspace=0)
 

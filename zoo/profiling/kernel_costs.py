@@ -27,9 +27,9 @@ import torch
 
 from zoo._torch import DisableAutocast, clear_blas_workspaces, disable_current_modes
 from zoo.engine import devices
-from zoo.engine.devices import random_state_restored
+from zoo.engine.devices import nearest_device, random_state_restored
 from zoo.engine.kernel_settings import Settings, read_settings
-from zoo.errors import ArgumentError, nearest, shortened
+from zoo.errors import ArgumentError, shortened
 from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE
 from zoo.profiling.progress import each
 from zoo.profiling.tensor_spec import KernelSpec
@@ -45,6 +45,8 @@ MARK = 40009
 PRODUCTS = frozenset(
     f"aten.{name}" for name in ("addmm", "mm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "dot")
 )
+# words that names of devices may begin with
+MAKERS = frozenset({"nvidia", "geforce", "tesla"})
 # the forward's thread and the backward's: each has a handle of its own
 THREADS = 2
 # the most entries of the cache of costs
@@ -76,26 +78,54 @@ DEVICES: dict[str, Device] = {
     "t4": Device({8: 0.25e12, 4: 8.1e12, 2: 65e12}, 0.32e12),
     "v100": Device({8: 7.8e12, 4: 15.7e12, 2: 125e12}, 0.9e12),
     # a small machine: two cores with AVX2 and one memory channel
-    "cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu", workspace=0),
+    "small-cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu", workspace=0),
 }
 
 
 def rated_name(name: str) -> str | None:
     """Returns the name in the table of 'H100', 'nvidia-h100' or 'RTX 4090'; None without one."""
     short = functools.partial(re.sub, r"nvidia|geforce|tesla|[\W_]", "")
-    return {short(known): known for known in DEVICES}.get(short(str(name).lower()))
+    names = {short(known): known for known in DEVICES} | {"cpu": "small-cpu"}
+    return names.get(short(str(name).lower()))
 
 
 def device_named(name: str) -> Device:
     """Returns a device of the table; raises ArgumentError for one that is not in it."""
     if (known := rated_name(name)) is not None:
         return DEVICES[known]
-    hint = nearest(str(name), DEVICES)
-    if str(name).partition(":")[0] == devices.accelerator():
+    hint = nearest_device(str(name), DEVICES)
+    if str(name).partition(":")[0] in (devices.accelerator(), "cpu"):
         hint = " For the device that is here, move model and inputs to it, without device="
     raise ArgumentError(
         f"device={shortened(name)} is not in the table: {', '.join(DEVICES)}.{hint}"
     )
+
+
+def rated_device(name: str | None, own: torch.device) -> Device | None:
+    """Returns the device of the table that a plan is for; None for the model's own, `own`.
+
+    The model's own, by torch's name or by None, is measured. For a model on the meta device, or on
+    another one, "cpu" is the table's small CPU.
+
+    Raises:
+        ArgumentError: the name is neither.
+    """
+    if name is None or (own.type != "meta" and str(name).partition(":")[0] == own.type):
+        return None
+    return device_named(name)
+
+
+def is_of_kind(made_for: str, kind: str) -> bool:
+    """Returns whether a device is the current one of a kind such as "cuda", or is like it.
+
+    "a100" of the table is like "NVIDIA A100-SXM4-80GB".
+    """
+    words, here = _words(made_for), _words(devices.name_of(kind) or kind)
+    return here[: len(words)] == words
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[\W_]+", name.lower()) if word not in MAKERS]
 
 
 class KernelCosts(NamedTuple):

@@ -5,7 +5,7 @@ It steps on fake parameters, so that Adam's two copies of a large model are coun
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import DataDependentOutputException, FakeTensorMode, devices_with_kernels_of_lists
-from zoo.errors import ArgumentError
-from zoo.optimizer.independence import step_alone
+from zoo.errors import ArgumentError, nearest, shortened
+from zoo.optimizer.independence import optimizer_like, step_alone
 from zoo.profiling.caching_allocator import Rounding, rounding_of
 from zoo.profiling.chain_step_profile import (
     AllocationMode,
@@ -27,11 +27,20 @@ from zoo.profiling.fake_results import CPU
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import import_for_fakes, isolated
 from zoo.profiling.tensor_spec import tensors_in
+from zoo.units import counted
 
 # after so many steps an optimizer does the same in each: RAdam rectifies from its sixth step on
 LATE = 1000
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
+# what the user writes for an optimizer
+OptimizerOption = MakeOptimizer | torch.optim.Optimizer | str
+OPTIMIZERS: dict[str, MakeOptimizer | None] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "none": None,
+}
 
 
 @dataclass(frozen=True)
@@ -47,14 +56,55 @@ class OptimizerBytes:
     updates: UpdateBytes | None = None
 
 
-def check_maker(make: object) -> None:
-    """Raises ArgumentError unless `make` is callable; an optimizer itself is not."""
-    if not callable(make):
-        name = type(make).__name__
+def maker_of(option: Any, model: nn.Module | None = None) -> MakeOptimizer | None:
+    """Returns what makes an optimizer of a list of parameters; None for none.
+
+    The option is a name, the same in Python and on a command line; a class, or a function of the
+    list; or an optimizer of the model's parameters, of which others like it are made: its groups
+    hold the parameters at the same positions among those of the model that are trained.
+
+    Raises:
+        ArgumentError: it is none of these, or an optimizer of other parameters.
+    """
+    if is_optimizer(option) and model is not None:
+        return _like(option, [p for p in model.parameters() if p.requires_grad])
+    if isinstance(option, str) and option.lower() in OPTIMIZERS:
+        return OPTIMIZERS[option.lower()]
+    if option is None or (callable(option) and not is_optimizer(option)):
+        return option  # type: ignore[no-any-return]
+    near = nearest(option, OPTIMIZERS) if isinstance(option, str) else ""
+    raise ArgumentError(
+        f"optimizer={shortened(option)} is no optimizer.{near} It takes "
+        f"{', '.join(map(repr, OPTIMIZERS))}, a class such as torch.optim.AdamW, a function of the "
+        "list of parameters, or an optimizer of the model's parameters"
+    )
+
+
+def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOptimizer:
+    """Returns what makes optimizers like this one, for parameters in the order of `trained`."""
+    places = {id(parameter): place for place, parameter in enumerate(trained)}
+    groups = [
+        (group, [places.get(id(p), -1) for p in group["params"] if p.requires_grad])
+        for group in optimizer.param_groups
+    ]
+    if count := sum(known.count(-1) for _, known in groups):
         raise ArgumentError(
-            "optimizer= is what makes an optimizer, such as torch.optim.AdamW or a function of the "
-            f"parameters; got {'an instance of ' + name if hasattr(make, 'step') else repr(make)}"
+            f"optimizer= holds {counted(count, 'parameter')} that this model does not train; pass "
+            "a class or a function of the list of parameters, or an optimizer of the model's"
         )
+
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        assert len(parameters) == len(trained), "they are those of a copy of the model"
+        return optimizer_like(
+            optimizer,
+            [
+                {**group, "params": [parameters[place] for place in known]}
+                for group, known in groups
+                if known
+            ],
+        )
+
+    return make
 
 
 def is_optimizer(value: object) -> bool:
@@ -68,7 +118,7 @@ def is_optimizer(value: object) -> bool:
 
 
 def made_by(make: MakeOptimizer, parameters: list[Any]) -> torch.optim.Optimizer:
-    """Returns the optimizer that `make`, which was checked, makes of parameters.
+    """Returns the optimizer that `make` makes of parameters.
 
     Raises:
         ArgumentError: it makes none, or does not take a list of parameters.
@@ -106,7 +156,6 @@ def optimizer_bytes(
     """
     if make is None:
         return OptimizerBytes(updates={} if in_backward else None)
-    check_maker(make)
     tensors = list(parameters)
     kind = device or next((p.device.type for p in tensors), "cpu")
     rounding = rounding or rounding_of(kind)

@@ -4,9 +4,9 @@
 
 Code only names its current part; a thread reads and shows these names, so that a single long part
 is shown, too. Terminals and notebooks show tqdm's bar, which disappears at the end. A pipe, or a
-terminal without tqdm, gets a line for each part that the thread finds. ZOO_PROGRESS=0 in the
-environment turns progress off. Of many ranks only the first shows progress; processes that
-`multiprocessing` started show none.
+terminal without tqdm, gets a line for each part that the thread finds, and others as its count
+rises, more and more seldom. ZOO_PROGRESS=0 in the environment turns progress off. Of many ranks
+only the first shows progress; processes that `multiprocessing` started show none.
 """
 
 import contextlib
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
 from torch import distributed
+
+from zoo.profiling.kept_interrupts import kept
 
 # seconds before anything is shown, and between two lines
 DELAY = 2.0
@@ -54,7 +56,7 @@ _local = _Local()
 def shown(name: str) -> Iterator[None]:
     """Shows the name of a block of code, once the outermost block has taken two seconds.
 
-    Also a decorator.
+    Ctrl-C inside of it is not lost (`kept_interrupts`). Also a decorator.
     """
     parts, ended = _local.parts, threading.Event()
     thread = threading.Thread(target=_show, args=(parts, ended, sys.stderr), daemon=True)
@@ -63,7 +65,8 @@ def shown(name: str) -> Iterator[None]:
     try:
         if is_shown:
             thread.start()
-        yield
+        with kept():
+            yield
     finally:
         ended.set()
         if thread.is_alive():
@@ -90,7 +93,7 @@ def is_wanted() -> bool:
 
 
 def _show(parts: Sequence[WorkPart], ended: threading.Event, file: TextIO) -> None:
-    start, latest = time.time(), ""
+    start, latest, told, due, gap = time.time(), "", "", 0.0, DELAY
     if ended.wait(DELAY):
         return
     # the reader may have closed the pipe
@@ -98,17 +101,21 @@ def _show(parts: Sequence[WorkPart], ended: threading.Event, file: TextIO) -> No
         while True:
             # a copy, since the work goes on
             now = [*parts]
-            words = _words(now)
             if bar is not None:
                 last = now[-1] if now else WorkPart("")
                 bar.bar_format = BAR if last.counted else WITHOUT_COUNT
                 if last.total not in (0, bar.total):
                     bar.reset(last.total)
                 bar.start_t, bar.n = start, last.done
-                bar.set_description_str(f"{words} ")
-            elif words not in ("", latest):
-                print(words, file=file, flush=True)
-            latest = words
+                bar.set_description_str(f"{_words(now)} ")
+            # the name of a function alone tells nothing of its work
+            elif len(now) > 1 or (now and (now[0].counted or "." not in now[0].name)):
+                text, moment = _words(now, with_last_count=True), time.monotonic()
+                if (is_new := _words(now) != latest) or (text != told and moment >= due):
+                    print(text, file=file, flush=True)
+                    gap = DELAY if is_new else 2 * gap
+                    told, due = text, moment + gap
+                latest = _words(now)
             if ended.wait(DELAY if bar is None else INTERVAL):
                 return
 
@@ -128,8 +135,8 @@ def _bar(file: TextIO) -> Any:
     return kind(total=1, file=file, leave=False, dynamic_ncols=True, bar_format=WITHOUT_COUNT)
 
 
-def _words(parts: Sequence[WorkPart]) -> str:
-    """Joins the names of the parts and their counts; the innermost count is only in the bar."""
+def _words(parts: Sequence[WorkPart], *, with_last_count: bool = False) -> str:
+    """Joins the names of the parts and their counts; a bar shows the innermost count itself."""
     words: list[str] = []
     for part in parts:
         # a call that makes another of the same name is one part to its reader
@@ -137,6 +144,6 @@ def _words(parts: Sequence[WorkPart]) -> str:
             words.append(part.name)
         if part.counted:
             words.append(f"{part.counted} {part.done}/{part.total}")
-    if parts and parts[-1].counted:
+    if parts and parts[-1].counted and not with_last_count:
         words[-1] = parts[-1].counted
     return ": ".join(words)

@@ -57,6 +57,8 @@ RUNS = {
     3: ("recomputed-twice", "recomputed twice"),
     4: ("recomputed-often", "recomputed more often"),
 }
+# the bars below the axis
+SEGMENTS = "below: segments, nested ones lower"
 # shapes of marks by bokeh's names: matplotlib's markers, and characters for a legend
 SHAPES = {
     **{"circle": ("o", "●"), "square": ("s", "■"), "triangle": ("^", "▲"), "diamond": ("D", "◆")},
@@ -292,7 +294,8 @@ def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
             "depth": [str(level + 1)] * len(spans),
         }
         boxes = [(*_sides(span, axis, 2 * GAP), *row) for span in spans]
-        layers.append(Bars(color=RUNS[min(level + 2, len(RUNS))][0], boxes=boxes, tips=told))
+        color, name = RUNS[min(level + 2, len(RUNS))][0], "" if level else SEGMENTS
+        layers.append(Bars(color=color, name=name, boxes=boxes, tips=told))
     entry = "step" if len(axis.columns) == len(names) else "block"
     title = f"saved by each {entry} ({unit})"
     return Chart(

@@ -50,6 +50,8 @@ PEAK = (
 )
 # where a name may be written: points from its mark, and sides in the order of preference
 DISTANCES = (9, 20, 36, 60)
+# a text that is no farther away needs no line to its mark
+BESIDE = 11
 SIDES = ((1, 1), (-1, 1), (1, 0), (-1, 0), (1, -1), (-1, -1), (0, 1), (0, -1))
 
 
@@ -255,6 +257,9 @@ def _name_marks(axes: Axes, chart: charts.Chart) -> None:
     boxes = place(spots, sizes, axes.get_window_extent(), lines, point)
     for text, spot, box in zip(texts, spots, boxes, strict=True):
         text.set_position(tuple((box.min - spot) / point))
+        away = np.maximum(np.maximum(box.min - spot, spot - box.max), 0)
+        if text.arrow_patch is not None:
+            text.arrow_patch.set_visible(bool(np.hypot(*away) > BESIDE * point))
 
 
 def place(
@@ -275,7 +280,12 @@ def place(
             box = Bbox.from_bounds(*(start + (across_and_up - 1) / 2 * size), *size)
             outside = frame.count_contains(box.get_points()) < 2
             crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
-            costs.append((box.count_overlaps([*boxes, *marks]) + outside, crossed, box))
+            # matplotlib draws the line to the text's middle and cuts it off at its edge
+            lead = Line([spot, np.mean(box.get_points(), axis=0)])
+            crossed_marks = sum(lead.intersects_bbox(mark) for mark in [*marks, *boxes])
+            costs.append(
+                (box.count_overlaps([*boxes, *marks]) + outside + crossed_marks, crossed, box)
+            )
         boxes.append(min(costs, key=itemgetter(0, 1))[2])
     return boxes
 

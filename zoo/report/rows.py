@@ -125,8 +125,9 @@ class Heading(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The title of a report."""
-        return f"Training with and without checkpointing: {self.name}"
+        """The title of a report, with the name of the config unless it is the default one."""
+        name = "" if self.name == "default" else f": {self.name}"
+        return f"Training with and without checkpointing{name}"
 
 
 @dataclass(frozen=True)

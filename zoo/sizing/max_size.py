@@ -17,16 +17,24 @@ from torch import nn
 
 from zoo.api.track import CopiedStep, mean_of
 from zoo.engine.devices import counts_memory, random_state_restored
-from zoo.errors import ArgumentError, BudgetError, Interrupted
+from zoo.errors import ArgumentError, BudgetError, Interrupted, shortened
 from zoo.invocation import Inputs, Loss, check_loss, check_module
 from zoo.planner.plan import Plan
-from zoo.policy.budget import free_on, only_in_backward, ways_out
+from zoo.policy.budget import (
+    Budget,
+    Overhead,
+    free_on,
+    only_in_backward,
+    parse_budget,
+    parse_overhead,
+    ways_out,
+)
 from zoo.policy.options import Checkpoint
-from zoo.profiling.optimizer_memory import MakeOptimizer
+from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within
-from zoo.units import exact_bytes, format_bytes, format_seconds
+from zoo.units import SIZES, exact_bytes, format_bytes, format_seconds
 
 # seconds that a real step may take unless verify=True
 QUICK = 20.0
@@ -73,17 +81,17 @@ class Largest:
         return (
             f"size {self.size}: {format_bytes(self.predicted_peak)} of "
             f"{format_bytes(self.budget)}, {measured}; {larger}; "
-            f"time x{self.predicted_time_ratio:.2f} of the baseline"
+            f"time ×{self.predicted_time_ratio:.2f} of the baseline"
         )
 
 
 class Options(TypedDict, total=False):
     """The options of `largest`."""
 
-    memory_budget: int | str
+    memory_budget: Budget
     checkpoint: Checkpoint | None
-    max_overhead: float | None
-    optimizer: MakeOptimizer | None
+    max_overhead: Overhead | None
+    optimizer: OptimizerOption | None
     loss: Loss | None
     vary: Vary
     multiple_of: int
@@ -107,10 +115,10 @@ def largest(
     model: nn.Module,
     sample: Inputs | None = None,
     *,
-    memory_budget: int | str = "device",
+    memory_budget: Budget = "device",
     checkpoint: Checkpoint | None = None,
-    max_overhead: float | None = None,
-    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    max_overhead: Overhead | None = None,
+    optimizer: OptimizerOption | None = torch.optim.AdamW,
     loss: Loss | None = None,
     vary: Vary = 0,
     multiple_of: int = 1,
@@ -128,10 +136,10 @@ def largest(
         model: in training mode; on the meta device if it has no memory yet.
         sample: the inputs in any size: a tensor, a tuple or a dict of keyword arguments, also of
             meta tensors. A real step repeats its values; meta tensors become zeros.
-        memory_budget: bytes, "8GiB", or "device" for the free memory of the model's device.
+        memory_budget: that of `zoo.plan`, but no share of a baseline, which grows with the size.
         checkpoint: an option of `zoo.create`; by default that in force on the model. "auto" allows
             any plan that fits the budget, and chooses the fastest for the returned size.
-        max_overhead: with "auto", at most so much more time: 0.2 for a fifth.
+        max_overhead: with "auto", at most so much more time: 0.2 or "20%" for a fifth.
         optimizer, loss, device: those of `zoo.plan`.
         vary: the dimension that grows, in every tensor of the sample, or several of one size, such
             as `(2, 3, 4)` for a volume; or, without a sample, a function of the size that makes the
@@ -153,19 +161,21 @@ def largest(
     """
     check_module(model, "zoo.largest")
     check_loss(loss)
-    if isinstance(memory_budget, float):
+    budget = parse_budget(memory_budget)
+    if isinstance(budget, float):
         raise ArgumentError(
-            f"memory_budget={memory_budget}: a float is a fraction of the baseline's peak, which "
-            "grows with the size; give an int of bytes, '8GiB' or 'device'"
+            f"memory_budget={shortened(memory_budget)} is a share of the baseline's peak, which "
+            f"grows with the size; write {SIZES}, or 'device' for what is free there"
         )
+    overhead = None if max_overhead is None else parse_overhead(max_overhead)
     if type(multiple_of) is not int or multiple_of < 1:
         raise ArgumentError(f"multiple_of={multiple_of!r} must be a whole number, 1 or more")
     make_inputs, start = input_sizes(sample, vary)
     estimates = SizeEstimates(
         model,
         make_inputs,
-        plan_policy(model, checkpoint, max_overhead),
-        max_overhead,
+        plan_policy(model, checkpoint, overhead),
+        overhead,
         multiple_of,
         optimizer,
         loss,
@@ -173,7 +183,7 @@ def largest(
         optimizer_in_backward,
     )
     with torch.inference_mode(False), torch.enable_grad():
-        search = _Search(estimates, start, memory_budget)
+        search = _Search(estimates, start, budget)
         try:
             return search.run(verify)
         except KeyboardInterrupt:
@@ -183,7 +193,7 @@ def largest(
 class _Search:
     """Searches by predicted bytes, and lowers their limit if real steps need more."""
 
-    def __init__(self, estimates: SizeEstimates, start: int, memory_budget: int | str) -> None:
+    def __init__(self, estimates: SizeEstimates, start: int, memory_budget: Budget) -> None:
         self.start = max(start // estimates.unit, 1)
         if estimates.trace(self.start) is None:
             # one example may be too few for a norm

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from zoo.api.plan import planner_for
 from zoo.errors import ArgumentError, BudgetError, InputError
-from zoo.invocation import Inputs, Invocation, Loss
+from zoo.invocation import Inputs, Invocation, Loss, sizes_hint
 from zoo.planner.plan import Plan
-from zoo.policy.budget import BudgetPlanner
-from zoo.policy.options import PlannedRunner, runner_for
+from zoo.policy.budget import BudgetPlanner, check_planner
+from zoo.policy.options import PlannedRunner, plan_or_option, runner_for
 from zoo.policy.plan_report import Point
 from zoo.profiling.kernel_costs import KernelCosts
-from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes
+from zoo.profiling.optimizer_memory import OptimizerBytes, OptimizerOption
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import KernelSpec
 from zoo.tracing.isolated_trace import TraceError
@@ -44,7 +44,9 @@ _log = logging.getLogger("zoo.largest")
 
 def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -> PlanPolicy:
     """Returns the policy by which training with this option chooses its plan."""
+    checkpoint = plan_or_option(checkpoint)
     if checkpoint == "auto" or (max_overhead is not None and checkpoint in (None, False)):
+        check_planner()
 
         def best(planner: BudgetPlanner, budget: int | None) -> Point:
             if budget is None and max_overhead is None:
@@ -87,7 +89,7 @@ class SizeEstimates:
     policy: PlanPolicy
     max_overhead: float | None
     unit: int
-    optimizer: MakeOptimizer | None
+    optimizer: OptimizerOption | None
     loss: Loss | None
     device: str | None
     optimizer_in_backward: bool = False
@@ -103,7 +105,7 @@ class SizeEstimates:
         with shown(f"size {count * self.unit}"):
             if (planner := self.trace(count)) is None:
                 return None
-            is_here = self.device is None and planner.model_device.type != "meta"
+            is_here = planner.device is None and planner.model_device.type != "meta"
             # a limit on the overhead needs measured seconds
             is_timed = is_here and self.max_overhead is not None and not planner.kernels_measured
             peak = (planner.least if is_timed else self.policy(planner, None)).peak
@@ -221,6 +223,8 @@ def input_sizes(sample: Inputs | None, vary: Vary) -> tuple[MakeInputs, int]:
     if sample is None:
         raise ArgumentError("pass a sample of the inputs, or as vary= a function that makes them")
     inputs, dims = Invocation.of(sample), vary if isinstance(vary, tuple) else (vary,)
+    if not inputs.tensors:
+        raise ArgumentError(f"the sample holds no tensor that could grow{sizes_hint(inputs)}")
     for dim in dims:
         for value in inputs.tensors:
             if type(dim) is not int or not -value.ndim <= dim < value.ndim:

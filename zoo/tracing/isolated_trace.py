@@ -33,6 +33,7 @@ from zoo.invocation import (
     device_of,
     kernel_device,
     own_loss,
+    sizes_hint,
     with_loss_errors,
 )
 from zoo.profiling.cudnn_recurrent import flattened
@@ -260,7 +261,10 @@ class _Forward:
             )
         line = line_of_traceback(error)
         where = f" ({line})" if line else ""
-        refused = TraceError(f"{name} does not take these inputs: {in_a_line(error, 400)}{where}")
+        refused = TraceError(
+            f"{name} does not take these inputs: {in_a_line(error, 400)}{where}"
+            f"{sizes_hint(self.given)}"
+        )
         refused.raised = True
         return refused
 

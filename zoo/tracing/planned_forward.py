@@ -43,7 +43,7 @@ from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation, needs_gradients
 from zoo.planner.schemes import SegmentsError
-from zoo.policy.budget import Budget
+from zoo.policy.budget import Budget, Overhead
 from zoo.policy.options import (
     Checkpoint,
     PlannedRunner,
@@ -283,7 +283,7 @@ class PatchedForward(Patch):
     def __init__(
         self,
         module: nn.Module,
-        option: tuple[Checkpoint, Budget | None, float | None],
+        option: tuple[Checkpoint, Budget | None, Overhead | None],
         patterns: Sequence[str] | None,
     ) -> None:
         super().__init__(module)

@@ -1,0 +1,203 @@
+"""Ctrl-C ends what it was pressed in, wherever it arrives."""
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import zoo
+from tests.training import Residuals, images
+from zoo.profiling import kept_interrupts
+from zoo.profiling.chain_step_profile import AllocationMode
+from zoo.profiling.kept_interrupts import kept, take_interrupt
+from zoo.profiling.progress import shown
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A shell has its background jobs ignore SIGINT; a test is not one."""
+    monkeypatch.setattr(kept_interrupts, "INTERVAL", 0.01)
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, earlier)
+
+
+def press(*_: Any) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+class Freed:
+    """Presses Ctrl-C in `__del__`."""
+
+    def __del__(self) -> None:
+        press()
+
+
+class Named:
+    """Presses Ctrl-C where Python 3.11 makes another error of it."""
+
+    __set_name__ = press
+
+
+def freed() -> None:
+    Freed()
+
+
+def called_back() -> None:
+    watched = threading.Event()
+    weakref.finalize(watched, press)
+
+
+def suppressed() -> None:
+    with contextlib.suppress(BaseException):
+        press()
+
+
+def converted() -> None:
+    try:
+        press()
+    except BaseException:
+        raise ValueError("of a library") from None
+
+
+def named() -> None:
+    type("Owner", (), {"name": Named()})
+
+
+LOST: list[Callable[[], None]] = [freed, called_back, suppressed, converted, named]
+
+
+# what unraisable errors print is part of the case
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("lose", LOST)
+def test_an_interrupt_that_is_discarded_is_raised_again(
+    lose: Callable[[], None], goes_on: bool
+) -> None:
+    @shown("work")
+    def work() -> None:
+        lose()
+        # a long computation, or the end of the block
+        ends = time.monotonic() + 30 * goes_on
+        while time.monotonic() < ends:
+            pass
+        assert not goes_on, "30 s without an interrupt"
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+
+
+def test_what_an_interrupt_has_begun_is_not_interrupted_again() -> None:
+    ended = []
+
+    @kept()
+    def cleans_up() -> None:
+        try:
+            press()
+        finally:
+            time.sleep(0.1)
+            ended.append("finally")
+
+    with pytest.raises(KeyboardInterrupt):
+        cleans_up()
+    with kept():
+        try:
+            press()
+        except KeyboardInterrupt:
+            take_interrupt()
+        time.sleep(0.1)
+        ended.append("taken")
+    assert ended == ["finally", "taken"]
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_another_handler_stays(handler: Any) -> None:
+    signal.signal(signal.SIGINT, handler)
+    with kept():
+        assert signal.getsignal(signal.SIGINT) is handler
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Presses:
+    """Forks a process at some of the calls of Python functions, each of which presses Ctrl-C there.
+
+    What it was pressed in must end by KeyboardInterrupt; in this process all goes on.
+    """
+
+    def __init__(self, places: Collection[int] = ()) -> None:
+        self.places, self.calls, self.is_fork = places, 0, False
+        self.ends: list[tuple[int, str]] = []
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.calls += 1
+        if self.calls not in self.places:
+            return
+        if child := os.fork():
+            self.ends.append((os.waitpid(child, 0)[1], frame.f_code.co_name))
+            return
+        self.is_fork = True
+        sys.settrace(None)
+        # ends a process that waits for ever
+        signal.setitimer(signal.ITIMER_REAL, 60)
+        sys.unraisablehook = lambda *_: None
+        press()
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Calls a function; a fork ends here, with status 0 after KeyboardInterrupt."""
+        status = 1
+        sys.settrace(self)  # type: ignore[arg-type]
+        try:
+            function()
+        except KeyboardInterrupt:
+            status = 0
+        finally:
+            sys.settrace(None)
+            if self.is_fork:
+                os._exit(status)
+
+
+def plan() -> None:
+    zoo.plan(Residuals(blocks=1), images(2), max_overhead=9.0, device="a100")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_fifty_interrupts_end_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    # in the process to which they are sent, not in one of its own
+    monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
+    plan()
+    calls = Presses()
+    calls.run(plan)
+    presses = Presses([1 + number * (calls.calls - 100) // 50 for number in range(50)])
+    presses.run(plan)
+    assert len(presses.ends) == 50
+    assert [(status, inside) for status, inside in presses.ends if status] == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
+    free: Any = AllocationMode._free
+    seen = []
+
+    @functools.wraps(free)
+    def pressed(self: Any, *given: Any) -> None:
+        if not seen:
+            seen.append(given)
+            press()
+        free(self, *given)
+
+    monkeypatch.setattr(AllocationMode, "_free", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        plan()
+    assert seen

@@ -1,0 +1,106 @@
+"""Ctrl-C (SIGINT) is not lost where Python or a library discards its KeyboardInterrupt.
+
+Python raises KeyboardInterrupt wherever the main thread is. In a callback of a weak reference, in
+`__del__` or in a callback of C code it prints the error and goes on; some libraries catch every
+error of an optional import, or raise another one in its place. While a step is traced, callbacks
+run for each tensor that is freed. So inside `kept` an interrupt is raised again until it has ended
+the block:
+
+    SIGINT    KeyboardInterrupt    discarded    0.2 s    KeyboardInterrupt    the block ends
+"""
+
+import _thread
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+# seconds between two looks at an interrupt
+INTERVAL = 0.1
+
+
+class _Kept:
+    """The handler of SIGINT in a block, which raises a discarded KeyboardInterrupt again.
+
+    An interrupt on its way through frames is in no except or finally for a moment, so that only one
+    that is in none twice in succession is discarded.
+    """
+
+    def __init__(self) -> None:
+        self.arrived = self.is_repeated = self.is_leaving = False
+        self.ended, self.lock = threading.Event(), threading.Lock()
+
+    def __call__(self, *_: object) -> None:
+        is_repeated, self.is_repeated = self.is_repeated, False
+        if is_repeated and (self.is_leaving or not self.arrived):
+            # it was taken, or has ended the block, meanwhile
+            return
+        if not self.arrived:
+            self.arrived = True
+            main = threading.get_ident()
+            threading.Thread(target=self._repeat, args=(main,), daemon=True).start()
+        raise KeyboardInterrupt
+
+    def _repeat(self, main: int) -> None:
+        was_absent = False
+        while not self.ended.wait(INTERVAL):
+            is_absent = self.arrived and not _is_handled(main)
+            if is_absent and was_absent:
+                with self.lock:
+                    if not self.ended.is_set():
+                        self.is_repeated = True
+                        _thread.interrupt_main()
+            was_absent = is_absent and not was_absent
+
+
+_kept: list[_Kept] = []
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Ends the block with KeyboardInterrupt, or an error of that kind, if Ctrl-C was pressed in it.
+
+    Only on the main thread, and where nobody else handles SIGINT: another handler, or none of
+    background jobs, stays.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    this = _Kept()
+    _kept.append(this)
+    signal.signal(signal.SIGINT, this)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if this.arrived:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        this.is_leaving = True
+        with this.lock:
+            this.ended.set()
+        # a repeated one that is pending still goes to `this`, which drops it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _kept.remove(this)
+    if this.arrived:
+        raise KeyboardInterrupt
+
+
+def take_interrupt() -> None:
+    """Marks an interrupt as handled: the enclosing block goes on to its end."""
+    for this in _kept:
+        this.arrived = False
+
+
+def _is_handled(thread: int) -> bool:
+    """Returns whether a thread is in an except or a finally of a KeyboardInterrupt."""
+    handled = sys._current_exceptions().get(thread)
+    # a triple before Python 3.12
+    error = handled[1] if isinstance(handled, tuple) else handled
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
