@@ -97,7 +97,7 @@ print(len(files))
 @pytest.mark.parametrize(
     ("build", "start", "most"),
     [
-        ("model = zoo.resnet50(checkpoint=True)", "model", 27),
+        ("model = zoo.resnet50(checkpoint=True)", "model", 28),
         ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 31),
     ],
 )

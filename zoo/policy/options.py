@@ -164,17 +164,17 @@ class PlannedRunner:
             is_trained = needs_gradients(chain, Invocation(inputs))
         if not is_trained:
             return fold(outline.steps, inputs)
-        by_blocks, refused = schemes.each_block(outline.blocks, outline.whole), None
+        refused = None
         with without_modes():
             try:
                 plan = self.plan_for(chain, outline, inputs)
             except StepError as error:
                 # the step's own error tells more
-                plan, refused = by_blocks, error
+                plan, refused = schemes.each_block(outline.blocks, outline.whole), error
             except (ArgumentError, BudgetError, PlanError) as error:
                 if not self.has_run:
                     raise
-                plan = by_blocks
+                plan = schemes.each_block(outline.blocks, outline.whole)
                 warn_of_blocks(chain, error)
                 self.plans[_spec(chain, outline, inputs)] = plan
         outputs = run_plan(plan, outline.steps, inputs)
