@@ -891,13 +891,15 @@ def test_a_budget_alone_means_auto_and_no_other_option() -> None:
 
 def test_kernel_workspaces_are_said_to_be_left_out_where_no_kernel_was_measured() -> None:
     model, x = Residuals(), images(8, 4, 32)
-    words = "\nwithout kernel workspaces: no kernel was measured\n"
-    here, paper = (zoo.plan(model, x, max_overhead=0.1, device=name) for name in (None, "cpu"))
+    words = "\nestimated for small-cpu, without kernel workspaces: no kernel was measured\n"
+    here, paper = (
+        zoo.plan(model, x, max_overhead=0.1, device=name) for name in (None, "small-cpu")
+    )
     assert (here.kernels_measured, paper.kernels_measured) == (True, False)
     assert words in str(paper)
     assert words not in str(here)
     assert zoo.PlanReport.from_json(paper.to_json()) == paper
-    curves = (zoo.frontier(model, x, device=name) for name in (None, "cpu"))
+    curves = (zoo.frontier(model, x, device=name) for name in (None, "small-cpu"))
     assert [words.strip() in str(curve) for curve in curves] == [False, True]
 
 
