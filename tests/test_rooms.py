@@ -98,7 +98,7 @@ print(len(files))
     ("build", "start", "most"),
     [
         ("model = zoo.resnet50(checkpoint=True)", "model", 28),
-        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 31),
+        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 33),
     ],
 )
 def test_a_first_step_passes_few_files(build: str, start: str, most: int) -> None:
