@@ -134,6 +134,19 @@ def test_an_operator_is_known_anew_when_python_gives_it_a_kernel_or_takes_it_awa
     assert opaque() == [False, False]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_kernels_of_a_library_leave_torchs_as_they_are() -> None:
+    """torchvision registers kernels for autocast, in Python; others register operators' own."""
+    vision = pytest.importorskip("torchvision")
+    with scoped_library("quantized", "IMPL") as library:
+        library.impl("relu6", lambda x, inplace: x + 1, "CPU")
+        zoo.recompute(lambda x: F.celu(x), torch.ones(2, requires_grad=True))
+        assert vision.__version__
+        for operator in (torch.ops.aten.celu, torch.ops.aten.empty_like, torch.ops.torchvision.nms):
+            assert not effects_of(operator.default).opaque
+        assert effects_of(torch.ops.quantized.relu6.default).opaque
+
+
 @pytest.mark.parametrize(
     ("operator", "may_run_twice"),
     [

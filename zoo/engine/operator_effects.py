@@ -59,6 +59,7 @@ MARKING = "aten::record_stream"
 # kernels for these keys run above dispatch modes, so once, or make no numbers
 ABOVE = (
     "Autograd",
+    "Autocast",
     "FuncTorch",
     "Batched",
     "VmapMode",
@@ -222,7 +223,9 @@ def is_kernel(operator: Any) -> bool:
         return False
     overridden = _python.operators
     name = operator.name()
-    calls_others = bool(overridden) and has_kernel(name, "CompositeExplicitAutograd")
+    # torch's own operators call no library's
+    is_near = any(one.startswith("aten::") for one in overridden)
+    calls_others = is_near and has_kernel(name, "CompositeExplicitAutograd")
     return not calls_others and name not in overridden
 
 
