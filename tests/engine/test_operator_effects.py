@@ -140,7 +140,7 @@ def test_kernels_of_a_library_leave_torchs_as_they_are() -> None:
     vision = pytest.importorskip("torchvision")
     with scoped_library("quantized", "IMPL") as library:
         library.impl("relu6", lambda x, inplace: x + 1, "CPU")
-        zoo.recompute(lambda x: F.celu(x), torch.ones(2, requires_grad=True))
+        zoo.recompute(F.celu, torch.ones(2, requires_grad=True))
         assert vision.__version__
         for operator in (torch.ops.aten.celu, torch.ops.aten.empty_like, torch.ops.torchvision.nms):
             assert not effects_of(operator.default).opaque
