@@ -931,26 +931,26 @@ class Recorder(KernelMode):
             value.is_empty = effects.empty
             if not isinstance(tensor, FakeTensor):
                 value.blank = sample(storage)
-        elif tensor.is_cpu and type(tensor) is not FakeTensor and not _trains(tensor, node):
+        elif tensor.is_cpu and type(tensor) is not FakeTensor and not _trains(tensor, node.args):
             # NumPy and DLPack give it away as it is
             value.blank = None if tensor._is_zerotensor() else sample(storage) or None
         return value
 
 
-def _trains(result: Tensor, node: Node) -> bool:
-    """Says whether a gradient may flow through a result of a kernel."""
+def _trains(result: Tensor, given: Iterable[Any]) -> bool:
+    """Says whether a gradient may flow through a result of a kernel that was given these."""
     if not torch.is_grad_enabled() or not (result.is_floating_point() or result.is_complex()):
         return False
-    waiting = [*node.args]
-    while waiting:
-        value = waiting.pop()
+    for value in given:
         kind = type(value)
-        if kind is Listed:
-            waiting += value.parts
-        elif kind is Value or kind is View:
-            if value.trains:
-                return True
-        elif (kind is Outside and value.tensor.requires_grad) or kind is Write or kind is Sparse:
+        if kind is Value or kind is View:
+            trains = value.trains
+        elif kind is Outside:
+            trains = value.tensor.requires_grad
+        else:
+            trains = kind is Write or kind is Sparse
+            trains = trains or (kind is Listed and _trains(result, value.parts))
+        if trains:
             return True
     return False
 

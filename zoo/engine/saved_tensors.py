@@ -325,13 +325,13 @@ def _has_gradient(part: Any) -> bool:
     return isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex())
 
 
-def is_in_graph(tensor: Tensor) -> bool:
-    """Returns whether a tensor stands for one of a graph that is being written.
+def is_in_graph() -> bool:
+    """Returns whether fake tensors stand for those of a graph that is being written.
 
-    `make_fx` knows it by its identity, so that no other may take its place. Higher-order operators
-    write a graph of what they call, each time that they are called.
+    `make_fx` knows them by their identity, so that no others may take their place. Higher-order
+    operators write a graph of what they call, each time that they are called.
     """
-    return type(tensor) is FakeTensor and get_dispatch_mode(PROXY_MODE) is not None
+    return get_dispatch_mode(PROXY_MODE) is not None
 
 
 class InGraph:
@@ -365,7 +365,7 @@ def kept(tensor: Tensor) -> Outside:
 
 def pack(tensor: Tensor) -> Any:
     """Returns what stands for a tensor that autograd saves on this thread."""
-    if is_in_graph(tensor):
+    if type(tensor) is FakeTensor and is_in_graph():
         return InGraph(tensor)
     if not has_own_storage(type(tensor)) and hasattr(tensor, "__tensor_flatten__"):
         return Opaque(tensor, pack)

@@ -271,7 +271,8 @@ class _Forward:
 
 def _saved(tensor: Tensor) -> Tensor:
     """Packs a saved tensor as the engine's hooks do: without a kernel or a reference to it."""
-    is_itself = (tensor.is_leaf and tensor.requires_grad) or is_in_graph(tensor)
+    is_itself = is_in_graph() if type(tensor) is FakeTensor else False
+    is_itself |= tensor.is_leaf and tensor.requires_grad
     return tensor if is_itself else detached(tensor)
 
 
