@@ -128,6 +128,49 @@ def test_another_handler_stays(handler: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def test_an_interrupt_at_any_line_of_the_block_itself_leaves_no_handler() -> None:
+    def run(count: int) -> bool:
+        """Presses Ctrl-C at a line of `kept`; returns whether there are so many."""
+        lines = iter(range(count + 1))
+
+        def at_line(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "line" and next(lines, None) == count:
+                press()
+            return at_line
+
+        def at_call(frame: FrameType, event: str, argument: Any) -> Any:
+            return at_line if frame.f_code.co_filename == kept_interrupts.__file__ else None
+
+        sys.settrace(at_call)
+        try:
+            with kept():
+                pass
+        finally:
+            sys.settrace(None)
+        return next(lines, None) is None
+
+    places = 0
+    for places in range(100):
+        try:
+            if not run(count=places):
+                break
+        except KeyboardInterrupt:
+            pass
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not kept_interrupts._kept
+    assert 15 < places < 99
+
+
+def test_a_handler_that_the_block_sets_stays() -> None:
+    def own(*_: Any) -> None:
+        pass
+
+    with kept():
+        signal.signal(signal.SIGINT, own)
+    assert signal.getsignal(signal.SIGINT) is own
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Presses:
     """Forks a process at some of the calls of Python functions, each of which presses Ctrl-C there.
 

@@ -230,7 +230,6 @@ class Recording:
         # by the ids of random streams
         self.last_draws: dict[int, LastDraw] = {}
         self.observer = thread.observer
-        self.is_open = True
         self.lock = threading.RLock()
 
     def settings_for(self, effects: Effects) -> Settings:

@@ -374,6 +374,10 @@ def pack(tensor: Tensor) -> Any:
     if segment is None or isinstance(reference, Outside):
         assert isinstance(reference, Outside), "all that is kept is from outside"
         has_history, is_result = roles_of(tensor, sequence_number())
+        if segment is not None and reference.is_result and not is_result:
+            # of the same tensor autograd has the memory as a result, and itself as an argument
+            reference = outside(tensor)
+            segment.recording.hold(reference)
         reference.has_history |= has_history
         reference.is_result |= is_result
         if SAVED and (noted := SAVED.get(id(tensor))) is not None:

@@ -36,11 +36,26 @@ class _Kept:
         if is_repeated and (self.is_leaving or not self.arrived):
             # it was taken, or has ended the block, meanwhile
             return
+        if self.is_leaving:
+            # raised by the block when the handler before this one is there again
+            self.arrived = True
+            return
         if not self.arrived:
             self.arrived = True
             main = threading.get_ident()
             threading.Thread(target=self._repeat, args=(main,), daemon=True).start()
         raise KeyboardInterrupt
+
+    def leave(self) -> None:
+        """Ends the repetition, and restores the default handler unless the block set another."""
+        self.is_leaving = True
+        with self.lock:
+            self.ended.set()
+        # a repeated one that is pending still goes to this one, which drops it
+        if signal.getsignal(signal.SIGINT) is self:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self in _kept:
+            _kept.remove(self)
 
     def _repeat(self, main: int) -> None:
         was_absent = False
@@ -69,10 +84,13 @@ def kept() -> Iterator[None]:
         yield
         return
     this = _Kept()
-    _kept.append(this)
-    signal.signal(signal.SIGINT, this)
     try:
-        yield
+        try:
+            _kept.append(this)
+            signal.signal(signal.SIGINT, this)
+            yield
+        finally:
+            this.leave()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -80,12 +98,8 @@ def kept() -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        this.is_leaving = True
-        with this.lock:
-            this.ended.set()
-        # a repeated one that is pending still goes to `this`, which drops it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _kept.remove(this)
+        # an interrupt may have cut the first one short
+        this.leave()
     if this.arrived:
         raise KeyboardInterrupt
 

@@ -462,6 +462,33 @@ def test_memory_that_is_exchanged_is_followed_while_the_tensor_is_held(when: str
     assert_exact(lambda call: exchanged(call, an_argument, when, holds=True))
 
 
+@torch.library.custom_op("zoo_tests::exponential", mutates_args=())
+def exponential(x: Tensor) -> Tensor:
+    return x.exp()
+
+
+exponential.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+@pytest.mark.parametrize("function", [exponential, torch.exp])
+def test_memory_of_a_result_that_is_exchanged_is_followed_by_those_that_read_it(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    """The operation that made it has the memory, the one that it is an argument of the tensor."""
+
+    def run(call: Call) -> list[Any]:
+        x, weight = (tensor.requires_grad_() for tensor in torch.rand(2, 6))
+        y, made = call(lambda x: ((made := function(x)) * weight, made), x)
+        made.data = torch.ones(6)
+        y.sum().backward()
+        return [y, x.grad, weight.grad]
+
+    assert_exact(run)
+
+
 def test_memory_that_is_exchanged_after_a_segment_and_dropped_is_refused() -> None:
     with pytest.raises(zoo.RecomputeError, match="was given other memory after it was used"):
         exchanged(zoo.recompute, an_argument, "after the segment", holds=False)
