@@ -379,7 +379,7 @@ def test_the_least_that_a_refusal_names_is_a_budget_that_is_granted() -> None:
 @pytest.mark.parametrize(
     ("options", "ways"),
     [
-        ({"checkpoint": "auto"}, "or choose an optimizer of less state"),
+        ({"checkpoint": "auto"}, "or choose an optimizer with less state"),
         ({"checkpoint": "auto", "optimizer": None}, "."),
         ({"max_overhead": 0.0, "optimizer": None}, "or raise max_overhead."),
         ({"checkpoint": False, "optimizer": None}, "or choose checkpoint='auto'."),

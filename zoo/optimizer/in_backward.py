@@ -178,7 +178,6 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
             FullyShardedDataParallel). Later: float16 autocast, whose GradScaler scales gradients;
             a second backward before `step()`; a weight or a learning rate that is changed
             between the two; `create_graph=True`; any use of a gradient that was freed.
-
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"optimizer_in_backward needs a module; got {shortened(model)}")

@@ -340,7 +340,7 @@ class BudgetPlanner:
 def ways_out(least: int, others: Sequence[str], optimizer: OptimizerBytes) -> str:
     """Returns the last sentence of a BudgetError: raise the budget, or one of the other ways."""
     ways = [f"Raise the budget to {at_least(least)!r}", *others]
-    ways += ["choose an optimizer of less state"] * (optimizer.state > 0)
+    ways += ["choose an optimizer with less state"] * (optimizer.state > 0)
     *first, last = ways
     others = f"{', '.join(first)}{',' * (len(first) > 1)} or " if first else ""
     return f"{others}{last}."
