@@ -231,7 +231,7 @@ def test_fifty_interrupts_end_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
     free: Any = AllocationMode._free
-    seen = []
+    seen: list[Any] = []
 
     @functools.wraps(free)
     def pressed(self: Any, *given: Any) -> None:

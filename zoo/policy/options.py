@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed, nn
@@ -337,11 +338,19 @@ def _costs(chain: Chain, outline: Outline, inputs: State) -> StepCosts:
     return Profile(chain, outline, inputs).costs(updates=updates).with_parameter_gradients()
 
 
+# the models of which a warning said so, and the options that it named
+_SAVES_NOTHING: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
 def _warn_of_no_saving(chain: Chain, option: Any, plan: Plan, costs: StepCosts) -> None:
-    """Says that a training step takes no less by a plan than without one, where it is so."""
+    """Warns, once for a model and an option, if a plan takes no less than training without one."""
+    said = _SAVES_NOTHING.setdefault(chain, set())
+    if repr(option) in said:
+        return
     plain = simulate(Plan.keep_all(len(costs)), costs).peak
     peak = simulate(plan, costs).peak
     if plain and peak >= plain:
+        said.add(repr(option))
         _log.warning(
             "checkpoint=%r saves nothing of %s: a training step takes %s by its plan and %s plain, "
             "beside weights and optimizer. Take another option, such as memory_budget=, which says "
