@@ -115,8 +115,8 @@ dispatch_table: Any = _private("_C._dispatch_dump")
 neg_view: Any = _private("_neg_view")
 
 
-def _place_of_storage() -> int:
-    """Returns where in the memory of a tensor in C++ the address of its storage is."""
+def _offset_of_storage_pointer() -> int:
+    """Returns where in a tensor of C++ the address of its storage is, in bytes from the start."""
     tensor = torch.empty(1)
     words = (ctypes.c_size_t * 16).from_address(tensor._cdata)
     storage = tensor.untyped_storage()._cdata
@@ -127,7 +127,7 @@ def _place_of_storage() -> int:
     return [*words].index(storage) * ctypes.sizeof(ctypes.c_size_t)
 
 
-PLACE_OF_STORAGE = _place_of_storage()
+OFFSET_OF_STORAGE_POINTER = _offset_of_storage_pointer()
 
 
 def _settings(*names: str, optional: bool = False) -> dict[str, tuple[Any, Any]]:
@@ -201,7 +201,7 @@ def watch_hooks_of_saved_tensors(
     after_enable: Callable[[], object],
     before_register: Callable[[Any], object],
 ) -> None:
-    """Has torch call these where a program disables the hooks for saved tensors or adds to them.
+    """Makes torch call these where a program disables the hooks for saved tensors or adds to them.
 
     torch refuses both where any hooks are set, and asks nobody. `before_disable` is called where
     the hooks are about to be disabled, as `torch.func.grad` does, `after_enable` where they were

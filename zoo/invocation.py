@@ -178,7 +178,7 @@ def _state(model: nn.Module) -> tuple[Any, ...]:
 
 
 def needs_gradients(model: nn.Module, given: Invocation) -> bool:
-    """Says whether a parameter of a model or a tensor that it is called with needs a gradient."""
+    """Returns whether a parameter of a model, or a tensor among its inputs, needs a gradient."""
     trained = any(weight.requires_grad for weight in _weights_of(model))
     return trained or any(tensor.requires_grad for tensor in given.tensors)
 

@@ -36,7 +36,7 @@ WAYS_OUT = (
 
 
 def check_graph_of(context: Any) -> None:
-    """Has the graph checked that is being compiled, once it is complete.
+    """Registers a check of the graph that is being compiled, which runs once it is complete.
 
     `context` is what a function is called with at compile time.
     """

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from zoo._torch import (
-    PLACE_OF_STORAGE,
+    OFFSET_OF_STORAGE_POINTER,
     DisableTorchDispatch,
     DispatchKey,
     DispatchKeySet,
@@ -89,8 +89,8 @@ def original_of(tensor: Tensor, storage: Any) -> Original:
     """Returns a reference to a tensor whose storage this is."""
     home = storage._cdata
     last = ctypes.c_size_t(home)
-    place = tensor._cdata + PLACE_OF_STORAGE
-    found = Original(tensor, functools.partial(ctypes.memmove, ctypes.addressof(last), place))
+    pointer = tensor._cdata + OFFSET_OF_STORAGE_POINTER
+    found = Original(tensor, functools.partial(ctypes.memmove, ctypes.addressof(last), pointer))
     found.home, found.storage = home, last
     return found
 
@@ -305,7 +305,7 @@ class Outside:
             self.sample = _bytes_of(tensor)
 
     def is_as_read(self) -> bool:
-        """Says whether its memory has the bytes that it had when it was read, if that is known."""
+        """Returns whether its memory has the bytes that it had when read, if they are known."""
         return self.sample is None or self.sample == _bytes_of(self.tensor)
 
     def hold(self, copy: Any) -> None:
@@ -332,7 +332,7 @@ class Outside:
             self.tensor.requires_grad_()
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Says whether this stands for a tensor."""
+        """Returns whether this stands for a tensor."""
         return self.tensor is tensor or (self.original is not None and self.original() is tensor)
 
     def unpack(self) -> Tensor:
@@ -552,7 +552,7 @@ def check_version(tensor: Tensor, version: int) -> None:
 
 
 def roles_of(tensor: Tensor, sequence: int) -> tuple[bool, bool]:
-    """Says whether a tensor that autograd saves now is an argument with a history, or a result.
+    """Returns whether a tensor that autograd saves now is an argument with a history, or a result.
 
     `sequence` is the number of the next operation. It is neither where it has no history. Nor is a
     view, which cannot be detached in place, and asked for its history may make it anew.

@@ -206,7 +206,7 @@ def _given_by_python(entry: str) -> str | None:
 
 
 def is_kernel(operator: Any) -> bool:
-    """Says whether an operator does what its schema says, so that it may run twice.
+    """Returns whether an operator does what its schema says, so that it may run twice.
 
     It is one of torch's own, takes and returns tensors and plain values, reads no file, and runs no
     Python function that somebody registered for it or for what it may call.

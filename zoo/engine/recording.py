@@ -282,14 +282,14 @@ class Recording:
         return None
 
     def begin_replay(self) -> None:
-        """Is told of a replay inside of the forward, whose graphs are gone before that ends."""
+        """Called at a replay inside of the forward, whose graphs are gone before that ends."""
         if not self.is_replayed:
             self.is_replayed = True
             for found in self.outside:
                 found.cut()
 
     def note_copy(self, value: Value, tensor: Tensor) -> None:
-        """Has reads of what a replay has made of a value count as reads of the value."""
+        """Marks what a replay has made of a value: reads of it count as reads of the value."""
         storage = storage_of(tensor)
         if self.find(storage) is None:
             self.storages[id(storage)] = ReplayedCopy(value, storage, tensor)
@@ -528,7 +528,7 @@ class Recording:
         self.storages.pop(id(storage_of(tensor)), None)
 
     def hold(self, found: Outside) -> None:
-        """Has the very tensor be held while the recording is open: it may get other memory yet."""
+        """Holds the very tensor while the recording is open: it may get other memory yet."""
         if self.is_open:
             self.outside.append(found)
         else:
@@ -937,7 +937,7 @@ class Recorder(KernelMode):
 
 
 def _trains(result: Tensor, given: Iterable[Any]) -> bool:
-    """Says whether a gradient may flow through a result of a kernel that was given these."""
+    """Returns whether a gradient may flow through a result of a kernel that was given these."""
     if not torch.is_grad_enabled() or not (result.is_floating_point() or result.is_complex()):
         return False
     for value in given:

@@ -437,12 +437,12 @@ class Request:
         parts = (part for part in segment.inner() if part.given is None)
         goals = goals_of(self.waiting(segment)).union(*map(self.given_to, parts))
         found = {value for value in goals if not segment.makes(value)}
-        for node, _ in schedule(segment.backwards(), goals, There(segment.recording, {})):
+        for node, _ in schedule(segment.backwards(), goals, AvailableValues(segment.recording, {})):
             found.update(value for value in node.reads if value.node < segment.first)
         return found
 
     def is_given(self, segment: Segment) -> bool:
-        """Says whether a segment has what it starts from, as a replay around it left that.
+        """Returns whether a segment has what it starts from, as a replay around it left that.
 
         A backward may write what it saved, which is the same memory; and for another backward
         inside of the forward the replay around it left something else.
@@ -491,7 +491,7 @@ def _is_run(node: Any) -> bool:
         return True
 
 
-class There(Container[Value]):
+class AvailableValues(Container[Value]):
     """The values that need not be replayed: those given, and what the forward still has.
 
     Attributes:
@@ -547,7 +547,7 @@ def _fill(segment: Segment, request: Request) -> None:
         _replay(segment, segment.scheduled, waiting, needs, {})
         return
     goals = goals_of(waiting).union(*needs.values())
-    there = There(recording, given)
+    there = AvailableValues(recording, given)
     found = schedule(segment.backwards(), goals, there)
     try:
         _replay(segment, found, waiting, needs, there.found)
