@@ -253,6 +253,18 @@ def test_an_option_that_saves_nothing_says_so_once(
     assert said.startswith(f"checkpoint={option!r} saves nothing of {type(model).__name__}: a ")
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_optimizer_in_the_backward_is_named_where_it_is_not(
+    in_backward: bool, caplog: Any
+) -> None:
+    model = zoo.checkpoint(Layers(8, 1), "blocks")
+    if in_backward:
+        zoo.optimizer_in_backward(model, torch.optim.SGD(model.parameters()))
+    model(torch.rand(2, 8)).sum().backward()
+    (said,) = caplog.messages
+    assert ("zoo.optimizer_in_backward" in said) is not in_backward
+
+
 @pytest.mark.parametrize("option", [True, "blocks", "cheap", 4])
 def test_an_option_that_saves_says_nothing(option: Any, caplog: Any) -> None:
     model = zoo.checkpoint(Layers(), option)

@@ -351,15 +351,19 @@ def _warn_of_no_saving(chain: Chain, option: Any, plan: Plan, costs: StepCosts) 
     peak = simulate(plan, costs).peak
     if plain and peak >= plain:
         said.add(repr(option))
+        hint = (
+            ". Where the peak is made by the gradients of weights, zoo.optimizer_in_backward frees "
+            "them"
+        )
         _log.warning(
             "checkpoint=%r saves nothing of %s: a training step takes %s by its plan and %s plain, "
             "beside weights and optimizer. Take another option, such as memory_budget=, which says "
-            "the least that is possible, or leave checkpointing out. Where the peak is made by the "
-            "gradients of weights, zoo.optimizer_in_backward frees them",
+            "the least that is possible, or leave checkpointing out%s",
             option,
             type(chain).__name__,
             format_bytes(peak),
             format_bytes(plain),
+            hint if attached_to(chain.parameters()) is None else "",
         )
 
 

@@ -231,7 +231,7 @@ class BlockMark(Patch):
         return outputs
 
     def _is_in_forward(self) -> bool:
-        """Returns whether the model's forward runs as it is written; it may have begun in no_grad."""
+        """Returns whether the model's forward runs as it is written; it may begin in no_grad."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code is PatchedForward._run.__code__:
