@@ -81,7 +81,8 @@ def plan(
     """Finds the plan of least time whose training step keeps to a budget in bytes.
 
     Args:
-        model: in training mode.
+        model: in the mode of the training; one in eval mode is planned for in that mode, with a
+            warning.
         inputs: a tensor, a tuple of arguments or a dict of keyword arguments, real or on the meta
             device. Targets are among them where the model takes them: `(tokens, targets)` for
             GPT-2, `(tokens, None, targets)` for an LSTM, `{"input_ids": tokens, "labels": tokens}`

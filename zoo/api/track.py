@@ -124,7 +124,7 @@ def anatomy(
     The model is not changed; a copy trains. Its first step is not counted.
 
     Args:
-        model: in training mode, with or without a plan of its own.
+        model: in the mode of the training, with or without a plan of its own.
         inputs: a tensor, a tuple or a dict of keyword arguments, real or on the meta device.
         optimizer: that of `zoo.plan`; None takes no step.
         loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a scalar or
@@ -136,7 +136,7 @@ def anatomy(
             `optimizer` is None, plain SGD uses the gradients.
 
     Raises:
-        ArgumentError: no module or not in training mode; a plan for what cannot be traced.
+        ArgumentError: no module; a plan for what cannot be traced.
         OptimizerError: the optimizer cannot step in the backward.
     """
     check_step(model, "an anatomy", loss)

@@ -64,7 +64,8 @@ def verify(
     short trainings of copies take place, two at a time. Under autocast it verifies autocast.
 
     Args:
-        model: in training mode; a plan of its own is ignored, those of modules in it count.
+        model: in the mode of the training; a plan of its own is ignored, those of modules in it
+            count.
         inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a function of the
             number of the training step, from 0 on, that returns one of these. Gradients of those
             that require them are compared.

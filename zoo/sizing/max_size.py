@@ -133,7 +133,7 @@ def largest(
     search raises `Interrupted`, a KeyboardInterrupt whose `found` is the largest size known to fit.
 
     Args:
-        model: in training mode; on the meta device if it has no memory yet.
+        model: in the mode of the training; on the meta device if it has no memory yet.
         sample: the inputs in any size: a tensor, a tuple or a dict of keyword arguments, also of
             meta tensors. A real step repeats its values; meta tensors become zeros.
         memory_budget: that of `zoo.plan`, but no share of a baseline, which grows with the size.
