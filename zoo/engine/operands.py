@@ -52,8 +52,9 @@ REPLACED = (
     "or a conversion of its module, and that memory is not held. Do so after the backward."
 )
 UNSEEN = (
-    "a tensor {} that this gradient needs was changed in place after it was used, by code that "
-    "torch does not see (NumPy, DLPack, C++). Change it after the backward, or change a copy."
+    "a tensor {} that this gradient needs was changed in place after it was used, through "
+    "`Tensor.data` or by code that torch does not see (NumPy, DLPack, C++). Change it after the "
+    "backward, or change a copy."
 )
 # bytes of a tensor that are read at once rather than place by place
 AT_ONCE = 1 << 12
@@ -284,7 +285,7 @@ class Outside:
         # how operations of autograd's saved it: as an argument with a history, or as their result
         self.has_history = self.is_result = False
         self.is_read = False  # whether a kernel has read it
-        # bytes of one without a gradient as it was read, which NumPy may write and count no version
+        # bytes of it as it was read, which `Tensor.data` and NumPy may write and count no version
         self.sample: bytes | None = None
         self.copy: Any = None  # its storage before a kernel wrote it, and where it lay there
         self.geometry: Geometry | None = None
@@ -382,9 +383,10 @@ class Outside:
         if self.geometry is None:
             if self.home is not None and self.home() is not tensor.untyped_storage():
                 raise RecomputeError(REPLACED)
+            self._unchanged()
             if not self.is_as_read():
                 raise RecomputeError(UNSEEN.format(tuple(tensor.shape)))
-            return self._unchanged()
+            return tensor
         with DisableTorchDispatch():
             return self.geometry.of_storage(self.copy, self.tensor.device)
 

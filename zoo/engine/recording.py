@@ -487,10 +487,8 @@ class Recording:
         """Copies a tensor from outside that a kernel reads for the first time, if it is small."""
         found.is_read = True
         tensor = found.tensor
-        if tensor.requires_grad:
-            return
         found.look()
-        if is_small(tensor):
+        if not tensor.requires_grad and is_small(tensor):
             # one copy for all tensors of a storage, as long as nobody writes it
             of_version = (
                 other

@@ -661,6 +661,24 @@ def test_what_is_saved_and_held_has_the_numbers_that_it_has_in_the_backward(
     assert_exact(run)
 
 
+@pytest.mark.parametrize("layer", [F.layer_norm, F.group_norm], ids=["layer", "group"])
+def test_a_write_into_an_input_of_which_only_statistics_are_replayed_is_refused(layer: Any) -> None:
+    """These have no gradient, and normalized, the output is the same."""
+    x = (torch.rand(4, 6) * 1e-3).requires_grad_()
+    y = zoo.recompute(layer, x, (6,) if layer is F.layer_norm else 2)
+    by_data(x)
+    with pytest.raises(zoo.RecomputeError, match=r"changed in place .* through `Tensor.data`"):
+        y.square().sum().backward()
+
+
+def test_a_write_that_counts_is_told_from_one_that_does_not() -> None:
+    x = torch.rand(LARGE)
+    y = zoo.recompute(lambda w: (x * w).sin().cos(), torch.ones(1, requires_grad=True))
+    x.mul_(0.5)
+    with pytest.raises(zoo.RecomputeError, match=r"\(version 0, now 1\)"):
+        y.sum().backward()
+
+
 class Sharing(nn.Module):
     """Returns beside its result the memory of what autograd saved, which nobody else holds."""
 
