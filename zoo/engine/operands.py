@@ -272,7 +272,7 @@ class Outside:
 
     __slots__ = (
         "__weakref__", "copy", "earlier", "geometry", "has_history", "home", "is_read", "is_result",
-        "original", "parts", "sample", "tensor", "version", "wrapper",
+        "memory", "original", "parts", "sample", "tensor", "version", "wrapper",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
@@ -289,6 +289,8 @@ class Outside:
         self.sample: bytes | None = None
         self.copy: Any = None  # its storage before a kernel wrote it, and where it lay there
         self.geometry: Geometry | None = None
+        # while the recording is open its storage and where it lay there, once a kernel read it
+        self.memory: tuple[Any, Geometry] | None = None
         self.parts: Sequence[Outside] = ()  # what a sparse one consists of
         # what it is a part of, as `counted` has it
         self.wrapper: tuple[Tensor, int] | None = None if earlier is None else earlier.wrapper
@@ -313,6 +315,11 @@ class Outside:
         """Has a replay read a copy of the storage."""
         self.copy, self.geometry = copy, Geometry(self.tensor)
 
+    def look_for_other_memory(self) -> None:
+        """Has a replay read the memory that was there, where the tensor has other memory since."""
+        if self.memory is not None and self.tensor.untyped_storage() is not self.memory[0]:
+            (self.copy, self.geometry), self.memory = self.memory, None
+
     def cut(self) -> None:
         """Lets go of the tensor of the program, and keeps one of the same memory and version.
 
@@ -322,7 +329,8 @@ class Outside:
         """
         if self.original is not None:
             return
-        tensor = self.tensor
+        self.look_for_other_memory()
+        self.memory, tensor = None, self.tensor
         if self.home is None or (tensor.requires_grad and tensor._base is None and tensor.is_leaf):
             # autograd has what it gives a gradient, so that it does not go before the graph
             self.original = weakref.ref(tensor)
@@ -380,15 +388,21 @@ class Outside:
         tensor = self.tensor
         if isinstance(tensor, FakeTensor):
             return tensor
+        self.look_for_other_memory()
         if self.geometry is None:
             if self.home is not None and self.home() is not tensor.untyped_storage():
                 raise RecomputeError(REPLACED)
-            self._unchanged()
-            if not self.is_as_read():
-                raise RecomputeError(UNSEEN.format(tuple(tensor.shape)))
-            return tensor
-        with DisableTorchDispatch():
-            return self.geometry.of_storage(self.copy, self.tensor.device)
+            found = self._unchanged()
+        else:
+            with DisableTorchDispatch():
+                found = self.geometry.of_storage(self.copy, tensor.device)
+                if tensor.requires_grad:
+                    found.requires_grad_()
+            if self.home is None or self.copy is not self.home():
+                return found
+        if self.sample is not None and self.sample != _bytes_of(found):
+            raise RecomputeError(UNSEEN.format(tuple(found.shape)))
+        return found
 
 
 class Sparse(Outside):

@@ -51,6 +51,7 @@ from zoo.engine.operands import (
     REFERENCES,
     Apart,
     Blank,
+    Geometry,
     Listed,
     Outside,
     Reference,
@@ -497,6 +498,8 @@ class Recording:
             )
             copy = next((other.copy for other in of_version if other.copy is not None), None)
             found.hold(_copied(tensor.untyped_storage(), tensor) if copy is None else copy)
+        elif found.home is not None and is_plain(tensor) and type(tensor) is not FakeTensor:
+            found.memory = tensor.untyped_storage(), Geometry(tensor)
 
     def before_write(self, tensor: Tensor) -> None:
         """Copies a storage from outside that is about to be written, if it was read before.
@@ -585,6 +588,9 @@ def hold_readers(readers: Iterable[Outside], storage: Any, tensor: Tensor) -> No
     """Has those that a kernel read have a copy of their storage, which is about to be written."""
     copy = None
     for reader in readers:
+        reader.look_for_other_memory()
+        if reader.copy is storage:
+            reader.copy = copy = _copied(storage, tensor) if copy is None else copy
         # one that code which no mode sees wrote since is not as it was read
         is_still_there = reader.version == version_of(reader.tensor) and reader.is_as_read()
         # `Tensor.data` may have given it other memory

@@ -1,6 +1,7 @@
 """Writes that no dispatch mode sees: by other threads, NumPy, inference mode, `Tensor.data`."""
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -514,20 +515,128 @@ def test_memory_of_an_input_that_is_exchanged(holds: bool) -> None:
             run(zoo.recompute)
 
 
-def test_a_view_that_was_given_other_memory_is_not_copied_when_its_base_is_written() -> None:
+def once(weight: Tensor) -> None:
+    weight.data = weight.data * 0.5
+
+
+def back_and_forth(weight: Tensor) -> None:
+    memory = weight.data
+    weight.data = torch.ones_like(memory).t()
+    weight.data = memory
+
+
+def and_its_old_memory_written(weight: Tensor) -> None:
+    memory = weight.data
+    weight.data = memory * 0.5
+    memory.add_(1)
+
+
+def by_a_conversion(weight: Tensor) -> None:
+    weight.data = weight.data.double().float()
+
+
+@pytest.mark.parametrize(
+    ("exchange", "takes_gradient"),
+    [
+        (once, False),
+        (once, True),
+        (back_and_forth, False),
+        (back_and_forth, True),
+        (by_a_conversion, False),
+        (by_a_conversion, True),
+        (and_its_old_memory_written, False),
+    ],
+)
+def test_memory_of_a_weight_that_is_exchanged_in_a_segment(
+    exchange: Callable[[Tensor], None], takes_gradient: bool
+) -> None:
+    """A replay reads what was there, which nobody else may hold, and autograd what is there now."""
+
+    def run(call: Call) -> list[Any]:
+        weight = (torch.rand(4, 4) * 0.5).requires_grad_()
+
+        def function(x: Tensor) -> Tensor:
+            y = (x @ weight).tanh() * weight.sum()
+            exchange(weight)
+            if takes_gradient:
+                (slope,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+                y = y * slope
+                exchange(weight)
+            return y.exp() + (x @ weight).tanh() * weight
+
+        y = call(function, torch.rand(4, 4, requires_grad=True))
+        y.sum().backward()
+        return [y, weight, weight.grad]
+
+    assert_exact(run)
+
+
+@pytest.mark.parametrize("nests", [False, True])
+def test_weights_that_lie_in_a_vector_for_a_while(nests: bool) -> None:
+    def run(call: Call) -> list[Any]:
+        model = nn.Linear(4, 4)
+
+        def function(x: Tensor) -> Tensor:
+            y = (call if nests else plain)(lambda x: model(x).tanh(), x)
+            vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+            nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+            y = y * model(x).sin()
+            nn.utils.vector_to_parameters(vector, model.parameters())
+            return y
+
+        y = call(function, *rows())
+        y.sum().backward()
+        return [y, model.weight.grad]
+
+    assert_exact(run)
+
+
+def test_old_memory_that_is_written_after_the_segment_is_refused() -> None:
+    weight, held = torch.rand(4, 4, requires_grad=True), []
+
+    def function(x: Tensor) -> Tensor:
+        y = (x @ weight).tanh()
+        held.append(weight.data)
+        once(weight)
+        return y
+
+    y = zoo.recompute(function, *rows())
+    held[0].mul_(0.5)
+    with pytest.raises(zoo.RecomputeError, match=r"through `Tensor\.data`"):
+        y.square().sum().backward()
+
+
+def test_old_memory_is_held_for_a_replay_alone() -> None:
+    weight, storages = torch.rand(4, 4, requires_grad=True), []
+
+    def function(x: Tensor) -> Tensor:
+        y = x @ weight
+        storages.append(weakref.ref(weight.untyped_storage()))
+        once(weight)
+        return y
+
+    y = zoo.recompute(function, torch.rand(6, 4))
+    assert storages[0]() is None
+    y.sum().backward()
+
+
+def test_a_view_that_was_given_other_memory_when_its_base_is_written() -> None:
     """It lies elsewhere in the memory that it has now."""
-    weight = torch.rand(5, 4, requires_grad=True)
 
-    def function(base: Tensor) -> Tensor:
-        view = base[1:]
-        read = view.sin().exp().detach()
-        view.data = view.detach() * 0.5
-        base.mul_(0.5)
-        return read * weight
+    def run(call: Call) -> list[Any]:
+        weight = torch.rand(5, 4, requires_grad=True)
 
-    loss = zoo.recompute(function, rows()[0] * 1).sum()
-    with pytest.raises(zoo.RecomputeError, match=r"given other memory after it was used"):
-        loss.backward()
+        def function(base: Tensor) -> Tensor:
+            view = base[1:]
+            read = view.sin().exp().detach()
+            view.data = view.detach() * 0.5
+            base.mul_(0.5)
+            return read * weight
+
+        call(function, rows()[0] * 1).sum().backward()
+        return [weight.grad]
+
+    assert_exact(run)
 
 
 class Scaled(torch.autograd.Function):
