@@ -220,9 +220,22 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a small tensor from outside is copied when it is read",
-            "        if is_small(tensor):",
+            "        if not tensor.requires_grad and is_small(tensor):",
             "        if False:",
             "test_recording",
+        ),
+        (
+            "a weight that a replay reads is compared, too",
+            "        tensor = found.tensor\n        found.look()\n",
+            "        tensor = found.tensor\n        if not tensor.requires_grad:\n"
+            "            found.look()\n",
+            "pitfalls/test_unseen_writes",
+        ),
+        (
+            "memory that is exchanged is held for a replay",
+            "            found.memory = tensor.untyped_storage(), Geometry(tensor)\n",
+            "            pass\n",
+            "pitfalls/test_unseen_writes",
         ),
         (
             "a big tensor from outside is not copied",
