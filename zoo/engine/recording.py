@@ -299,6 +299,9 @@ class Recording:
         """Notes where a value lies in memory that another tensor is about to share."""
         if (value := self.made(tensor)) is not None:
             value.share(None)
+            if value.blank is None and tensor.is_cpu and type(tensor) is not FakeTensor:
+                # which gives it to NumPy and DLPack
+                value.blank = sample(storage_of(tensor)) or None
 
     def refer(self, tensor: Tensor) -> Reference | Outside:
         """Returns the reference of a tensor as it is now."""

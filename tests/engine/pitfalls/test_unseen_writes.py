@@ -788,6 +788,22 @@ def test_a_write_that_counts_is_told_from_one_that_does_not() -> None:
         y.sum().backward()
 
 
+def test_a_write_by_numpy_into_what_has_a_gradient_is_seen_by_what_reads_it() -> None:
+    def run(call: Call) -> list[Any]:
+        model = nn.Linear(4, 4)
+
+        def function(x: Tensor) -> Tensor:
+            made = model(x)
+            made.detach().numpy()[:] *= 0.5
+            return made * (made.detach() + 1)
+
+        y = call(function, *rows())
+        y.sum().backward()
+        return [y, model.weight.grad]
+
+    assert_exact(run)
+
+
 class Sharing(nn.Module):
     """Returns beside its result the memory of what autograd saved, which nobody else holds."""
 
