@@ -543,10 +543,9 @@ def _accumulated(block: Any, one: Tensor, other: Tensor) -> Tensor:
     def note(weight: Tensor) -> None:
         assert weight.grad is not None
         block.shared.note(weight.grad)
-        hook.remove()
 
     found: Tensor = block.linear(one)
-    hook = block.linear.weight.register_post_accumulate_grad_hook(note)
+    block.shared.hooks.append(block.linear.weight.register_post_accumulate_grad_hook(note))
     return found
 
 
