@@ -85,11 +85,14 @@ def _halves_written(block: Any, one: Tensor, other: Tensor) -> None:
 
 
 def _halves_written_without_grad(block: Any, one: Tensor, other: Tensor) -> Tensor:
-    found = one.detach() * 0.5
-    read = found.cos()
-    with torch.no_grad():
-        torch._foreach_mul_([found[:2], found[2:], found[:, 1:3]], 0.5)
-    return (found.sin() + read) * other
+    def function(found: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch._foreach_mul_([found[:2], found[2:], found[:, 1:3]], 0.5)
+        return one * found
+
+    # written in a segment inside of the one that made it
+    found: Tensor = block.shared.call(function, other.detach() * 2)
+    return found
 
 
 def _overlapping_written(block: Any, one: Tensor, other: Tensor) -> Tensor:
@@ -99,9 +102,12 @@ def _overlapping_written(block: Any, one: Tensor, other: Tensor) -> Tensor:
 
 
 def _split_into(block: Any, one: Tensor, other: Tensor) -> Tensor:
-    found = torch.empty(ROWS, WIDTH, dtype=one.dtype)
-    torch.split_copy(one.detach(), 2, out=(found[2:], found[:2]))
-    return found * other
+    def function(found: Tensor) -> Tensor:
+        torch.split_copy(one.detach(), 2, out=(found[2:], found[:2]))
+        return found * other
+
+    found: Tensor = block.shared.call(function, one.detach() * 2)
+    return found
 
 
 def _unbound_into(block: Any, one: Tensor, other: Tensor) -> Tensor:
