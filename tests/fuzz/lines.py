@@ -2,6 +2,10 @@
 
 A line gets its block and two tensors (4, 6), and returns another one, or writes one of them and
 returns None. Nearly all lines are one expression.
+
+Writes that torch does not see go, as docs/limitations.md says, into what the line made and nobody
+saved yet, or into what the model holds until its next forward. Two go into a drawn tensor, most
+elements of it: a segment may refuse that.
 """
 
 import contextlib
@@ -74,6 +78,49 @@ def _by_numpy(block: Any, one: Tensor, other: Tensor) -> Tensor:
     found = torch.empty(ROWS, WIDTH)
     found.numpy()[:] = one.detach().float().numpy() * 0.5
     return found.mul_(0.5) * other
+
+
+def _halves_written(block: Any, one: Tensor, other: Tensor) -> None:
+    torch._foreach_add_([one[:2], one[2:]], 0.25)
+
+
+def _halves_written_without_grad(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    def function(found: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch._foreach_mul_([found[:2], found[2:], found[:, 1:3]], 0.5)
+        return one * found
+
+    # written in a segment inside of the one that made it
+    found: Tensor = block.shared.call(function, other.detach() * 2)
+    return found
+
+
+def _overlapping_written(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found, added = one * 0.9, other.detach()
+    torch._foreach_add_([found[:3], found[1:]], [added[1:], added[:3]])
+    return found.tanh()
+
+
+def _split_into(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    def function(found: Tensor) -> Tensor:
+        torch.split_copy(one.detach(), 2, out=(found[2:], found[:2]))
+        return found * other
+
+    found: Tensor = block.shared.call(function, one.detach() * 2)
+    return found
+
+
+def _unbound_into(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found = other.detach() * 0.5
+    torch.unbind_copy(one.detach().to(found.dtype), out=[*found.flip(0).unbind()])
+    torch.unbind_copy(one.detach().to(found.dtype)[1:], out=[*found[:3].unbind()])
+    return found.sin() * one
+
+
+def _extremes_into(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found = one.detach() * 0.5
+    torch.aminmax(other.detach().to(found.dtype), dim=0, out=(found[0], found[2]))
+    return found.sin() * one
 
 
 def _read_and_written(block: Any, one: Tensor, other: Tensor) -> Tensor:
@@ -401,9 +448,111 @@ def _conjugate(block: Any, one: Tensor, other: Tensor) -> Tensor:
     return _parts(found.sin() * found.conj())
 
 
+def _given_other_memory(block: Any, one: Tensor, other: Tensor) -> None:
+    one.data = one.data * 0.5
+
+
+def _weight_of_other_memory(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found = F.linear(one, block.shared.weight)
+    block.shared.weight.data = block.shared.weight.detach() * 0.99
+    return found + F.linear(other, block.shared.weight)
+
+
+def _numpy_into_made(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found = one.detach().float() * 0.5
+    read = found.exp()
+    found.numpy()[:] *= 0.9
+    return (found.sin() + read) * other
+
+
+def _dlpack_into_made(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found = one.detach() * 0.5
+    read = found.exp()
+    torch.from_dlpack(found)[1:].neg_()
+    return (found + read).sin() * other
+
+
+def _numpy_into_held(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found = one.float().tanh()
+    block.shared.held.append(found)
+    found.detach().numpy()[1:] *= 0.5
+    return found * other
+
+
+def _data_into_held(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found = one.sin().exp()
+    block.shared.held.append(found)
+    read = found * other
+    found.data.mul_(0.5)
+    return read + found.detach().mean()
+
+
+def _numpy_into_drawn(block: Any, one: Tensor, other: Tensor) -> None:
+    block.shared.held.append(one)
+    one.detach().numpy()[:] *= 0.9
+
+
+def _dlpack_into_drawn(block: Any, one: Tensor, other: Tensor) -> None:
+    block.shared.held.append(one)
+    torch.from_dlpack(one.detach()).mul_(0.9)
+
+
 def _averaged_in_place(block: Any, one: Tensor, other: Tensor) -> None:
     with torch.no_grad():
         one.lerp_(other, 0.1)
+
+
+def _unrolled(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found = one * 1
+    if not found.requires_grad:
+        return found
+    for _ in range(3):
+        energy = (block.linear(found).tanh() * other).sum()
+        found = found - 0.1 * torch.autograd.grad(energy, found, create_graph=True)[0]
+    return found
+
+
+def _module_hooked(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    linear, note = block.linear, block.shared.note
+    hooks = [
+        linear.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,)),
+        linear.register_forward_hook(lambda module, args, out: out.sin() * other),
+        linear.register_full_backward_pre_hook(lambda module, found: (found[0] * 0.9,)),
+        linear.register_full_backward_hook(lambda module, found, out: note(out[0])),
+    ]
+    try:
+        return linear(one) + linear(other)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hooked_together(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    first, second = one.sin(), other.exp().clamp(max=3)
+    trained = [value for value in (first, second) if value.requires_grad]
+    if trained:
+        torch.autograd.graph.register_multi_grad_hook(
+            trained, lambda found: [block.shared.note(v) for v in found if v is not None]
+        )
+    return first * second
+
+
+def _retained(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found = one.sin()
+    if found.requires_grad:
+        found.retain_grad()
+        block.shared.held.append(found)
+    return found * other
+
+
+def _accumulated(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    def note(weight: Tensor) -> None:
+        assert weight.grad is not None
+        block.shared.note(weight.grad)
+
+    found: Tensor = block.linear(one)
+    block.shared.hooks.append(block.linear.weight.register_post_accumulate_grad_hook(note))
+    return found
 
 
 def _view_without_graph(block: Any, one: Tensor, other: Tensor) -> Tensor:
@@ -515,7 +664,23 @@ WRITES: dict[str, Line] = {
                                                     accumulate=True),
     "product": lambda block, one, other: one.addcmul_(other.mean(), other[0], value=0.3),
     "rrelu": lambda block, one, other: F.rrelu(one, training=True, inplace=True),
+    "halves": _halves_written,
+    "halves without grad": _halves_written_without_grad,
+    "overlapping": _overlapping_written,
+    "split": _split_into,
+    "unbound": _unbound_into,
+    "extremes": _extremes_into,
+    "given other memory": _given_other_memory,
+    "weight of other memory": _weight_of_other_memory,
 }  # fmt: skip
+UNSEEN: dict[str, Line] = {
+    "numpy": _numpy_into_made,
+    "dlpack": _dlpack_into_made,
+    "numpy, held": _numpy_into_held,
+    "data, held": _data_into_held,
+    "numpy, drawn": _numpy_into_drawn,
+    "dlpack, drawn": _dlpack_into_drawn,
+}
 VIEWS: dict[str, Line] = {
     "whole": lambda block, one, other: one[:],
     "flat": lambda block, one, other: one.reshape(-1).view(ROWS, WIDTH),
@@ -541,15 +706,27 @@ PYTHON: dict[str, Line] = {
     "carry": _carried,
     "hook": _hooked,
     "lossy hooks": _lossy,
-    "slope": _sloped,
-    "gradient": _differentiated,
     "no grad": _without_grad,
     "tag": _tagged,
     "read": _read,
     "segment": lambda block, one, other: block.shared.call(torch.sin, one.exp().clamp(max=3)),
     "raise": _raised,
-    "backward on a thread": _backward_on_a_thread,
     "prehook": _prehooked,
+    "module hooks": _module_hooked,
+    "hook of two": _hooked_together,
+    "retained gradient": _retained,
+    "accumulated": _accumulated,
+}
+# a backward inside of the forward
+INNER: dict[str, Line] = {
+    "slope": _sloped,
+    "gradient": _differentiated,
+    "backward on a thread": _backward_on_a_thread,
+    "unrolled": _unrolled,
 }
 COMPILED: dict[str, Line] = {"compiled": lambda block, one, other: _compiled()(one, other)}
-LINES = MAKES | {f"write {name}": line for name, line in WRITES.items()} | VIEWS | PYTHON | COMPILED
+LINES = (
+    MAKES | VIEWS | PYTHON | INNER | COMPILED
+    | {f"write {name}": line for name, line in WRITES.items()}
+    | {f"unseen {name}": line for name, line in UNSEEN.items()}
+)  # fmt: skip
