@@ -225,10 +225,9 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "test_recording",
         ),
         (
-            "a weight that a replay reads is compared, too",
-            "        tensor = found.tensor\n        found.look()\n",
-            "        tensor = found.tensor\n        if not tensor.requires_grad:\n"
-            "            found.look()\n",
+            "an input with a gradient that a replay reads is compared, too",
+            "        if type(tensor) is not Parameter or not tensor.requires_grad:\n",
+            "        if not tensor.requires_grad:\n",
             "pitfalls/test_unseen_writes",
         ),
         (

@@ -675,10 +675,12 @@ def sample(storage: Any) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> bytes | None:
-    is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    if not is_dense or tensor._is_zerotensor():
+    # most often plain memory, of which the rest need not be asked
+    if tensor.layout is not torch.strided or tensor._is_zerotensor():
         return None
-    return read(tensor) if tensor.is_contiguous() else sample(tensor.untyped_storage())
+    if tensor.is_contiguous() and not tensor.is_quantized:
+        return read_memory(tensor.data_ptr(), tensor.nbytes)
+    return None if tensor.is_nested or tensor.is_quantized else sample(tensor.untyped_storage())
 
 
 def read(tensor: Tensor) -> bytes:

@@ -491,7 +491,9 @@ class Recording:
         """Copies a tensor from outside that a kernel reads for the first time, if it is small."""
         found.is_read = True
         tensor = found.tensor
-        found.look()
+        # what is computed with a weight has a gradient, and is compared when it is replayed
+        if type(tensor) is not Parameter or not tensor.requires_grad:
+            found.look()
         if not tensor.requires_grad and is_small(tensor):
             # one copy for all tensors of a storage, as long as nobody writes it
             of_version = (
