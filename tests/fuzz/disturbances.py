@@ -38,16 +38,17 @@ class Living(NamedTuple):
 def dropped(fate: str, forward: Callable[[], Tensor], weight: Tensor) -> Living:
     """Drops graphs; returns how many tensors come with the last ones, and nodes with all.
 
-    The first ones may make what stays once: a plan, say.
+    Any of them may make what stays once, such as the plan of another path: only what lives after
+    the last ones and never did before counts.
     """
     with graphs.without_collection():
         counts, nodes = list[int](), list[Any]()
-        for _ in range(4):
+        for _ in range(5):
             with contextlib.suppress(Exception):
                 nodes += FATES[fate](plain, lambda *_: forward(), weight, weight)
             weight.grad = None
             counts.append(sum(isinstance(found, Tensor) for found in gc.get_objects()))
-        return Living(counts[-1] - counts[1], sum(mark() is not None for mark in nodes))
+        return Living(counts[-1] - max(counts[1:-1]), sum(mark() is not None for mark in nodes))
 
 
 def interrupted(step: Callable[[], object], restore: Callable[[], None], where: float) -> None:
