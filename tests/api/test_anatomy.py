@@ -221,7 +221,7 @@ def test_any_module_has_an_anatomy():
     [
         (len, {}, r"needs a torch\.nn\.Module; got builtin"),
         (nn.Linear(4, 4).requires_grad_(False), {}, r"this Linear depends on nothing"),
-        (nn.Linear(4, 4), {"optimizer": "adam"}, r"makes an optimizer.*; got 'adam'"),
+        (nn.Linear(4, 4), {"optimizer": "no such name"}, r"no such name"),
         (nn.Linear(4, 4), {"device": "a100"}, "device='a100' is neither None nor 'meta'"),
     ],
 )

@@ -151,7 +151,7 @@ def test_with_json_what_a_model_prints_goes_to_stderr(command, model, name):
     assert told.code == 0
     assert json.loads(told.out)
     # a look ahead of a step is silent
-    runs = name in ("anatomy", "verify")
+    runs = name in ("anatomy", "verify", "max-batch")
     assert "constructor" in told.err.split()
     assert ("forward" in told.err.split()) is runs
     plainly = command(name, path, "--input", "2,3", *COMMANDS[name])

@@ -127,7 +127,7 @@ def _chain(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> 
             optimizer=lambda parameters: type(optimizer)(parameters, **optimizer.defaults),
             loss=training.outer_loss(batch),
             # without a frontier no times are needed: any device's rates will do, and nothing runs
-            device=None if cell.frontier else "cpu",
+            device=None if cell.frontier else "small-cpu",
         )
         steps = slice(planner.steps)
         # the line of the first allocation of each step

@@ -96,7 +96,7 @@ class Patch:
         self.before: Any = None
         self.class_forward = ForwardOfClass(type(module))
         # those of the class would hide them
-        forward = self._original(module)
+        forward = vars(module).get("forward", self.class_forward.forward)
         self.__doc__, self.__module__ = forward.__doc__, getattr(forward, "__module__", "")
 
     def __getattr__(self, name: str) -> Any:
