@@ -1,7 +1,6 @@
 """Ctrl-C ends what it was pressed in, wherever it arrives."""
 
 import contextlib
-import functools
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ import pytest
 import zoo
 from tests.training import Residuals, images
 from zoo.profiling import kept_interrupts
-from zoo.profiling.chain_step_profile import AllocationMode
 from zoo.profiling.kept_interrupts import kept, take_interrupt
 from zoo.profiling.progress import shown
 
@@ -225,22 +223,3 @@ def test_fifty_interrupts_end_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     presses.run(plan)
     assert len(presses.ends) == 50
     assert [(status, inside) for status, inside in presses.ends if status] == []
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
-    free: Any = AllocationMode._free
-    seen: list[Any] = []
-
-    @functools.wraps(free)
-    def pressed(self: Any, *given: Any) -> None:
-        if not seen:
-            seen.append(given)
-            press()
-        free(self, *given)
-
-    monkeypatch.setattr(AllocationMode, "_free", pressed)
-    with pytest.raises(KeyboardInterrupt):
-        plan()
-    assert seen
