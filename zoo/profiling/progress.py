@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO, TypeVar
 
 from torch import distributed
@@ -99,8 +99,8 @@ def _show(parts: Sequence[WorkPart], ended: threading.Event, file: TextIO) -> No
     # the reader may have closed the pipe
     with contextlib.suppress(OSError, ValueError), _bar(file) as bar:
         while True:
-            # a copy, since the work goes on
-            now = [*parts]
+            # copies, since the work goes on
+            now = [replace(part) for part in [*parts]]
             if bar is not None:
                 last = now[-1] if now else WorkPart("")
                 bar.bar_format = BAR if last.counted else WITHOUT_COUNT
