@@ -164,8 +164,8 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in found if module is not None]
 
 
-def _weights_of(model: nn.Module) -> Iterator[nn.Parameter]:
-    for module in _modules_of(model):
+def _weights_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    for module in modules:
         for weight in module._parameters.values():
             if weight is not None:
                 yield weight
@@ -173,13 +173,14 @@ def _weights_of(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def _state(model: nn.Module) -> tuple[Any, ...]:
     """Lists each parameter's type and whether it is trained, and the mode of each module."""
-    weights = tuple((weight.dtype, weight.requires_grad) for weight in _weights_of(model))
-    return weights, tuple(module.training for module in _modules_of(model))
+    modules = _modules_of(model)
+    weights = tuple((weight.dtype, weight.requires_grad) for weight in _weights_of(modules))
+    return weights, tuple(module.training for module in modules)
 
 
 def needs_gradients(model: nn.Module, given: Invocation) -> bool:
     """Returns whether a parameter of a model, or a tensor among its inputs, needs a gradient."""
-    trained = any(weight.requires_grad for weight in _weights_of(model))
+    trained = any(weight.requires_grad for weight in _weights_of(_modules_of(model)))
     return trained or any(tensor.requires_grad for tensor in given.tensors)
 
 

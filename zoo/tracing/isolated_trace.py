@@ -271,9 +271,9 @@ class _Forward:
 
 def _saved(tensor: Tensor) -> Tensor:
     """Packs a saved tensor as the engine's hooks do: without a kernel or a reference to it."""
-    is_itself = is_in_graph() if type(tensor) is FakeTensor else False
-    is_itself |= tensor.is_leaf and tensor.requires_grad
-    return tensor if is_itself else detached(tensor)
+    if (tensor.is_leaf and tensor.requires_grad) or (type(tensor) is FakeTensor and is_in_graph()):
+        return tensor
+    return detached(tensor)
 
 
 def _has_data(tensor: Tensor) -> bool:

@@ -220,7 +220,9 @@ class BlockMark(Patch):
         """Runs the block where no plan is in force; warns if another method trains it."""
         before = sequence_number()
         outputs = self.__wrapped__(*args, **kwargs)
-        if sequence_number() != before and conducts() and not self._is_in_forward():
+        is_trained = sequence_number() != before and conducts()
+        # frames are walked until it is said, not at each later call
+        if is_trained and "outside" not in self.notices.said and not self._is_in_forward():
             self.notices.warn(
                 "outside",
                 "%s runs its block %s in another method than its forward, where no plan is in "
