@@ -69,7 +69,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a graph inside of a forward is gone before that ends",
-            "        if self.is_replayed:\n            found.cut()\n",
+            "        if self.is_replayed:\n            found.cut(detached)\n",
             "",
             "test_inner_gradients",
         ),
@@ -232,7 +232,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "memory that is exchanged is held for a replay",
-            "            found.memory = tensor.untyped_storage(), Geometry(tensor)\n",
+            "            found.memory = memory_of(tensor)\n",
             "            pass\n",
             "pitfalls/test_unseen_writes",
         ),
@@ -317,7 +317,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what is outside lets go of its graph",
-            "            found.earlier = None\n            found.cut()\n",
+            "            found.earlier = None\n            found.cut(detach)\n",
             "            found.earlier = None\n",
             "pitfalls/test_dropped_graphs",
         ),
@@ -423,8 +423,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a saved tensor shares the version of what was saved",
-            "    if not is_below and not count_dispatch_modes():\n        return tensor.detach()\n",
-            "    if True:\n        return tensor.detach()\n",
+            "return detached if is_below or count_dispatch_modes() else Tensor.detach",
+            "return Tensor.detach",
             "test_saved_tensors",
         ),
         (
@@ -441,8 +441,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a tensor that is kept does not hold the graph that it gets later",
-            "        self.tensor = detached(tensor)\n",
-            "",
+            "weakref.ref(tensor), detach(tensor)",
+            "weakref.ref(tensor), tensor",
             "pitfalls/test_dropped_graphs",
         ),
         (
@@ -459,7 +459,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "what NumPy wrote is not taken for what a kernel read",
-            "return self.sample is None or self.sample == _bytes_of(self.tensor)",
+            "return self.sample is None or self.sample == bytes_of(self.tensor)",
             "return True",
             "pitfalls/test_unseen_writes",
         ),

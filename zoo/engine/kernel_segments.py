@@ -33,13 +33,12 @@ from zoo._torch import (
     sequence_number,
     top_saved_tensors_hooks,
 )
-from zoo.engine.operands import Outside, alive, parts_of
+from zoo.engine.operands import Outside, alive, has_own_storage, parts_of
 from zoo.engine.operator_effects import makes_dropout_state
 from zoo.engine.recompute import HOOKS, leave_hooks, records
 from zoo.engine.recording import (
     Recorder,
     Segment,
-    has_own_storage,
     hold_readers,
     storage_of,
     thread,
@@ -142,7 +141,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
     def _keep_late(self, tensor: Tensor, storage: Any) -> None:
         """Keeps what closed segments read and saved of a storage that is about to be written."""
         for handle in alive(self._saved.pop(id(storage), ())):
-            if handle.reference.value.home() is storage:
+            if handle.value.home() is storage:
                 with without_modes():
                     handle.lose(storage)
         readers = alive(self._readers.pop(id(storage), ()))
@@ -233,7 +232,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
                 if (home := found.home()) is not None:
                     self._readers[id(home)].append(weakref.ref(found))
             for handle in part.all_handles():
-                home = handle.reference.value.home()
+                home = handle.value.home()
                 if home is not None:
                     self._saved[id(home)].append(weakref.ref(handle))
 

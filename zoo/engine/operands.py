@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from zoo._torch import (
     OFFSET_OF_STORAGE_POINTER,
@@ -38,6 +39,7 @@ from zoo._torch import (
     ForceDispatchKeyGuard,
     conj,
     count_dispatch_modes,
+    disabled_torch_dispatch,
     is_key_excluded,
     neg_view,
 )
@@ -56,6 +58,8 @@ UNSEEN = (
     "`Tensor.data` or by code that torch does not see (NumPy, DLPack, C++). Change it after the "
     "backward, or change a copy."
 )
+# tensors whose storage is their own; any other kind is taken apart by its own dispatch
+PLAIN = {Tensor, Parameter, FakeTensor}
 # bytes of a tensor that are read at once rather than place by place
 AT_ONCE = 1 << 12
 
@@ -63,6 +67,25 @@ AT_ONCE = 1 << 12
 def alive(references: Iterable[Callable[[], Any]]) -> list[Any]:
     """Returns what weak references still refer to."""
     return [found for reference in references if (found := reference()) is not None]
+
+
+def has_own_storage(kind: type) -> bool:
+    """Says whether tensors of a class are no wrappers, which their own dispatch takes apart."""
+    if kind in PLAIN:
+        return True
+    if kind.__torch_dispatch__ is not disabled_torch_dispatch:  # type: ignore[attr-defined]
+        return False
+    PLAIN.add(kind)  # type: ignore[arg-type]
+    return True
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Says whether a tensor is sizes, strides and an offset in its storage, and nothing more."""
+    return (
+        has_own_storage(type(tensor))
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
+    )
 
 
 class Original(weakref.ref[Tensor]):
@@ -86,12 +109,18 @@ class Original(weakref.ref[Tensor]):
         return self.storage.value != self.home
 
 
+# as `ctypes.memmove`, but that lets other threads of Python run meanwhile, which takes longer
+_move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value  # type: ignore[arg-type]
+)
+
+
 def original_of(tensor: Tensor, storage: Any) -> Original:
     """Returns a reference to a tensor whose storage this is."""
     home = storage._cdata
     last = ctypes.c_size_t(home)
     pointer = tensor._cdata + OFFSET_OF_STORAGE_POINTER
-    found = Original(tensor, functools.partial(ctypes.memmove, ctypes.addressof(last), pointer))
+    found = Original(tensor, functools.partial(_move, ctypes.addressof(last), pointer))
     found.home, found.storage = home, last
     return found
 
@@ -142,7 +171,7 @@ class Value:
 
     def __init__(self, node: int, storage: Any, tensor: Tensor, counter: int | None) -> None:
         self.node = node
-        self.home: weakref.ref[Any] = weakref.ref(storage)
+        self.home: Callable[[], Any] = weakref.ref(storage)
         # the tensor that the kernel left, and its version
         self.base: Callable[[], Tensor | None] = weakref.ref(tensor)
         self.counter = counter
@@ -281,7 +310,7 @@ class Outside:
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
         # the tensor of the program, once this has one of its own
-        self.original: weakref.ref[Tensor] | None = None
+        self.original: Callable[[], Tensor | None] | None = None
         # how operations of autograd's saved it: as an argument with a history, or as their result
         self.has_history = self.is_result = False
         self.is_read = False  # whether a kernel has read it
@@ -289,8 +318,8 @@ class Outside:
         self.sample: bytes | None = None
         self.copy: Any = None  # its storage before a kernel wrote it, and where it lay there
         self.geometry: Geometry | None = None
-        # while the recording is open its storage and where it lay there, once a kernel read it
-        self.memory: tuple[Any, Geometry] | None = None
+        # while the recording is open the memory that a kernel read
+        self.memory: Tensor | None = None
         self.parts: Sequence[Outside] = ()  # what a sparse one consists of
         # what it is a part of, as `counted` has it
         self.wrapper: tuple[Tensor, int] | None = None if earlier is None else earlier.wrapper
@@ -300,16 +329,9 @@ class Outside:
         """Whether a part of a sparse tensor was written since."""
         return any(part.geometry is not None for part in self.parts)
 
-    def look(self) -> None:
-        """Notes what is in memory that code may write which torch does not see."""
-        tensor = self.tensor
-        # asked for what is on an accelerator, all of its work would be waited for
-        if tensor.is_cpu and type(tensor) is not FakeTensor:
-            self.sample = _bytes_of(tensor)
-
     def is_as_read(self) -> bool:
         """Returns whether its memory has the bytes that it had when read, if they are known."""
-        return self.sample is None or self.sample == _bytes_of(self.tensor)
+        return self.sample is None or self.sample == bytes_of(self.tensor)
 
     def hold(self, copy: Any) -> None:
         """Has a replay read a copy of the storage."""
@@ -317,10 +339,12 @@ class Outside:
 
     def look_for_other_memory(self) -> None:
         """Has a replay read the memory that was there, where the tensor has other memory since."""
-        if self.memory is not None and self.tensor.untyped_storage() is not self.memory[0]:
-            (self.copy, self.geometry), self.memory = self.memory, None
+        if self.memory is not None:
+            storage = self.memory.untyped_storage()
+            if self.tensor.untyped_storage() is not storage and is_plain(self.memory):
+                self.copy, self.geometry, self.memory = storage, Geometry(self.memory), None
 
-    def cut(self) -> None:
+    def cut(self, detach: Callable[[Tensor], Tensor]) -> None:
         """Lets go of the tensor of the program, and keeps one of the same memory and version.
 
         The graph may hold this, and the program may write into its tensor what the graph makes, or
@@ -330,15 +354,19 @@ class Outside:
         if self.original is not None:
             return
         self.look_for_other_memory()
-        self.memory, tensor = None, self.tensor
-        if self.home is None or (tensor.requires_grad and tensor._base is None and tensor.is_leaf):
-            # autograd has what it gives a gradient, so that it does not go before the graph
-            self.original = weakref.ref(tensor)
-        else:
-            self.original = original_of(tensor, tensor.untyped_storage())
-        self.tensor = detached(tensor)
-        if tensor.requires_grad:
+        self.memory, tensor, trains = None, self.tensor, self.tensor.requires_grad
+        is_given_gradient = trains and tensor._base is None and tensor.is_leaf
+        self.original, self.tensor = weakref.ref(tensor), detach(tensor)
+        if trains:
             self.tensor.requires_grad_()
+        del tensor
+        found = self.original()
+        if found is None:
+            # nobody had it but this
+            self.original = no_tensor
+        elif self.home is not None and not is_given_gradient:
+            # what is given a gradient autograd has, so that it does not go before the graph
+            self.original = original_of(found, found.untyped_storage())
 
     def is_of(self, tensor: Tensor) -> bool:
         """Returns whether this stands for a tensor."""
@@ -362,7 +390,7 @@ class Outside:
         if self.is_result:
             is_lost = self.home() is not storage
         elif found is None:
-            is_lost = isinstance(original, Original) and original.is_replaced
+            is_lost = type(original) is Original and original.is_replaced
         elif found.untyped_storage() is not storage:
             return detached(found)
         else:
@@ -388,7 +416,8 @@ class Outside:
         tensor = self.tensor
         if isinstance(tensor, FakeTensor):
             return tensor
-        self.look_for_other_memory()
+        if self.memory is not None:
+            self.look_for_other_memory()
         if self.geometry is None:
             if self.home is not None and self.home() is not tensor.untyped_storage():
                 raise RecomputeError(REPLACED)
@@ -400,7 +429,7 @@ class Outside:
                     found.requires_grad_()
             if self.home is None or self.copy is not self.home():
                 return found
-        if self.sample is not None and self.sample != _bytes_of(found):
+        if self.sample is not None and self.sample != bytes_of(found):
             raise RecomputeError(UNSEEN.format(tuple(found.shape)))
         return found
 
@@ -498,8 +527,8 @@ class Write:
         return self.scratch
 
 
-def no_tensor() -> None:
-    """Is the base of a value whose tensor has another geometry now."""
+# refers to a tensor that is gone, or has another geometry now
+no_tensor: Callable[[], Any] = weakref.ref(set())
 
 
 # what stands for a tensor that a recorded kernel made
@@ -516,13 +545,18 @@ _EXCLUDED = functools.reduce(
 )
 
 
+def detach_here() -> Callable[[Tensor], Tensor]:
+    """Returns what does here as `detached` does."""
+    is_below = is_key_excluded(_KEYS.ADInplaceOrView)
+    return detached if is_below or count_dispatch_modes() else Tensor.detach
+
+
 def detached(tensor: Tensor) -> Tensor:
     """Returns a tensor without its graph that shares its version, wherever this is called.
 
     Below autograd, where dispatch modes are, `Tensor.detach` gives the result a version of its own.
     """
-    is_below = is_key_excluded(_KEYS.ADInplaceOrView)
-    if not is_below and not count_dispatch_modes():
+    if detach_here() is not detached:
         return tensor.detach()
     with (
         ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED),
@@ -532,6 +566,14 @@ def detached(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FakeTensor):
         return FakeTensor(tensor.fake_mode, found, tensor.fake_device)
     return found
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the same memory with a version of its own, which no mode sees."""
+    if not count_dispatch_modes():
+        return tensor.data
+    with DisableTorchDispatch():
+        return tensor.data
 
 
 def counted(wrapper: Any) -> tuple[Tensor, int] | None:
@@ -669,23 +711,36 @@ def _fills_empty_memory() -> bool:
 
 def sample(storage: Any) -> bytes:
     """Returns bytes at places spread over a storage; b"" where they cannot be read."""
-    return (
-        read_memory(storage.data_ptr(), storage.nbytes()) if storage.device.type == "cpu" else b""
-    )
+    return read_storage(storage) if storage.device.type == "cpu" else b""
 
 
-def _bytes_of(tensor: Tensor) -> bytes | None:
+def read_storage(storage: Any) -> bytes:
+    """Returns bytes at places spread over a storage that is on the CPU."""
+    return read_memory(storage.data_ptr(), storage.nbytes())
+
+
+def bytes_of(tensor: Tensor) -> bytes | None:
+    """Returns bytes at places spread over a tensor; None where they cannot be read at once."""
+    # asked for what is on an accelerator, all of its work would be waited for
+    if not tensor.is_cpu or type(tensor) is FakeTensor:
+        return None
     # most often plain memory, of which the rest need not be asked
     if tensor.layout is not torch.strided or tensor._is_zerotensor():
         return None
-    if tensor.is_contiguous() and not tensor.is_quantized:
-        return read_memory(tensor.data_ptr(), tensor.nbytes)
-    return None if tensor.is_nested or tensor.is_quantized else sample(tensor.untyped_storage())
+    if tensor.is_quantized or tensor.is_nested:
+        return None
+    return read(tensor) if tensor.is_contiguous() else read_storage(tensor.untyped_storage())
 
 
 def read(tensor: Tensor) -> bytes:
     """Returns bytes at places spread over a dense tensor."""
     return read_memory(tensor.data_ptr(), tensor.nbytes)
+
+
+# as `ctypes.string_at`, which is a function of Python
+_bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
 
 
 def read_memory(start: int, size: int) -> bytes:
@@ -694,14 +749,11 @@ def read_memory(start: int, size: int) -> bytes:
         # tensors of zeros that autograd makes have sizes and no memory
         return b""
     if size <= AT_ONCE:
-        return _spread(ctypes.string_at(start, size))
+        content: bytes = _bytes_at(start, size)
+        # an odd stride takes high and low bytes of numbers in turn
+        return content[:: size // (PLACES * WIDTH) | 1] + content[-WIDTH:]
     gap = _gap(size)
-    return b"".join([ctypes.string_at(start + place * gap, WIDTH) for place in range(PLACES)])
-
-
-def _spread(content: bytes) -> bytes:
-    # an odd stride takes high and low bytes of numbers in turn
-    return content[:: len(content) // (PLACES * WIDTH) | 1] + content[-WIDTH:]
+    return b"".join([_bytes_at(start + place * gap, WIDTH) for place in range(PLACES)])
 
 
 def _gap(size: int) -> int:

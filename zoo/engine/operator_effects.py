@@ -178,8 +178,10 @@ class PythonKernels:
 
 
 _python = PythonKernels()
-# they make no numbers, and nobody removes them
-_AT_FIRST = frozenset(name for name in PYTHON_KERNELS if name.endswith("/Meta"))
+# they make no numbers or are torch's own, and nobody removes them
+_AT_FIRST = frozenset(
+    name for name in PYTHON_KERNELS if name.endswith("/Meta") or name.startswith("prims/")
+)
 
 
 def notice_python_kernels() -> None:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zoo._torch import storage_holders
-from zoo.engine.operands import Outside, alive
-from zoo.engine.recording import SEGMENTS, Recording, Segment, has_own_storage, storage_of
+from zoo.engine.operands import Outside, alive, has_own_storage
+from zoo.engine.recording import SEGMENTS, Recording, Segment, storage_of
 from zoo.engine.replay import arguments_from_outside, schedule
 from zoo.engine.saved_tensors import SAVED, goals_of, waiting_in
 from zoo.engine.sharded import whole_storages
@@ -103,7 +103,7 @@ class PendingReads:
     def __init__(self) -> None:
         self._held: dict[int, dict[int, _Held]] = {}
         self._readers: dict[int, list[weakref.ref[Segment]]] = {}
-        for segment in [*SEGMENTS.values()]:
+        for segment in alive([*SEGMENTS]):
             self._note_held(segment.recording)
             for part in _segments(segment):
                 self._note_reads(segment, part)

@@ -31,7 +31,6 @@ from zoo._torch import (
     DisableTorchDispatch,
     FakeTensor,
     TorchDispatchMode,
-    disabled_torch_dispatch,
     is_traceable_wrapper_subclass,
     pytree,
 )
@@ -51,7 +50,6 @@ from zoo.engine.operands import (
     REFERENCES,
     Apart,
     Blank,
-    Geometry,
     Listed,
     Outside,
     Reference,
@@ -61,14 +59,20 @@ from zoo.engine.operands import (
     View,
     Write,
     alive,
+    bytes_of,
     counted,
+    detach_here,
     detached,
     fill,
     filled_empty,
+    has_own_storage,
+    is_plain,
+    memory_of,
     new_mark,
     no_tensor,
     parts_of,
     parts_of_wrapper,
+    read_storage,
     sample,
     version_of,
 )
@@ -89,8 +93,6 @@ SEQUENCES = {list, tuple}
 ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.layout}
 # sparse layouts whose products on the CPU read them as they are
 BY_ROWS = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr}
-# tensors whose storage is their own; any other kind is taken apart by its own dispatch
-PLAIN = {Tensor, Parameter, FakeTensor}
 
 
 class Thread(threading.local):
@@ -114,8 +116,9 @@ class Thread(threading.local):
 thread = Thread()
 
 
-# the outermost segments that somebody may still open, by their ids
-SEGMENTS: "weakref.WeakValueDictionary[int, Segment]" = weakref.WeakValueDictionary()
+# the outermost segments that somebody may still open
+SEGMENTS: set[weakref.ref["Segment"]] = set()
+_drop_segment = SEGMENTS.discard
 
 
 class Node:
@@ -164,7 +167,7 @@ class Segment:
         # what the replay of the enclosing segment has made for this one, and the versions of that
         self.given: dict[Value, tuple[Tensor, int]] | None = None
         if parent is None:
-            SEGMENTS[id(self)] = self
+            SEGMENTS.add(weakref.ref(self, _drop_segment))
         else:
             parent._inner = (*parent._inner, weakref.ref(self))
 
@@ -287,7 +290,7 @@ class Recording:
         if not self.is_replayed:
             self.is_replayed = True
             for found in self.outside:
-                found.cut()
+                found.cut(detached)
 
     def note_copy(self, value: Value, tensor: Tensor) -> None:
         """Marks what a replay has made of a value: reads of it count as reads of the value."""
@@ -320,7 +323,7 @@ class Recording:
                 found.counter == version
                 and found.apart is None
                 and not found.is_empty
-                and (found.blank is None or (found.blank and found.blank == sample(storage)))
+                and (found.blank is None or (found.blank and found.blank == read_storage(storage)))
             ):
                 if found.trains is tensor.requires_grad and found.base() is tensor:
                     return found
@@ -328,7 +331,7 @@ class Recording:
                     return made
             return self._refer_value(tensor, storage, found)
         elif (
-            found.is_of(tensor)
+            (found.tensor is tensor or found.is_of(tensor))
             and found.version == version
             and id(tensor) not in self.saved
             and (found.sample is None or found.is_as_read())
@@ -451,7 +454,7 @@ class Recording:
         self.known[id(tensor)] = found
         self.outside.append(found)
         if self.is_replayed:
-            found.cut()
+            found.cut(detached)
         if home is not None:
             self.storages[id(storage)] = found
         return found
@@ -493,7 +496,7 @@ class Recording:
         tensor = found.tensor
         # what is computed with a weight has a gradient, and is compared when it is replayed
         if type(tensor) is not Parameter or not tensor.requires_grad:
-            found.look()
+            found.sample = bytes_of(tensor)
         if not tensor.requires_grad and is_small(tensor):
             # one copy for all tensors of a storage, as long as nobody writes it
             of_version = (
@@ -503,8 +506,8 @@ class Recording:
             )
             copy = next((other.copy for other in of_version if other.copy is not None), None)
             found.hold(_copied(tensor.untyped_storage(), tensor) if copy is None else copy)
-        elif found.home is not None and is_plain(tensor) and type(tensor) is not FakeTensor:
-            found.memory = tensor.untyped_storage(), Geometry(tensor)
+        elif found.home is not None and type(tensor) is not FakeTensor:
+            found.memory = memory_of(tensor)
 
     def before_write(self, tensor: Tensor) -> None:
         """Copies a storage from outside that is about to be written, if it was read before.
@@ -538,14 +541,21 @@ class Recording:
         if self.is_open:
             self.outside.append(found)
         else:
-            found.cut()
+            found.cut(detached)
 
     def close(self, nodes: list[Node]) -> None:
         """Ends the recording and keeps these nodes of it."""
         self.nodes, self.is_open = nodes, False
+        detach = detach_here()
         for found in self.outside:
             found.earlier = None
-            found.cut()
+            found.cut(detach)
+        # so that fewer objects wait for the backward
+        for node in nodes:
+            for value in node.results:
+                value.base, value.saved = no_tensor, ()
+                if value.home() is None:
+                    value.home = no_tensor
         del self.outside, self.storages, self.known, self.saved, self.last_draws
 
 
@@ -636,25 +646,6 @@ def storage_of(tensor: Tensor) -> Any:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def has_own_storage(kind: type) -> bool:
-    """Says whether tensors of a class are no wrappers, which their own dispatch takes apart."""
-    if kind in PLAIN:
-        return True
-    if kind.__torch_dispatch__ is not disabled_torch_dispatch:  # type: ignore[attr-defined]
-        return False
-    PLAIN.add(kind)  # type: ignore[arg-type]
-    return True
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Says whether a tensor is sizes, strides and an offset in its storage, and nothing more."""
-    return (
-        has_own_storage(type(tensor))
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
-    )
 
 
 class KernelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -904,11 +895,13 @@ class Recorder(KernelMode):
         """Notes what a kernel made and wrote, and the kernel where that is anything."""
         recording = self.recording
         if effects.makes:
+            trains = torch.is_grad_enabled() and _trains(node.args)
             if isinstance(out, Tensor):
-                value = self._note_result(out, node, effects)
+                value = self._note_result(out, node, effects, trains)
                 node.outs = node.results = () if value is None else (value,)
             else:
-                node.outs = outs = [self._note_result(part, node, effects) for part in flat(out)]
+                parts = flat(out)
+                node.outs = outs = [self._note_result(one, node, effects, trains) for one in parts]
                 node.results = [value for value in outs if value is not None]
         for write in node.writes:
             tensor, write.scratch = write.scratch, None
@@ -921,8 +914,11 @@ class Recorder(KernelMode):
             recording.nodes.append(node)
             recording.count += 1
 
-    def _note_result(self, tensor: Any, node: Node, effects: Effects) -> Value | None:
-        """Returns the value of a result; None for one that no replay makes, or no new storage."""
+    def _note_result(self, tensor: Any, node: Node, effects: Effects, trains: bool) -> Value | None:
+        """Returns the value of a result; None for one that no replay makes, or no new storage.
+
+        `trains` says whether a gradient may flow through the kernel.
+        """
         try:
             storage, version = tensor.untyped_storage(), tensor._version
         except (AttributeError, NotImplementedError, RuntimeError):
@@ -939,16 +935,19 @@ class Recorder(KernelMode):
             value.is_empty = effects.empty
             if not isinstance(tensor, FakeTensor):
                 value.blank = sample(storage)
-        elif tensor.is_cpu and type(tensor) is not FakeTensor and not _trains(tensor, node.args):
+        elif (
+            tensor.is_cpu
+            and type(tensor) is not FakeTensor
+            and not tensor._is_zerotensor()
+            and not (trains and (tensor.is_floating_point() or tensor.is_complex()))
+        ):
             # NumPy and DLPack give it away as it is
-            value.blank = None if tensor._is_zerotensor() else sample(storage) or None
+            value.blank = read_storage(storage) or None
         return value
 
 
-def _trains(result: Tensor, given: Iterable[Any]) -> bool:
-    """Returns whether a gradient may flow through a result of a kernel that was given these."""
-    if not torch.is_grad_enabled() or not (result.is_floating_point() or result.is_complex()):
-        return False
+def _trains(given: Iterable[Any]) -> bool:
+    """Returns whether one of the arguments of a kernel requires a gradient."""
     for value in given:
         kind = type(value)
         if kind is Value or kind is View:
@@ -957,7 +956,7 @@ def _trains(result: Tensor, given: Iterable[Any]) -> bool:
             trains = value.tensor.requires_grad
         else:
             trains = kind is Write or kind is Sparse
-            trains = trains or (kind is Listed and _trains(result, value.parts))
+            trains = trains or (kind is Listed and _trains(value.parts))
         if trains:
             return True
     return False

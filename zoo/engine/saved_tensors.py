@@ -25,7 +25,9 @@ from zoo._torch import (
     will_run,
 )
 from zoo.engine.operands import (
+    PLAIN,
     REPLACED,
+    Original,
     Outside,
     Reference,
     Value,
@@ -35,6 +37,7 @@ from zoo.engine.operands import (
     counted,
     detached,
     fingerprint,
+    has_own_storage,
     no_tensor,
     original_of,
     read,
@@ -42,7 +45,7 @@ from zoo.engine.operands import (
     roles_of,
 )
 from zoo.engine.operator_effects import name_of_kernel
-from zoo.engine.recording import Recording, Segment, has_own_storage, storage_of, thread
+from zoo.engine.recording import Recording, Segment, storage_of, thread
 from zoo.engine.replay import Scheduled, outside_of, replay, schedule, without_modes
 from zoo.engine.replay_check import CHECKS, OTHER_NUMBERS, SampleComparison, TensorDescription
 from zoo.engine.sharded import freed_modules
@@ -68,19 +71,25 @@ class Handle:
 
     __slots__ = (
         "__weakref__", "base", "counter", "filled", "fingerprint", "has_history", "is_copy",
-        "is_written", "kept", "original", "reference", "segment", "sequence", "tensor", "version",
-        "view", "was_result",
+        "is_written", "kept", "original", "reference", "segment", "sequence", "tensor", "value",
+        "version", "view", "was_result",
     )  # fmt: skip
 
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
         self.segment = segment
-        self.reference = reference
+        # read more often than a property allows
+        self.reference, self.value = reference, reference.value
         self.fingerprint = fingerprint(tensor)
-        self.original = original_of(tensor, tensor.untyped_storage())
         self.version = tensor._version
         # which operation of autograd's saved it
         self.sequence = sequence_number()
         self.has_history, self.was_result = roles_of(tensor, self.sequence)
+        # of a result autograd has the memory, whatever the tensor is given
+        self.original: Callable[[], Tensor | None]
+        if self.was_result:
+            self.original = weakref.ref(tensor)
+        else:
+            self.original = original_of(tensor, tensor.untyped_storage())
         # shares the version of the tensor, once that is written or somebody has it; and where it is
         self.counter: Tensor | None = None
         self.view: View | None = None
@@ -170,19 +179,20 @@ class Handle:
                 return
             self.before_write()
             # a write that counts is refused where this one is opened, and only there
-            is_there = storage_of(original) is self.reference.value.home()
+            is_there = storage_of(original) is self.value.home()
             if self.fingerprint is not None and original._version == self.version and is_there:
                 # code that torch does not see may have written it since
                 self.fingerprint = fingerprint(original)
-        reference = self.reference
-        value = reference.value
+        elif not (type(self.original) is Original and self.original.is_replaced):
+            self.original = no_tensor
+        reference, value = self.reference, self.value
         if value.after is None or self.counter is None or self.counter._version != self.version:
             return
         while value.after is not None:
             value = value.after
         view = reference if type(reference) is View else self.view
         assert view is not None, "it is noted with the version"
-        view.value = value
+        view.value = self.value = value
         self.reference, self.fingerprint = view, None
 
     def unpack(self) -> Tensor:
@@ -197,7 +207,7 @@ class Handle:
             check_version(self.counter, self.version)
         if self.has_history:
             check_history(self.original())
-        if self.original.is_replaced and not self.was_result:
+        if type(self.original) is Original and self.original.is_replaced:
             # by numbers that are gone with it
             raise RecomputeError(REPLACED)
         with self.segment.recording.lock:
@@ -226,8 +236,7 @@ class Handle:
 
     def fill(self) -> SampleComparison | None:
         """Takes the tensor out of a replay; returns what is left to compare, on its device."""
-        reference = self.reference
-        tensor = reference.value.made
+        reference, tensor = self.reference, self.value.made
         assert tensor is not None, "a replay makes what its handles want"
         # autograd gives it its history again; before that a view of it has none
         if tensor.requires_grad:
@@ -245,7 +254,7 @@ class Handle:
 
     def _described(self, tensor: Tensor) -> TensorDescription:
         """Says what a replayed tensor is, for the error if it has other numbers."""
-        value = self.reference.value
+        value = self.value
         makers = (node for node in self.segment.recording.nodes if node.index == value.node)
         kernel = next(makers).kernel
         # one with keys holds another
@@ -257,7 +266,7 @@ class Handle:
 
         Where somebody has its memory alone and other numbers are there now, it cannot be opened.
         """
-        original, home = self.original(), self.reference.value.home()
+        original, home = self.original(), self.value.home()
         if original is not None:
             is_here = storage_of(original) is home or not self.is_result
             return detached(original) if is_here and type(original) is not FakeTensor else replayed
@@ -359,15 +368,16 @@ def outside(tensor: Tensor) -> Outside:
 def kept(tensor: Tensor) -> Outside:
     """Returns what stands for a tensor as it is, to be saved outside of all segments."""
     found = outside(tensor)
-    found.cut()
+    found.cut(detached)
     return found
 
 
 def pack(tensor: Tensor) -> Any:
     """Returns what stands for a tensor that autograd saves on this thread."""
-    if type(tensor) is FakeTensor and is_in_graph():
+    kind = type(tensor)
+    if kind is FakeTensor and is_in_graph():
         return InGraph(tensor)
-    if not has_own_storage(type(tensor)) and hasattr(tensor, "__tensor_flatten__"):
+    if kind not in PLAIN and not has_own_storage(kind) and hasattr(tensor, "__tensor_flatten__"):
         return Opaque(tensor, pack)
     segment = thread.segment
     reference = kept(tensor) if segment is None else segment.recording.refer(tensor)
@@ -383,8 +393,8 @@ def pack(tensor: Tensor) -> Any:
         if SAVED and (noted := SAVED.get(id(tensor))) is not None:
             noted.append(weakref.ref(reference))
         return reference
-    value, recording = reference.value, segment.recording
-    handle = Handle(segment, reference, tensor)
+    handle, recording = Handle(segment, reference, tensor), segment.recording
+    value = handle.value
     found = weakref.ref(handle)
     segment.handles.append(found)
     if recording.is_replayed and (latest := recording.made(tensor)) is not value:
@@ -419,7 +429,7 @@ class Request:
     backward to come, and to make them in each one would take the square of the time.
     """
 
-    def __init__(self, handle: Handle, operations: range | None) -> None:
+    def __init__(self, handle: Handle | None, operations: range | None) -> None:
         self.handle, self.operations = handle, operations
 
     def waiting(self, segment: Segment) -> list[Handle]:
@@ -453,15 +463,18 @@ class Request:
         return self.operations is None or self.given_to(segment) <= given.keys()
 
 
+EVERYTHING = Request(None, None)
+
+
 def request_of(handle: Handle) -> Request:
     """Returns what the backward that opens a handle needs of its segment, and of those around."""
-    backward, node = current_backward(), current_node()
     if not handle.segment.recording.is_open:
-        return Request(handle, None)
+        return EVERYTHING
+    backward, node = current_backward(), current_node()
     if backward == -1:
         return Request(handle, range(0))
     if node is None:
-        return Request(handle, None)
+        return EVERYTHING
     known, first = thread.inside
     if known != backward or handle.sequence <= first:
         first = first_operation(node)
@@ -519,7 +532,7 @@ def waiting_in(segment: Segment) -> list[Handle]:
 
 def goals_of(handles: Iterable[Handle]) -> set[Value]:
     """Returns the values that handles want."""
-    return {handle.reference.value for handle in handles}
+    return {handle.value for handle in handles}
 
 
 def fill(handle: Handle) -> None:
@@ -588,7 +601,7 @@ def _replay(
             recording.begin_replay()
             for handle in waiting:
                 assert handle.tensor is not None, "it is filled"
-                recording.note_copy(handle.reference.value, handle.tensor)
+                recording.note_copy(handle.value, handle.tensor)
         if not _is_graph_kept():
             segment.given = None
     finally:

@@ -38,6 +38,7 @@ from zoo._torch import (
     unset_fake_temporarily,
 )
 from zoo.engine.devices import count_as_seeded
+from zoo.engine.operands import has_own_storage, is_plain
 from zoo.engine.operator_effects import (
     DRAWN_NUMBER,
     DROPOUT_STATE,
@@ -45,7 +46,7 @@ from zoo.engine.operator_effects import (
     is_view,
     makes_dropout_state,
 )
-from zoo.engine.recording import KernelMode, has_own_storage, is_plain, written_by
+from zoo.engine.recording import KernelMode, written_by
 from zoo.profiling.fake_results import CPU, DATA_NEEDED, result_of
 from zoo.profiling.tensor_spec import VALUES, flattened, tensors_in
 

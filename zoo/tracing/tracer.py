@@ -38,7 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zoo._torch import FakeTensor, is_traceable_wrapper_subclass
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.kernel_segments import Visit
-from zoo.engine.operands import parts_of_wrapper
+from zoo.engine.operands import has_own_storage, is_plain, parts_of_wrapper
 from zoo.engine.operator_effects import (
     CONSTANTS,
     effects_of,
@@ -48,8 +48,6 @@ from zoo.engine.operator_effects import (
 )
 from zoo.engine.recording import (
     KernelMode,
-    has_own_storage,
-    is_plain,
     storage_of,
     thread,
     written_by,
