@@ -50,6 +50,7 @@ from tests.fuzz.lines import (
     MAKES,
     PYTHON,
     ROWS,
+    SEVERAL,
     UNSEEN,
     VIEWS,
     WIDTH,
@@ -144,8 +145,11 @@ def operations(compiled: bool, unseen: bool = False) -> st.SearchStrategy[Operat
     makes, python = of([*MAKES]), of([*PYTHON, *own, *(COMPILED if compiled else ())])
     writes = of([f"write {name}" for name in WRITES])
     around = [*AROUND] if unseen else [*AROUND, WITH_A_GRADIENT]
-    simple = st.one_of(makes, makes, makes, makes, writes, of([*VIEWS]), python, python)
-    found = simple
+    several = of([f"write {name}" for name in SEVERAL])
+    simple = st.one_of(makes, makes, makes, makes, writes, of([*VIEWS]), python, python, several)
+    # in a segment inside of the one that made what they write
+    inside = st.lists(several | makes, min_size=1, max_size=2).map(tuple)
+    found = simple = simple | st.builds(Operation, st.just("in a segment"), place, place, inside)
     for most in (2, 4):
         parts = st.lists(found, min_size=1, max_size=most).map(tuple)
         found = st.one_of(
