@@ -75,8 +75,8 @@ AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "saved on the cpu": save_on_cpu,
 }
 WITH_A_GRADIENT = "with a gradient"
-# what is in the refusal of a tensor that code wrote which torch does not see
-UNSEEN_WRITE = "has other numbers than in the forward"
+# what is in each refusal of a tensor that code wrote which torch does not see
+UNSEEN_WRITE = "code that torch does not see"
 SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "nothing": contextlib.nullcontext,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
