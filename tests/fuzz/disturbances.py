@@ -68,7 +68,8 @@ def interrupted(step: Callable[[], object], restore: Callable[[], None], where: 
     interrupt = Interrupt(int(where * len(every.places)))
     interrupt.during(quietly)
     restore()
-    assert state_of_thread() == before, interrupt.places[-1]
+    changed = {name: now for name, now in state_of_thread().items() if now != before[name]}
+    assert not changed, interrupt.places[-1]
 
 
 def restoring(model: Any, batch: Tensor, optimizer: Any) -> Callable[[], None]:
