@@ -454,8 +454,8 @@ class Cut:
         if not conducts():
             return _plainly(model, batch)  # type: ignore[no-any-return]
         conductor = Conductor([] if self.script is None else [self.script])
-        with conductor, _marked(model):
-            result: Tensor = model(batch)
+        with _marked(model):
+            result: Tensor = conductor.run(lambda: model(batch))
         if self.script is None:
             count = len(conductor.operators)
             starts = sorted({int(cut * count) for cut in self.description.cuts} - {0})
