@@ -50,6 +50,7 @@ from tests.fuzz.lines import (
     MAKES,
     PYTHON,
     ROWS,
+    SEVERAL,
     UNSEEN,
     VIEWS,
     WIDTH,
@@ -74,8 +75,8 @@ AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "saved on the cpu": save_on_cpu,
 }
 WITH_A_GRADIENT = "with a gradient"
-# what is in the refusal of a tensor that code wrote which torch does not see
-UNSEEN_WRITE = "has other numbers than in the forward"
+# what is in each refusal of a tensor that code wrote which torch does not see
+UNSEEN_WRITE = "code that torch does not see"
 SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "nothing": contextlib.nullcontext,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -144,8 +145,11 @@ def operations(compiled: bool, unseen: bool = False) -> st.SearchStrategy[Operat
     makes, python = of([*MAKES]), of([*PYTHON, *own, *(COMPILED if compiled else ())])
     writes = of([f"write {name}" for name in WRITES])
     around = [*AROUND] if unseen else [*AROUND, WITH_A_GRADIENT]
-    simple = st.one_of(makes, makes, makes, makes, writes, of([*VIEWS]), python, python)
-    found = simple
+    several = of([f"write {name}" for name in SEVERAL])
+    simple = st.one_of(makes, makes, makes, makes, writes, of([*VIEWS]), python, python, several)
+    # in a segment inside of the one that made what they write
+    inside = st.lists(several | makes, min_size=1, max_size=2).map(tuple)
+    found = simple = simple | st.builds(Operation, st.just("in a segment"), place, place, inside)
     for most in (2, 4):
         parts = st.lists(found, min_size=1, max_size=most).map(tuple)
         found = st.one_of(
@@ -450,8 +454,8 @@ class Cut:
         if not conducts():
             return _plainly(model, batch)  # type: ignore[no-any-return]
         conductor = Conductor([] if self.script is None else [self.script])
-        with conductor, _marked(model):
-            result: Tensor = model(batch)
+        with _marked(model):
+            result: Tensor = conductor.run(lambda: model(batch))
         if self.script is None:
             count = len(conductor.operators)
             starts = sorted({int(cut * count) for cut in self.description.cuts} - {0})

@@ -123,6 +123,23 @@ def _extremes_into(block: Any, one: Tensor, other: Tensor) -> Tensor:
     return found.sin() * one
 
 
+def _sorted_into(block: Any, one: Tensor, other: Tensor) -> Tensor:
+    found = torch.ones(2 * ROWS, WIDTH, dtype=one.dtype)
+    places = torch.zeros(ROWS, WIDTH, dtype=torch.long)
+
+    def function(found: Tensor) -> Tensor:
+        torch.max(one.detach(), 1, keepdim=True, out=(found[:ROWS, :1], places[:, :1]))
+        torch.sort(one.detach(), 1, out=(found[ROWS:], places))
+        return (found[:ROWS] + found[ROWS:]).sin() * other
+
+    made: Tensor = block.shared.call(function, found)
+    return made
+
+
+def _halves_copied(block: Any, one: Tensor, other: Tensor) -> None:
+    torch._foreach_copy_([one[:2], one[2:]], [other[2:], other[:2]])
+
+
 def _read_and_written(block: Any, one: Tensor, other: Tensor) -> Tensor:
     found = one * 2
     read = found.exp().clamp(max=3)
@@ -664,15 +681,20 @@ WRITES: dict[str, Line] = {
                                                     accumulate=True),
     "product": lambda block, one, other: one.addcmul_(other.mean(), other[0], value=0.3),
     "rrelu": lambda block, one, other: F.rrelu(one, training=True, inplace=True),
+    "given other memory": _given_other_memory,
+    "weight of other memory": _weight_of_other_memory,
+}  # fmt: skip
+# a kernel writes several views of one tensor
+SEVERAL: dict[str, Line] = {
     "halves": _halves_written,
     "halves without grad": _halves_written_without_grad,
     "overlapping": _overlapping_written,
     "split": _split_into,
     "unbound": _unbound_into,
     "extremes": _extremes_into,
-    "given other memory": _given_other_memory,
-    "weight of other memory": _weight_of_other_memory,
-}  # fmt: skip
+    "sorted": _sorted_into,
+    "copied halves": _halves_copied,
+}
 UNSEEN: dict[str, Line] = {
     "numpy": _numpy_into_made,
     "dlpack": _dlpack_into_made,
@@ -727,6 +749,6 @@ INNER: dict[str, Line] = {
 COMPILED: dict[str, Line] = {"compiled": lambda block, one, other: _compiled()(one, other)}
 LINES = (
     MAKES | VIEWS | PYTHON | INNER | COMPILED
-    | {f"write {name}": line for name, line in WRITES.items()}
+    | {f"write {name}": line for name, line in (WRITES | SEVERAL).items()}
     | {f"unseen {name}": line for name, line in UNSEEN.items()}
 )  # fmt: skip

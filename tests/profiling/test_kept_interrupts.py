@@ -1,6 +1,7 @@
 """Ctrl-C ends what it was pressed in, wherever it arrives."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -12,10 +13,13 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 import zoo
 from tests.training import Residuals, images
+from zoo._torch import FakeTensorMode
 from zoo.profiling import kept_interrupts
+from zoo.profiling.chain_step_profile import AllocationMode
 from zoo.profiling.kept_interrupts import kept, take_interrupt
 from zoo.profiling.progress import shown
 
@@ -176,12 +180,13 @@ class Presses:
     """
 
     def __init__(self, places: Collection[int] = ()) -> None:
-        self.places, self.calls, self.is_fork = places, 0, False
+        self.places, self.is_fork = places, False
+        self.calls: list[str] = []  # names of functions
         self.ends: list[tuple[int, str]] = []
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        self.calls += 1
-        if self.calls not in self.places:
+        self.calls.append(frame.f_code.co_name)
+        if len(self.calls) not in self.places:
             return
         if child := os.fork():
             self.ends.append((os.waitpid(child, 0)[1], frame.f_code.co_name))
@@ -219,7 +224,46 @@ def test_fifty_interrupts_end_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plan()
     calls = Presses()
     calls.run(plan)
-    presses = Presses([1 + number * (calls.calls - 100) // 50 for number in range(50)])
+    presses = Presses([1 + number * (len(calls.calls) - 100) // 50 for number in range(50)])
     presses.run(plan)
     assert len(presses.ends) == 50
     assert [(status, inside) for status, inside in presses.ends if status] == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_interrupt_where_no_exception_can_pass_ends_the_block() -> None:
+    """Autograd asks a fake tensor for its device in C++ code that is `noexcept`."""
+    with FakeTensorMode():
+        leaf = torch.ones(3, requires_grad=True)
+
+    def multiply() -> None:
+        with kept():
+            torch.mul(leaf, 2)
+
+    calls = Presses()
+    calls.run(multiply)
+    asked = [place for place, name in enumerate(calls.calls, 1) if "torch_dispatch" in name]
+    assert len(asked) > 2
+    presses = Presses(asked)
+    presses.run(multiply)
+    assert [(status, inside) for status, inside in presses.ends if status] == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
+    free: Any = AllocationMode._free
+    seen: list[Any] = []
+
+    @functools.wraps(free)
+    def pressed(self: Any, *given: Any) -> None:
+        if not seen:
+            seen.append(given)
+            press()
+        free(self, *given)
+
+    monkeypatch.setattr(AllocationMode, "_free", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        plan()
+    assert seen

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.engine.pitfalls.program import Counting
 from tests.tracing.runs import MODELS, Deciding, InPlace, traced
+from zoo._torch import FakeTensorMode
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.tracing.tracer import GraphValue, Tracer
@@ -68,6 +70,29 @@ def test_tensors_are_numbers_and_paths() -> None:
     assert product.args == (GraphValue(1), GraphValue(3), GraphValue(2))
     assert product.within == ("", "0")
     assert (product.index, product.grad, graph.outputs) == (1, True, (4,))
+
+
+class Views(nn.Module):
+    """Takes the same views again after a kernel that read or wrote one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, found = self.linear(x), torch.ones(4, 4)
+        # often enough for a frame to lie where another did
+        for _ in range(20):
+            torch.mul(h.detach(), 2, out=found)
+        for _ in range(20):
+            h.t().mul_(2)
+        return h * found
+
+
+def test_views_that_are_taken_in_a_function_mode_are_known() -> None:
+    graph = traced(Views(), Invocation((torch.rand(4, 6),)))
+    with FakeTensorMode(), Counting():
+        assert traced(Views(), Invocation((torch.rand(4, 6),))).operators == graph.operators
 
 
 def test_questions_are_counted_and_no_calls() -> None:

@@ -7,6 +7,10 @@ run for each tensor that is freed. So inside `kept` an interrupt is raised again
 the block:
 
     SIGINT    KeyboardInterrupt    discarded    0.2 s    KeyboardInterrupt    the block ends
+
+Where no exception can pass none is raised at first. As autograd begins a node, it asks a tensor for
+its device and sizes, in a C++ function that is `noexcept`; a fake tensor answers in Python, and an
+exception there would end the process by `std::terminate`.
 """
 
 import _thread
@@ -15,9 +19,20 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 # seconds between two looks at an interrupt
 INTERVAL = 0.1
+# operators by which torch asks a tensor in C++
+QUESTIONS = {"prim::device", "prim::layout"} | {
+    f"aten::{name}"
+    for name in (
+        "dim", "is_contiguous", "is_non_overlapping_and_dense", "is_strides_like_format", "numel",
+        "size", "storage_offset", "stride", "sym_is_contiguous", "sym_numel", "sym_size",
+        "sym_storage_offset", "sym_stride",
+    )
+}  # fmt: skip
 
 
 class _Kept:
@@ -31,7 +46,7 @@ class _Kept:
         self.arrived = self.is_repeated = self.is_leaving = False
         self.ended, self.lock = threading.Event(), threading.Lock()
 
-    def __call__(self, *_: object) -> None:
+    def __call__(self, _: int, frame: FrameType | None) -> None:
         is_repeated, self.is_repeated = self.is_repeated, False
         if is_repeated and (self.is_leaving or not self.arrived):
             # it was taken, or has ended the block, meanwhile
@@ -44,7 +59,8 @@ class _Kept:
             self.arrived = True
             main = threading.get_ident()
             threading.Thread(target=self._repeat, args=(main,), daemon=True).start()
-        raise KeyboardInterrupt
+        if not _is_asked(frame):
+            raise KeyboardInterrupt
 
     def leave(self) -> None:
         """Ends the repetition, and restores the default handler unless the block set another."""
@@ -108,6 +124,20 @@ def take_interrupt() -> None:
     """Marks an interrupt as handled: the enclosing block goes on to its end."""
     for this in _kept:
         this.arrived = False
+
+
+def _is_asked(frame: FrameType | None) -> bool:
+    """Returns whether code runs in answer to a question of torch's: the operator is an argument."""
+    while frame is not None:
+        code = frame.f_code
+        count = code.co_argcount + code.co_kwonlyargcount + 1
+        given = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+        given += [part for value in given if type(value) is tuple for part in value]
+        operators: Iterator[Any] = (v for v in given if type(v).__name__ == "OpOverload")
+        if any(operator.name() in QUESTIONS for operator in operators):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_handled(thread: int) -> bool:

@@ -286,7 +286,7 @@ class Tracer(KernelMode):
         self._required: set[int] = set()
         # views that autograd is about to regenerate, the next one last, and in which instruction
         self._views: list[str] = []
-        self._views_at = (0, 0)
+        self._views_at: list[tuple[int, int]] = []
         self._watched: list[weakref.ref[Tensor]] = []
         self._note_owned()
 
@@ -605,9 +605,17 @@ def _geometry(tensor: Tensor) -> tuple[torch.dtype, list[int], list[int], int]:
     return tensor.dtype, [*tensor.shape], [*tensor.stride()], int(tensor.storage_offset())
 
 
-def _instruction(frame: FrameType) -> tuple[int, int]:
-    """Identifies the current instruction of a frame."""
-    return id(frame), frame.f_lasti
+def _instruction(frame: FrameType | None) -> list[tuple[int, int]]:
+    """Identifies the current instructions of a frame and of those that called it.
+
+    A function mode of the program calls all operators at one instruction, and its frame may lie
+    where the last one did.
+    """
+    found = []
+    while frame is not None:
+        found.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return found
 
 
 @functools.cache

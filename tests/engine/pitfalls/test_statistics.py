@@ -228,6 +228,28 @@ def test_statistics_that_the_segment_makes(times: int, read_before: bool, way: W
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("made", [False, True])
+def test_statistics_that_move_in_few_channels(made: bool, way: Way) -> None:
+    """Empty channels keep their mean: bytes of them do not tell that a norm wrote the others."""
+
+    def program(call: Call) -> Any:
+        layer, buffers = nn.Linear(4, 1), [torch.zeros(2048), torch.ones(2048)]
+        (x,) = rows()
+
+        def forward(x: Tensor) -> Tensor:
+            mean, variance = [buffer + 0 for buffer in buffers] if made else buffers
+            h = F.pad(layer(x), (100, 1947))
+            before = (h + mean).sin()
+            h = norm(h, mean, variance)
+            return before + (h + mean).sin()
+
+        way(call, Forward(forward, layer), x).square().sum().backward()
+        return x.grad, state_of(layer), buffers
+
+    assert_exact(program)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_copies_of_buffers_that_a_functional_call_moves(way: Way) -> None:
     def program(call: Call) -> Any:
         layer, bn, (x,) = nn.Linear(4, 4), nn.BatchNorm1d(4), rows()
