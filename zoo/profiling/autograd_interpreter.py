@@ -9,7 +9,8 @@ is counted as if recomputed for each of its saved tensors.
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,8 @@ class _Pending:
 
     def __init__(self, node: Any) -> None:
         self.metadata = node._input_metadata
+        self.is_leaf = _leaf_of(node) is not None
+        self.is_own = False
         self.gradients: list[Tensor | None] = [None] * len(self.metadata)
         self.missing = 0
         self.is_behind = False
@@ -65,40 +68,57 @@ class _Pending:
         # `to` is a kernel on fake tensors also where it changes nothing
         return gradient if gradient.dtype == expected.dtype else gradient.to(expected.dtype)
 
-    def add(self, gradient: Tensor | None, number: int) -> None:
-        """Adds a gradient of an output."""
+    def add(self, gradient: Tensor | None, number: int, *, is_shared: bool) -> None:
+        """Adds a gradient of an output; one that `is_shared` is given to another node as well."""
         self.missing -= 1
         before = self.gradients[number]
-        if gradient is not None:
-            self.gradients[number] = gradient if before is None else before + gradient
+        if gradient is None:
+            return
+        if before is None:
+            self.gradients[number] = gradient
+            self.is_own = not (is_shared or gradient._is_view()) and _is_dense(gradient)
+        elif self.is_leaf and self.is_own:
+            # as the engine does to what nothing else holds; a view holds its base
+            before.add_(gradient)
+        else:
+            self.gradients[number] = before + gradient
+            self.is_own = True
 
 
 @torch.no_grad()
-def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient]:
-    """Yields leaves with the gradients of a scalar, each when its gradient is complete.
+def gradients_of(
+    roots: list[Tensor],
+    earlier: int = 0,
+    on_node: Callable[[Any], object] = lambda _: None,
+    on_end: Callable[[], object] = lambda: None,
+) -> Iterator[LeafGradient]:
+    """Yields leaves with the gradients of the sum of `roots`, each when its gradient is complete.
 
-    `roots` holds the scalar, if any, and is emptied, so that each node is freed after it ran,
-    together with its saved tensors. Nodes with a sequence number below `earlier` are earlier ones.
+    `roots` is emptied, so that each node is freed after it ran, together with its saved tensors.
+    Nodes with a sequence number below `earlier` are earlier ones. `on_node` is called before each
+    node runs, `on_end` when it has let go of what it saved, before the gradients that it returned
+    are added to others.
     """
-    if not roots:
-        return
-    root = roots.pop()
-    node = root.grad_fn
-    pending = _pending(node)
-    pending[node].gradients[root.output_nr] = torch.ones_like(root)
-    pending[node].owners.append(root)
-    del root
+    pending = _pending(root.grad_fn for root in roots)
+    while roots:
+        root = roots.pop()
+        ones = torch.ones(root.shape, dtype=root.dtype, device=root.device)
+        pending[root.grad_fn].gradients[root.output_nr] = ones
+        pending[root.grad_fn].owners.append(root)
+        del root, ones
     order = itertools.count()
-    ready: list[tuple[int, int, Any]] = [(0, next(order), node)]
+    ready: list[tuple[int, int, Any]] = [
+        (-node._sequence_nr(), next(order), node) for node in pending if not pending[node].missing
+    ]
+    heapq.heapify(ready)
     while ready:
         node = heapq.heappop(ready)[-1]
         given = pending.pop(node)
-        # an autograd.Function may have an attribute named `variable`
-        leaf = None if _is_function(node) else getattr(node, "variable", None)
-        if leaf is not None:
+        if (leaf := _leaf_of(node)) is not None:
             if given.gradients[0] is not None:
                 yield LeafGradient(leaf, given.gradients[0], given.is_behind)
             continue
+        on_node(node)
         made = _run(node, given)
         is_behind = given.is_behind or node._sequence_nr() < earlier
         following = node.next_functions
@@ -113,19 +133,21 @@ def gradients_of(roots: list[Tensor], earlier: int = 0) -> Iterator[LeafGradient
             _drop_saved_tensors(node)
         # a name would keep the node alive; its saved tensors go before gradients are added up
         del given, made, node, functions
+        on_end()
+        times = Counter(map(id, fitted))
         for (behind, number), gradient in zip(following, fitted, strict=True):
             if behind is not None:
-                pending[behind].add(gradient, number)
+                pending[behind].add(gradient, number, is_shared=times[id(gradient)] > 1)
                 pending[behind].is_behind |= is_behind
                 if not pending[behind].missing:
                     heapq.heappush(ready, (-behind._sequence_nr(), next(order), behind))
         del fitted, following, gradient, behind
 
 
-def _pending(root: Any) -> dict[Any, _Pending]:
+def _pending(roots: Iterable[Any]) -> dict[Any, _Pending]:
     """Finds all nodes, and counts the edges that lead to each."""
-    found = {root: _Pending(root)}
-    stack = [root]
+    found = {root: _Pending(root) for root in roots}
+    stack = [*found]
     while stack:
         for node, _ in stack.pop().next_functions:
             if node is None:
@@ -135,6 +157,20 @@ def _pending(root: Any) -> dict[Any, _Pending]:
                 stack.append(node)
             found[node].missing += 1
     return found
+
+
+def _leaf_of(node: Any) -> Tensor | None:
+    """Returns the leaf whose gradient a node adds up; None for any other node."""
+    # an autograd.Function may have an attribute named `variable`
+    return None if _is_function(node) else getattr(node, "variable", None)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Returns whether a tensor fills its part of the memory."""
+    if tensor.layout is not torch.strided:
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
 
 
 def _is_function(node: Any) -> bool:

@@ -26,13 +26,18 @@ from zoo.profiling.caching_allocator import Rounding, as_requested
 from zoo.profiling.fake_results import LIFT
 from zoo.profiling.fake_tensors import QUESTIONS, as_data
 from zoo.profiling.kernel_costs import Curve, Kernel, flop_formulas
+from zoo.profiling.step_logger import (
+    CONVERSION,
+    FREE,
+    Form,
+    bytes_moved,
+    form_of,
+    is_cached,
+)
 from zoo.profiling.tensor_spec import KernelSpec, StateSpec, Storages, storages_of, tensors_in
 
 # tensors that are neither fake nor wrappers of other tensors
 REAL = (Tensor, nn.Parameter)
-_CONVERSION = torch.ops.aten._to_copy.default
-# these start no kernel
-_FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
 
 
 @dataclass
@@ -61,13 +66,6 @@ def key_of(tensor: Tensor) -> int:
     return int(storages_of(tensor)[-1]._cdata)
 
 
-def bytes_moved(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor's numbers, of a sparse one with its indices."""
-    if tensor.layout is torch.strided:
-        return int(tensor.nbytes)
-    return sum(storage.nbytes() for storage in storages_of(tensor))
-
-
 class GradientSpec(NamedTuple):
     """The gradient of a tensor."""
 
@@ -81,15 +79,8 @@ class GradientSpec(NamedTuple):
 Incoming = tuple[tuple[int, GradientSpec], ...]
 # the outputs with a grad_fn, and the specs of gradients that are not contiguous or held
 Ends = dict[Tensor, GradientSpec | None]
-# the shape and the dtype of a parameter
-Form = tuple[tuple[int, ...], torch.dtype]
 # bytes that an optimizer allocates to update a parameter
 UpdateBytes = Mapping[Form, int]
-
-
-def form_of(parameter: Tensor) -> Form:
-    """Returns the shape and the dtype of a parameter."""
-    return tuple(parameter.shape), parameter.dtype
 
 
 class Cast(NamedTuple):
@@ -381,12 +372,12 @@ class AllocationMode(KernelMode):
             if type(tensor) in REAL and func is not LIFT:
                 for storage in storages_of(tensor):
                     outside.setdefault(storage._cdata, (storage, self.context.bytes_of(storage)))
-        starts_kernel = not (func.is_view or func in _FREE)
+        starts_kernel = not (func.is_view or func in FREE)
         # before it runs, since it may change its arguments in place
         number = self._number(func, args, kwargs) if starts_kernel else 0
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
-        if func is _CONVERSION:
+        if func is CONVERSION:
             self._conversions[self.now] = args[0]._is_view()
         # a view of a fake tensor that stands in for the real one
         is_outside = func.is_view and not outside.keys().isdisjoint(given)
@@ -402,7 +393,7 @@ class AllocationMode(KernelMode):
             self.made_once.update(one for tensor in written for one in storages_of(tensor))
         self.blank -= addresses
         self.written |= addresses
-        if self.context.caches_casts and _is_cached(func, args, result):
+        if self.context.caches_casts and is_cached(func, args, result):
             self.casts.append((id(args[0]), result))
         if starts_kernel:
             self._reads |= dict.fromkeys(given - self._reads.keys(), self.now)
@@ -492,11 +483,3 @@ def note_made_once(tensors: Iterable[Tensor]) -> None:
     for mode in dispatch_modes():
         if isinstance(mode, AllocationMode):
             mode.made_once.update(tensor.untyped_storage() for tensor in tensors)
-
-
-def _is_cached(func: Any, args: Any, result: Any) -> bool:
-    """Says whether autocast caches a kernel's result: a weight cast to its lower precision."""
-    if func is not _CONVERSION or not isinstance(args[0], nn.Parameter):
-        return False
-    is_trained = args[0].requires_grad and args[0].dtype is torch.float32
-    return is_trained and result.dtype is torch.get_autocast_dtype(args[0].device.type)

@@ -16,16 +16,11 @@ from zoo._torch import DataDependentOutputException, FakeTensorMode, devices_wit
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.optimizer.independence import optimizer_like, step_alone
 from zoo.profiling.caching_allocator import Rounding, rounding_of
-from zoo.profiling.chain_step_profile import (
-    AllocationMode,
-    Form,
-    StepContext,
-    UpdateBytes,
-    form_of,
-)
+from zoo.profiling.chain_step_profile import AllocationMode, StepContext, UpdateBytes
 from zoo.profiling.fake_results import CPU
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import import_for_fakes, isolated
+from zoo.profiling.step_logger import Form, form_of
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.units import counted
 

@@ -5,25 +5,23 @@ process cannot be forked (`profiling.isolation`). A forward that reads values wh
 not have runs there on real tensors instead, if all are small; inputs without data become zeros.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from zoo._torch import FakeTensor, FakeTensorMode
+from zoo._torch import FakeTensor, FakeTensorMode, is_any_autocast_enabled
 from zoo.chain import Chain
 from zoo.engine.devices import count_as_seeded
-from zoo.engine.operands import detached
 from zoo.engine.operator_effects import DROPOUT_STATE, Argument, effects_of, is_view
 from zoo.engine.recording import KernelMode, thread
-from zoo.engine.saved_tensors import is_in_graph
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, ZooError, in_a_line, shortened
 from zoo.invocation import (
@@ -36,6 +34,7 @@ from zoo.invocation import (
     sizes_hint,
     with_loss_errors,
 )
+from zoo.planner.step_log import StepLog
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import (
     SMALL,
@@ -47,8 +46,9 @@ from zoo.profiling.fake_tensors import (
 from zoo.profiling.isolation import NO_FORK, isolated
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
-from zoo.profiling.tensor_spec import TensorSpec, tensors_in
-from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain
+from zoo.profiling.step_logger import StepLogger
+from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_in
+from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain, tensors_held_by
 
 # the most bytes of parameters, buffers and inputs, and of kernels' results, for a trace on real
 # tensors
@@ -68,8 +68,30 @@ class TraceError(ArgumentError):
     raised = False
 
 
+class StepTrace(NamedTuple):
+    """What a training step does, as data that can be pickled.
+
+    Attributes:
+        graph: the kernels of the model and of its loss.
+        log: of forward and backward.
+        specs: the different kernel calls by their numbers in the log.
+    """
+
+    graph: Graph
+    log: StepLog
+    specs: Sequence[KernelSpec | None]
+
+
 def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> Graph:
     """Returns the graph of a training forward of a model, and of its loss.
+
+    Arguments and errors are those of `step_trace_of`.
+    """
+    return _traced(_Forward(model, given, loss)).graph
+
+
+def step_trace_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> StepTrace:
+    """Returns the trace of a training step of a model: forward, loss and backward.
 
     The inputs may be meta, fake or real tensors. Without `loss` the loss is the model's output of
     that name, if there is one.
@@ -78,7 +100,11 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
         ArgumentError: the model or the loss raises an error on these inputs, or reads values that
             only a real training step has.
     """
-    name = type(model).__name__
+    return _traced(_Forward(model, given, loss, logs_backward=True))
+
+
+def _traced(forward: "_Forward") -> StepTrace:
+    model, name = forward.model, type(forward.model).__name__
     if any(map(is_spread, model.parameters())):
         raise ArgumentError(
             f"the parameters of {name} are spread over processes (DTensor), so that its forward "
@@ -89,12 +115,11 @@ def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> G
         raise ArgumentError(
             f"{name} has lazy parameters, which have no size yet; call the model once before"
         )
-    forward = _Forward(model, given, loss)
     # `set_stance` would, in each forked process
     importlib.import_module("torch._dynamo")
     with shown("tracing the forward"):
         found = forward.isolated(forward.on_fakes)
-        if not isinstance(found, Graph):
+        if not isinstance(found, StepTrace):
             forward.failure = found
             found = forward.isolated(forward.on_real_tensors)
     return found  # type: ignore[no-any-return]
@@ -113,8 +138,15 @@ class Failure(NamedTuple):
 class _Forward:
     """A forward to be traced; `is_apart`: in a forked process, where its side effects end."""
 
-    def __init__(self, model: nn.Module, given: Invocation, loss: Loss | None) -> None:
-        self.model, self.given = model, given
+    def __init__(
+        self,
+        model: nn.Module,
+        given: Invocation,
+        loss: Loss | None,
+        *,
+        logs_backward: bool = False,
+    ) -> None:
+        self.model, self.given, self.logs_backward = model, given, logs_backward
         self.device = kernel_device(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
         self.failure: Failure | None = None  # of the trace on fake tensors
@@ -143,7 +175,7 @@ class _Forward:
             fires_hooks=True,
         )
 
-    def on_fakes(self, is_apart: bool) -> "Graph | Failure":
+    def on_fakes(self, is_apart: bool) -> "StepTrace | Failure":
         """Traces on fake tensors; returns the failure where real ones may not fail."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         on_meta = device_of(self.model).type == "meta"
@@ -156,7 +188,7 @@ class _Forward:
             put_tensors(model, fakes)
         try:
             with mode, fixes, fixes.constants_readable():
-                graph = self._traced(model, self.given.map(fake), None)
+                trace = self._traced(model, self.given.map(fake), None)
         except BaseException as error:
             if fixes.asked or isinstance(error, NumbersNeeded):
                 if isinstance(error, UnknownTargets):
@@ -166,9 +198,9 @@ class _Forward:
             if is_final or NO_FORK in str(error):
                 raise
             return Failure(line_of_traceback(error), in_a_line(error, 400))
-        return Failure() if fixes.asked else graph
+        return Failure() if fixes.asked else trace
 
-    def on_real_tensors(self, is_apart: bool) -> Graph:
+    def on_real_tensors(self, is_apart: bool) -> StepTrace:
         """Traces on real tensors.
 
         Raises:
@@ -187,11 +219,14 @@ class _Forward:
         model = self.model if is_apart else flattened(copy.deepcopy(self.model))
         return self._traced(model, self.given.map(real), MOST_MADE)
 
-    def _traced(self, model: nn.Module, given: Invocation, most_made: int | None) -> Graph:
+    def _traced(self, model: nn.Module, given: Invocation, most_made: int | None) -> StepTrace:
         for module in model.modules():
             if isinstance(module, Chain):
                 module.runner = None
         tracer = Tracer(model, sees_lifetimes=True)
+        logger = StepLogger(tracer.operators_so_far, caches_casts=_caches_casts())
+        logger.note_owned(model)
+        logger.note_inputs(given.tensors)
         # real tensors go through what higher-order operators compile, as in training: `map` returns
         # another structure without
         is_eager = most_made is None or any(map(is_compiled, model.modules()))
@@ -199,16 +234,24 @@ class _Forward:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager" if is_eager else "default"),
-            saved_tensors_hooks(_saved, lambda tensor: tensor),
             # block marks tell the tracer where blocks begin; a plan in force does not act
             mock.patch.object(thread, "conductor", tracer),
             _Limits(most_made),
-            tracer,
         ):
-            outputs = given.on(model)
-            tracer.note_outputs(outputs)
-            tracer.note_loss(self.loss(outputs))
-        return tracer.graph
+            with logger, tracer, logger.hooks():
+                outputs = given.on(model)
+                tracer.note_outputs(outputs)
+                loss = self.loss(outputs)
+                tracer.note_loss(loss)
+            tensors = tensors_held_by(outputs)
+            roots = _roots(tensors) if loss is None else [loss]
+            logger.note_outputs(tensors, roots)
+            # only the graph holds them from here on
+            del outputs, loss, tensors
+            if self.logs_backward:
+                with contextlib.nullcontext() if most_made is None else _fakes(), logger:
+                    logger.run_backward(roots)
+        return StepTrace(tracer.graph, logger.log, logger.specs)
 
     def _fake(self, fixes: FakeTensorFixes, tensor: Tensor) -> Tensor:
         """Returns a fake of a tensor; the values are known unless it is a parameter."""
@@ -269,11 +312,24 @@ class _Forward:
         return refused
 
 
-def _saved(tensor: Tensor) -> Tensor:
-    """Packs a saved tensor as the engine's hooks do: without a kernel or a reference to it."""
-    if (tensor.is_leaf and tensor.requires_grad) or (type(tensor) is FakeTensor and is_in_graph()):
-        return tensor
-    return detached(tensor)
+def _roots(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the outputs that a backward begins at where no loss is known.
+
+    A language model that returns its loss and then its logits is trained with the loss.
+    """
+    roots = [output for output in outputs if output.grad_fn is not None]
+    return roots[:1] if roots and not roots[0].shape else roots
+
+
+@contextlib.contextmanager
+def _fakes() -> Iterator[None]:
+    """Has kernels run on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
+        yield
+
+
+def _caches_casts() -> bool:
+    return is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
 
 
 def _has_data(tensor: Tensor) -> bool:

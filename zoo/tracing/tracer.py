@@ -320,6 +320,10 @@ class Tracer(KernelMode):
             ) from self.fault
         return self._graph
 
+    def operators_so_far(self) -> int:
+        """Returns how many operators were dispatched."""
+        return len(self._graph.operators)
+
     def note_input(self, number: int, tensor: Tensor) -> None:
         """Records a value from outside."""
         self._graph.inputs[number] = TensorSpec.of(tensor)

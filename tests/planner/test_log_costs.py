@@ -1,0 +1,238 @@
+"""Costs of steps from logs that are written by hand: no tensor, no model."""
+
+import pytest
+
+from zoo.planner.costs import StepCosts, simulate
+from zoo.planner.log_costs import Rates, costs_of
+from zoo.planner.plan import Plan
+from zoo.planner.step_log import (
+    AT_END,
+    Allocated,
+    Event,
+    Freed,
+    Gradient,
+    Kernel,
+    LetGo,
+    NodeRun,
+    Released,
+    Saved,
+    StepLog,
+    Viewed,
+)
+
+
+def reads(*storages: int, **other: object) -> Kernel:
+    return Kernel(reads=frozenset(storages), **other)  # type: ignore[arg-type]
+
+
+def log_of(
+    sizes: list[int],
+    forward: list[tuple[int, list[Event]]],
+    backward: list[tuple[int, list[Event]]] = [],  # noqa: B006
+    **other: object,
+) -> StepLog:
+    events = [(operator, event) for operator, events in forward for event in events]
+    return StepLog(sizes, {0}, events, [NodeRun(*run) for run in backward], **other)  # type: ignore[arg-type]
+
+
+# input 0 -> linear makes 1 -> relu makes 2, saves it -> square saves 2, makes the loss 3
+FORWARD: list[tuple[int, list[Event]]] = [
+    (0, [Saved(0), Allocated(1), reads(0, flops=100, number=0)]),
+    (1, [Allocated(2), reads(1, number=1), Saved(2), LetGo(1), Freed(1)]),
+    (2, [Saved(2), Allocated(3), reads(2, number=2), LetGo(2)]),
+]
+BACKWARD: list[tuple[int, list[Event]]] = [
+    (AT_END, [Allocated(4)]),
+    (2, [Allocated(5), reads(4, 2, number=3), Released(2), Freed(4)]),
+    (1, [Allocated(6), reads(5, 2, number=3), Released(2), Freed(5)]),
+    (0, [Allocated(7), reads(6, 0, number=4), Gradient(7, "w"), Freed(6)]),
+]
+SIZES = [7, 10, 20, 4, 4, 20, 21, 30]
+
+
+def chain() -> StepLog:
+    return log_of(SIZES, FORWARD, BACKWARD, ends=frozenset({3}), trained=[30])
+
+
+def costs(log: StepLog, *cuts: int, **other: object) -> StepCosts:
+    return costs_of(log, cuts, range(len(cuts)), **other)  # type: ignore[arg-type]
+
+
+def test_states_are_what_later_steps_read() -> None:
+    found = costs(chain(), 0, 1, 2)
+    assert found.live == (frozenset(), frozenset({1}), frozenset({2}), frozenset({3}))
+    # the input is no state: no plan can change it
+    assert found.saved == (frozenset(), frozenset({2}), frozenset({2}))
+    assert found.reads == (frozenset({0}), frozenset({1}), frozenset({2}))
+
+
+def test_a_step_takes_what_it_makes_and_saves() -> None:
+    assert costs(chain(), 0, 1, 2).forward == (10, 20, 4)
+    # 1 is freed between the two, after 2 was made
+    assert costs(chain(), 0, 2).forward == (30, 4)
+    assert costs(chain(), 0).forward == (30,)
+
+
+def test_a_saved_tensor_stays_until_its_step_is_over() -> None:
+    forward: list[tuple[int, list[Event]]] = [
+        (0, [Allocated(1), Saved(1), reads(0), LetGo(1), Freed(1)]),
+        (1, [Allocated(2), reads(0)]),
+    ]
+    assert costs(log_of([1, 10, 5], forward), 0).forward == (15,)
+    unsaved = [(at, [e for e in events if type(e) is not Saved]) for at, events in forward]
+    assert costs(log_of([1, 10, 5], unsaved), 0).forward == (10,)
+
+
+def test_the_backward_counts_above_what_it_is_given() -> None:
+    found = costs(chain(), 0, 1, 2)
+    # of the loss, 2, 1 and the input
+    assert found.gradients == (0, 21, 20, 4)
+    assert found.parameter_gradients == (30, 0, 0, 0)
+    assert found.backward == (30, 21, 20)
+
+
+def test_a_step_alone_frees_the_inputs_that_it_saved() -> None:
+    forward = [FORWARD[0], (1, [Allocated(2), reads(1), LetGo(1)]), FORWARD[2]]
+    backward = [
+        *BACKWARD[:2],
+        (1, [Allocated(6), reads(5), Freed(5), Allocated(8), Freed(8)]),
+        BACKWARD[3],
+    ]
+    found = costs(log_of([*SIZES, 50], forward, backward, ends=frozenset({3})), 0, 1, 2)
+    assert found.saved[2] == {2} <= found.live[2]
+    late = [
+        *BACKWARD[:1],
+        (2, [Allocated(5), reads(4, 2), Released(2), Allocated(8), Freed(8), Freed(4)]),
+        *backward[2:],
+    ]
+    found = costs(log_of([*SIZES, 50], forward, late, ends=frozenset({3})), 0, 1, 2)
+    assert found.backward[2] == 70
+    assert found.backward_alone[2] == 50
+
+
+def test_a_gradient_in_what_was_saved_keeps_its_memory() -> None:
+    backward: list[tuple[int, list[Event]]] = [
+        (AT_END, [Allocated(4)]),
+        (2, [reads(4, 2), Released(2, lives_on=True), Freed(4)]),
+        (1, [Released(2), Allocated(6), reads(2), Freed(2)]),
+        (0, [Freed(6)]),
+    ]
+    forward = [FORWARD[0], (1, [Allocated(2), reads(1), LetGo(1)]), FORWARD[2]]
+    found = costs(log_of(SIZES, forward, backward, ends=frozenset({3})), 0, 1, 2)
+    # it is a gradient between the two steps
+    assert found.gradients == (0, 21, 20, 4)
+
+
+def test_an_optimizer_in_the_backward_frees_each_gradient() -> None:
+    found = costs(chain(), 0, 1, 2, updates={"w": 8})
+    assert found.parameter_gradients == (0, 0, 0, 0)
+    assert found.backward[0] == 38
+    # with those of parameters that the step does not use
+    other = log_of(SIZES, FORWARD, BACKWARD, trained=[30, 5])
+    assert costs(other, 0, 1, 2).parameter_gradients == (35, 5, 5, 5)
+
+
+def test_shared_gradients_are_freed_with_the_last() -> None:
+    backward = [*BACKWARD[:3], (0, [Allocated(7), Gradient(7, "w"), Gradient(7, "w"), Freed(6)])]
+    log = log_of(SIZES, FORWARD, backward, trained=[30])
+    assert costs(log, 0, 1, 2, updates={"w": 8}).backward[0] == 38
+    assert costs(log, 0, 1, 2, updates={"w": 8}).parameter_gradients[0] == 0
+
+
+def test_gradients_that_the_forward_makes() -> None:
+    forward = [*FORWARD[:2], (2, [Allocated(3), Allocated(7), reads(2)])]
+    backward = [*BACKWARD[:3], (0, [Gradient(7, "w"), Freed(6)])]
+    found = costs(log_of(SIZES, forward, backward, trained=[30]), 0, 1, 2)
+    assert found.forward == (10, 20, 4)
+    assert found.gradients_made == (0, 0, 30)
+    assert found.parameter_gradients == (30, 30, 30, 30)
+
+
+def test_a_recomputation_ends_when_the_last_tensor_is_saved() -> None:
+    forward: list[tuple[int, list[Event]]] = [
+        (0, [Allocated(1), reads(0, flops=5)]),
+        (1, [Saved(1), Allocated(2), reads(1, flops=7)]),
+    ]
+    found = costs(log_of([1, 10, 20], forward), 0)
+    assert found.flops == (12,)
+    assert found.flops_until_saved == (5,)
+    assert found.forward_until_saved == (10,)
+
+
+def test_a_tensor_that_is_saved_before_it_is_written_is_kept_and_copied() -> None:
+    forward: list[tuple[int, list[Event]]] = [
+        (0, [Allocated(1)]),
+        (1, [Saved(1, is_blank=True), reads(1, writes=frozenset({1}), flops=5)]),
+        (2, [Allocated(2), reads(1, flops=7)]),
+    ]
+    found = costs(log_of([1, 10, 20], forward), 0)
+    assert found.flops_until_saved == (5,)
+    assert found.kept == (frozenset({1, 3}),)
+    assert found.sizes == (1, 10, 20, 10)
+
+
+def test_what_the_program_holds_counts_with_the_steps_that_do_not_read_it() -> None:
+    forward: list[tuple[int, list[Event]]] = [
+        (0, [Allocated(1), reads(0)]),
+        (1, [Allocated(2), reads(1)]),
+        (2, [Allocated(3), reads(2)]),
+        # a variable was overwritten here
+        (2, [LetGo(1)]),
+        (3, [Allocated(4), reads(3)]),
+    ]
+    log = log_of([1, 10, 20, 30, 40], forward)
+    assert costs(log, 0, 1, 2, 3).held == (set(), set(), {1}, {2})
+    # a view before the first allocation of the step takes nothing
+    forward[2] = (2, [Viewed(2), LetGo(1), Allocated(3), reads(2)])
+    assert costs(log_of([1, 10, 20, 30, 40], forward), 0, 1, 2, 3).held[2] == {1}
+
+
+def test_casts_count_with_each_step_that_uses_them() -> None:
+    forward: list[tuple[int, list[Event]]] = [
+        (0, [Allocated(1), reads(0), Saved(1)]),
+        (1, [Allocated(2), reads(0, 1)]),
+        (2, [Saved(1), Allocated(3), reads(2, 1)]),
+    ]
+    backward: list[tuple[int, list[Event]]] = [
+        (2, [Released(1), Allocated(4), Freed(4)]),
+        (0, [Released(1), Allocated(4), Freed(4)]),
+    ]
+    found = costs(log_of([1, 10, 20, 30, 5], forward, backward, casts={1}), 0, 1, 2)
+    assert found.casts == (frozenset({1}),) * 3
+    assert found.forward == (10, 30, 40)
+    assert found.live[1:] == (frozenset(), frozenset({2}), frozenset())
+    # the cast is free when the first step that saved it is done
+    assert found.backward == (0, 0, 5)
+
+
+def test_workspaces_and_seconds_are_those_of_the_calls() -> None:
+    rates = Rates(lambda kernel: 2.0 * (kernel.number + 1), [0, 100, 0, 40, 0])
+    found = costs(chain(), 0, 1, 2, rates=rates)
+    assert found.forward == (10, 120, 4)
+    assert found.backward == (30, 61, 60)
+    assert found.seconds == (2, 4, 6)
+    assert found.seconds_backward == (10, 8, 8)
+
+
+def test_states_of_dropout_are_copied_for_a_moment() -> None:
+    forward: list[tuple[int, list[Event]]] = [(0, [Allocated(1), reads(0, state=100)])]
+    found = costs(log_of([1, 10], forward), 0)
+    assert found.forward == (110,)
+    assert found.kept == (frozenset({2}),)
+
+
+@pytest.mark.parametrize("rounding", [lambda size: size, lambda size: -(-size // 512) * 512])
+def test_bytes_are_counted_as_an_allocator_does(rounding: object) -> None:
+    log = log_of([1, 10], [(0, [Allocated(1), reads(0, state=100)])], trained=[3], constants=[600])
+    counted = log.counted(rounding)  # type: ignore[arg-type]
+    assert counted.sizes == [rounding(1), rounding(10)]  # type: ignore[operator]
+    assert costs(counted, 0).forward == (rounding(10) + rounding(100),)  # type: ignore[operator]
+    assert (counted.trained, counted.constants) == ([rounding(3)], [rounding(600)])  # type: ignore[operator]
+
+
+def test_a_plan_of_a_log_is_simulated() -> None:
+    found = costs(chain(), 0, 1, 2).with_parameter_gradients()
+    plain = simulate(Plan([0, 1, 2]), found)
+    # 2 is saved; its gradient is there when that of 1 is made
+    assert plain.peak == 20 + 20 + 21
+    assert simulate(Plan([(0, 1), 2]), found).recomputed_flops == 100

@@ -1,0 +1,331 @@
+"""The costs of steps, from the log of a training step and the places at which it is cut.
+
+Nothing is run. A step's forward is what happened between two cuts; its backward what the autograd
+nodes did that operators of this range had made, the latest first. Both are counted as if the step
+were alone between what came before and what came after: a storage that another step made is not
+freed by it, a tensor that autograd saved is there until its node has run.
+"""
+
+import bisect
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from zoo.planner.costs import StepCosts
+from zoo.planner.step_log import (
+    AT_END,
+    Allocated,
+    Event,
+    Freed,
+    Gradient,
+    Kernel,
+    LetGo,
+    Released,
+    Saved,
+    StepLog,
+    Viewed,
+)
+
+Storages = frozenset[int]
+
+
+class Rates(NamedTuple):
+    """What a log does not tell of kernels: their seconds, and bytes of workspace by number."""
+
+    seconds: Callable[[Kernel], float] = lambda _: 0.0
+    workspaces: Sequence[int] = ()
+
+    def workspace(self, kernel: Kernel) -> int:
+        """Returns the bytes that a kernel takes beside its arguments and results."""
+        return self.workspaces[kernel.number] if self.workspaces else 0
+
+
+def costs_of(
+    log: StepLog,
+    cuts: Sequence[int],
+    blocks: Sequence[int],
+    rates: Rates = Rates(),  # noqa: B008  (it is immutable)
+    updates: Mapping[Hashable, int] | None = None,
+) -> StepCosts:
+    """Returns the costs of the steps of a log, of which each begins at the operator of its cut.
+
+    `blocks` has the number of each step's block. `updates` are the bytes that an optimizer
+    allocates to update a parameter, by its form; with them, the optimizer steps in the backward
+    and frees each gradient.
+    """
+    steps = _Steps(log, cuts)
+    numbers = range(len(cuts))
+    backward = _Backward(steps, rates, updates)
+    kernels = [[event for event in events if type(event) is Kernel] for events in steps.forward]
+    early = [
+        [event for event in events[:end] if type(event) is Kernel]
+        for events, end in zip(steps.forward, steps.until, strict=True)
+    ]
+    of_nodes = [[e for e in events if type(e) is Kernel] for events in steps.backward[:-1]]
+    copies = [steps.copies_kept(number) for number in numbers]
+    copied = [steps.not_made(number, (k.copies for k in kernels[number])) for number in numbers]
+    writes = [steps.not_made(number, (k.writes for k in kernels[number])) for number in numbers]
+    kept = [steps.kept(number) | copies[number] for number in numbers]
+    held = steps.held()
+    return StepCosts(
+        sizes=tuple(steps.sizes),
+        live=tuple(steps.live),
+        saved=tuple(steps.saved),
+        forward=tuple(steps.peak(number, None, rates) for number in numbers),
+        forward_until_saved=tuple(steps.peak(n, steps.until[n], rates) for n in numbers),
+        backward=tuple(backward.peak(number) for number in numbers),
+        backward_alone=tuple(backward.peak(number, is_alone=True) for number in numbers),
+        gradients=backward.gradients,
+        flops=tuple(sum(kernel.flops for kernel in found) for found in kernels),
+        flops_until_saved=tuple(sum(kernel.flops for kernel in found) for found in early),
+        seconds=tuple(sum(map(rates.seconds, found)) for found in kernels),
+        seconds_until_saved=tuple(sum(map(rates.seconds, found)) for found in early),
+        seconds_backward=tuple(sum(map(rates.seconds, found)) for found in of_nodes),
+        blocks=tuple(blocks),
+        parameter_gradients=backward.parameter_gradients,
+        gradients_made=tuple(map(steps.gradients_made, numbers)),
+        draws=tuple(sum(kernel.draws for kernel in found) for found in kernels),
+        reads=tuple(steps.not_made(n, (k.reads for k in kernels[n])) for n in numbers),
+        reads_until_saved=tuple(steps.not_made(n, (k.reads for k in early[n])) for n in numbers),
+        writes=tuple(writes) if any(writes) else (),
+        copied=tuple(copied) if any(copied) else (),
+        kept=tuple(kept) if any(kept) else (),
+        held=tuple(held) if any(held) else (),
+        casts=tuple(steps.casts) if any(steps.casts) else (),
+    )
+
+
+class _Steps:
+    """The events of each step, and its storages."""
+
+    def __init__(self, log: StepLog, cuts: Sequence[int]) -> None:
+        self.log, self.cuts, self.count = log, cuts, len(cuts)
+        # with those of copies that no event tells of
+        self.sizes = list(log.sizes)
+        self.gradients = {
+            event.storage for run in log.backward for event in run.events if type(event) is Gradient
+        }
+        self.forward: list[list[Event]] = [[] for _ in cuts]
+        for operator, event in log.forward:
+            self.forward[self.step_of(operator)].append(event)
+        # the last is of what comes before the first node
+        self.backward: list[list[Event]] = [[] for _ in (*cuts, None)]
+        for run in log.backward:
+            self.backward[min(self.step_of(run.operator), self.count)].extend(run.events)
+        self.made = [
+            frozenset(event.storage for event in events if type(event) is Allocated)
+            for events in self.forward
+        ]
+        self.maker = {storage: n for n, storages in enumerate(self.made) for storage in storages}
+        left_out = log.inputs | self.gradients
+        self.saved: list[Storages] = [
+            frozenset(event.storage for event in events if type(event) is Saved) - left_out
+            for events in self.forward
+        ]
+        self.until = list(map(_until_saved, self.forward))
+        self.casts = [self._casts(number) for number in range(self.count)]
+        self.live = self._live()
+
+    def step_of(self, operator: int) -> int:
+        """Returns the step of an operator; that of the backward's begin is above all."""
+        return (
+            self.count
+            if operator == AT_END
+            else max(bisect.bisect_right(self.cuts, operator) - 1, 0)
+        )
+
+    def _casts(self, number: int) -> Storages:
+        used = self.made[number].union(*(_taken(event) for event in self.forward[number]))
+        return used & self.log.casts
+
+    def _live(self) -> list[Storages]:
+        """Returns for each state the storages that later steps read; for the last one, the loss."""
+        last: dict[int, int] = {}
+        for number, events in enumerate(self.forward):
+            for event in events:
+                last.update(dict.fromkeys(_taken(event), number))
+        last.update(dict.fromkeys(self.log.ends, self.count))
+        live: list[set[int]] = [set() for _ in range(self.count + 1)]
+        for storage, end in last.items():
+            if (first := self.maker.get(storage)) is None or storage in self.log.casts:
+                continue
+            for state in range(first + 1, end + 1):
+                live[state].add(storage)
+        return list(map(frozenset, live))
+
+    def not_made(self, number: int, storages: Iterable[Storages]) -> Storages:
+        """Returns those of some storages that a step did not make."""
+        return frozenset().union(*storages) - self.made[number]
+
+    def peak(self, number: int, end: int | None, rates: Rates) -> int:
+        """Returns the most new bytes in a step's forward, or in its events before `end`."""
+        made, saved, sizes = self.made[number], self.saved[number], self.sizes
+        # a cast that an earlier step made is made again where that step's is gone
+        total = sum(sizes[storage] for storage in self.casts[number] - made)
+        most = total
+        for event in self.forward[number][:end]:
+            if type(event) is Allocated:
+                if event.storage not in self.gradients:
+                    total += sizes[event.storage]
+            elif type(event) is Freed:
+                if event.storage in made and event.storage not in saved:
+                    total -= sizes[event.storage]
+            elif type(event) is Kernel:
+                # a recomputation writes a copy of the copy
+                most = max(most, total + event.state, total + rates.workspace(event))
+            most = max(most, total)
+        return most
+
+    def gradients_made(self, number: int) -> int:
+        """Returns the bytes of parameters' gradients that a step's forward makes."""
+        return sum(self.sizes[storage] for storage in self.made[number] & self.gradients)
+
+    def copies_kept(self, number: int) -> Storages:
+        """Returns new storages for what a segment copies before a kernel of the step writes it."""
+        copied = [
+            self.sizes[event.storage]
+            for event in self.forward[number]
+            if type(event) is Saved and event.is_blank
+        ]
+        copied += [
+            event.state for event in self.forward[number] if type(event) is Kernel and event.state
+        ]
+        start = len(self.sizes)
+        self.sizes += copied
+        return frozenset(range(start, len(self.sizes)))
+
+    def kept(self, number: int) -> Storages:
+        """Returns the storages of a step that a segment around it keeps."""
+        events = self.forward[number]
+        blank = {event.storage for event in events if type(event) is Saved and event.is_blank}
+        once = frozenset().union(*(event.keeps for event in events if type(event) is Kernel))
+        known = self.saved[number] | self.live[number] | self.live[number + 1] | self.log.inputs
+        return (once & known) | blank
+
+    def held(self) -> list[Storages]:
+        """Returns for each step what the program holds although no step reads it any more."""
+        ends: dict[int, int] = {}
+        for operator, event in self.log.forward:
+            if type(event) is Allocated:
+                ends[event.storage] = AT_END
+            elif type(event) is LetGo:
+                ends[event.storage] = operator
+        for storage in self.log.casts | self.gradients | self.log.inputs:
+            ends.pop(storage, None)
+        first: dict[int, int] = {}
+        for operator, event in reversed(self.log.forward):
+            if type(event) is Kernel:
+                first.setdefault(self.step_of(operator), operator)
+        for operator, event in reversed(self.log.forward):
+            if type(event) is Allocated:
+                first[self.step_of(operator)] = operator
+        held: list[set[int]] = [set() for _ in range(self.count)]
+        for storage, end in ends.items():
+            for number in range(self.maker[storage] + 1, self.count):
+                if end < first.get(number, self.cuts[number]):
+                    break
+                held[number].add(storage)
+        return [frozenset(storages) - live for storages, live in zip(held, self.live, strict=False)]
+
+
+def _taken(event: Event) -> Iterable[int]:
+    """Returns the storages that an event reads."""
+    if type(event) is Kernel:
+        return event.reads
+    return (event.storage,) if type(event) is Viewed else ()
+
+
+def _until_saved(events: Sequence[Event]) -> int:
+    """Returns how many events a recomputation needs until the last tensor is saved.
+
+    A tensor may be saved before its own kernel writes it, as dropout saves its mask.
+    """
+    last = max((n for n, event in enumerate(events) if type(event) is Saved), default=-1)
+    waiting = {
+        event.storage for event in events[: last + 1] if type(event) is Saved and event.is_blank
+    }
+    for number in range(last + 1, len(events)):
+        event = events[number]
+        if type(event) is Kernel and not waiting.isdisjoint(event.writes):
+            last = number
+            waiting -= event.writes
+    return last + 1
+
+
+class _Backward:
+    """The bytes of each step's backward, and those of gradients between two of them."""
+
+    def __init__(self, steps: _Steps, rates: Rates, updates: Mapping[Hashable, int] | None) -> None:
+        self.steps, self.rates, self.updates = steps, rates, updates
+        sizes, gradients = steps.sizes, steps.gradients
+        # gradients of one storage are freed with the last of them
+        self.last: dict[int, int] = {}
+        for events in steps.backward:
+            for event in events:
+                if type(event) is Gradient:
+                    self.last[event.storage] = id(event)
+        self.first_saved: dict[int, int] = {}
+        for number, saved in reversed([*enumerate(steps.saved)]):
+            self.first_saved.update(dict.fromkeys(saved, number))
+        used = sum(sizes[storage] for storage in gradients)
+        trained = sum(steps.log.trained)
+        others = max(trained - used, 0)
+        alive: set[int] = set()
+        of_states, of_parameters = [], []
+        for number in range(steps.count, -1, -1):
+            for event in steps.backward[number]:
+                if type(event) is Allocated or (type(event) is Released and event.lives_on):
+                    alive.add(event.storage)
+                elif type(event) is Freed or (type(event) is Gradient and self.frees(event)):
+                    alive.discard(event.storage)
+            # what the forward of the step before made is there as well
+            made = steps.made[number - 1] & gradients if number else frozenset[int]()
+            alive |= {storage for storage in made if self.last.get(storage) is not None}
+            of_states.append(sum(sizes[storage] for storage in alive - gradients))
+            whole = sum(sizes[storage] for storage in alive & gradients) + others
+            of_parameters.append(min(whole, trained))
+        self.gradients = tuple(reversed(of_states))
+        self.parameter_gradients = tuple(reversed(of_parameters))
+
+    def frees(self, gradient: Gradient) -> bool:
+        """Returns whether an optimizer in the backward frees a gradient when it is complete."""
+        return self.updates is not None and self.last[gradient.storage] == id(gradient)
+
+    def peak(self, number: int, *, is_alone: bool = False) -> int:
+        """Returns the peak of a step's backward, above what it saved and the gradient it is given.
+
+        `is_alone` if nothing but the step holds the inputs that it saved.
+        """
+        steps, sizes = self.steps, self.steps.sizes
+        events = steps.backward[number]
+        ends = {e.storage: n for n, e in enumerate(events) if type(e) is Released}
+        total = most = 0
+        for place, event in enumerate(events):
+            if type(event) is Allocated:
+                total += sizes[event.storage]
+            elif type(event) is Freed:
+                total -= sizes[event.storage]
+            elif type(event) is Released:
+                if (
+                    not event.lives_on
+                    and ends[event.storage] == place
+                    and self._is_last(event.storage, number, is_alone)
+                ):
+                    total -= sizes[event.storage]
+            elif type(event) is Gradient:
+                if self.updates is not None:
+                    most = max(most, total + self.updates.get(event.form, 0))
+                if self.frees(event):
+                    total -= sizes[event.storage]
+            elif type(event) is Kernel:
+                most = max(most, total + self.rates.workspace(event))
+            most = max(most, total)
+        return most
+
+    def _is_last(self, storage: int, number: int, is_alone: bool) -> bool:
+        """Returns whether a saved storage is free when the step's last node has released it."""
+        steps = self.steps
+        if storage not in steps.saved[number]:
+            return False
+        if storage in steps.log.casts:
+            return self.first_saved[storage] == number
+        return is_alone or storage not in steps.live[number]

@@ -1,0 +1,148 @@
+"""The log of a training step, as data: what its kernels allocate, free, save and compute, in order.
+
+    forward     linear   allocate 3, kernel       relu   allocate 4, kernel, save 4, let go of 3
+    backward    relu     allocate 9, kernel, release 4, free 8
+                linear   allocate 10, kernel, gradient 10, free 9
+
+Storages are numbers, and so are the operators of the forward, in the order in which they were
+dispatched. Each event belongs to an operator; what an autograd node saves, and does in the
+backward, to the operator that made the node. So a log can be cut between any two operators, and
+nothing has to run again for the costs of what is between two cuts (`log_costs`).
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+# the operator of what happens before the first autograd node runs
+AT_END = 1 << 62
+
+
+class Allocated(NamedTuple):
+    """A storage was made."""
+
+    storage: int
+
+
+class Freed(NamedTuple):
+    """The memory of a storage was freed."""
+
+    storage: int
+
+
+class LetGo(NamedTuple):
+    """The program holds no tensor in a storage any more; autograd may have saved one."""
+
+    storage: int
+
+
+class Viewed(NamedTuple):
+    """An operator that starts no kernel was given a storage: it returned a view of it, say."""
+
+    storage: int
+
+
+class Saved(NamedTuple):
+    """Autograd saved a tensor; `is_blank` if nothing was written to the storage yet."""
+
+    storage: int
+    is_blank: bool = False
+
+
+class Released(NamedTuple):
+    """An autograd node let go of a tensor that it had saved.
+
+    The storage `lives_on` if the gradient that the node returned lies in it.
+    """
+
+    storage: int
+    lives_on: bool = False
+
+
+class Gradient(NamedTuple):
+    """The gradient of a parameter is complete; `form` tells what an optimizer allocates for it."""
+
+    storage: int
+    form: Hashable = None
+
+
+# not a NamedTuple, whose fields take three times as long to read
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel ran.
+
+    Attributes:
+        number: of its call; equal calls share one.
+        flops: floating-point operations.
+        moved: bytes of its arguments and results.
+        itemsize: bytes of an element of its first floating-point result; 4 if there is none.
+        reads, writes: storages of its arguments.
+        copies: of these, those that a segment copies unless it makes them: small, no gradient.
+        keeps: storages that it makes or writes and that no recomputation makes again.
+        state: bytes of its arguments that a recomputation copies before, as of a dropout.
+        draws: whether it draws random numbers.
+    """
+
+    number: int = 0
+    flops: int = 0
+    moved: int = 0
+    itemsize: int = 4
+    reads: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    copies: frozenset[int] = frozenset()
+    keeps: frozenset[int] = frozenset()
+    state: int = 0
+    draws: bool = False
+
+
+Event = Allocated | Freed | LetGo | Viewed | Saved | Released | Gradient | Kernel
+
+
+class NodeRun(NamedTuple):
+    """What happened while an autograd node ran; `operator` made the node."""
+
+    operator: int
+    events: list[Event]
+
+
+@dataclass
+class StepLog:
+    """The log of a training step. Storages of parameters and buffers have no number.
+
+    Attributes:
+        sizes: bytes of each storage.
+        inputs: storages of the model's inputs.
+        forward: events of the model and its loss, each with its operator.
+        backward: the autograd nodes in the order in which they ran.
+        outputs: storages of what the model returned.
+        ends: storages of what the backward begins at: the loss.
+        casts: storages of casts of weights, which autocast holds until the forward is over.
+        trained: bytes of each parameter that is trained.
+        constants: bytes of each tensor that the functions of the step hold, such as targets.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    inputs: set[int] = field(default_factory=set)
+    forward: list[tuple[int, Event]] = field(default_factory=list)
+    backward: list[NodeRun] = field(default_factory=list)
+    outputs: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()
+    casts: set[int] = field(default_factory=set)
+    trained: list[int] = field(default_factory=list)
+    constants: list[int] = field(default_factory=list)
+
+    def counted(self, rounding: Callable[[int], int]) -> "StepLog":
+        """Returns the log with bytes as an allocator counts them."""
+
+        def count(event: Event) -> Event:
+            if isinstance(event, Kernel) and event.state:
+                return replace(event, state=rounding(event.state))
+            return event
+
+        return replace(
+            self,
+            sizes=list(map(rounding, self.sizes)),
+            forward=[(operator, count(event)) for operator, event in self.forward],
+            trained=list(map(rounding, self.trained)),
+            constants=list(map(rounding, self.constants)),
+        )

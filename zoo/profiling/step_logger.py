@@ -1,0 +1,358 @@
+"""Logs a training step: its kernels, its storages, and what autograd saves (`planner.step_log`).
+
+torch's profilers see only real memory. Here tensors may be fake; the bytes are those of real ones.
+The forward runs once, as it is written, under a dispatch mode. Then its autograd graph runs node by
+node on fake tensors, whatever the forward ran on: what a node has saved is made again as a fake
+when the node opens it.
+"""
+
+import bisect
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from zoo._torch import sequence_number
+from zoo.engine.operands import detached
+from zoo.engine.operator_effects import effects_of, is_view
+from zoo.engine.recording import SMALL, KernelMode, written_by
+from zoo.engine.saved_tensors import is_in_graph
+from zoo.planner.step_log import (
+    AT_END,
+    Allocated,
+    Event,
+    Freed,
+    Gradient,
+    Kernel,
+    LetGo,
+    NodeRun,
+    Released,
+    Saved,
+    StepLog,
+    Viewed,
+)
+from zoo.profiling.autograd_interpreter import gradients_of
+from zoo.profiling.fake_results import LIFT
+from zoo.profiling.fake_tensors import QUESTIONS
+from zoo.profiling.kernel_costs import flop_formulas
+from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, storages_of, tensors_in
+
+CONVERSION = torch.ops.aten._to_copy.default
+# these start no kernel
+FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
+# the number of storages that a log leaves out: of parameters, buffers and constants
+LEFT_OUT = -1
+# the shape and the dtype of a parameter
+Form = tuple[tuple[int, ...], torch.dtype]
+
+
+def form_of(parameter: Tensor) -> Form:
+    """Returns the shape and the dtype of a parameter."""
+    return tuple(parameter.shape), parameter.dtype
+
+
+def bytes_moved(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor's numbers, of a sparse one with its indices."""
+    if tensor.layout is torch.strided:
+        return int(tensor.nbytes)
+    return sum(storage.nbytes() for storage in storages_of(tensor))
+
+
+def is_cached(func: Any, args: Any, result: Any) -> bool:
+    """Returns whether autocast caches a result: a weight cast to its lower precision."""
+    if func is not CONVERSION or not isinstance(args[0], nn.Parameter):
+        return False
+    is_trained = args[0].requires_grad and args[0].dtype is torch.float32
+    return is_trained and result.dtype is torch.get_autocast_dtype(args[0].device.type)
+
+
+@dataclass(slots=True, weakref_slot=True)
+class SavedTensor:
+    """What autograd has in place of a tensor that it saved; `spec` is None if it is not strided."""
+
+    tensor: Tensor | None
+    spec: TensorSpec | None
+    storage: int
+
+
+class StepLogger(KernelMode):
+    """Writes the log of a training step that runs inside the `with` block.
+
+    Args:
+        count: returns how many operators of the forward were dispatched so far.
+        caches_casts: autocast holds casts of weights until the forward is over.
+
+    Attributes:
+        log: the log so far.
+    """
+
+    # a compiled block is one operator
+    keeps_compiled = True
+
+    def __init__(self, count: Callable[[], int], *, caches_casts: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = StepLog()
+        self._count, self._caches_casts = count, caches_casts
+        # the number and the spec of each different kernel call, by the spec's repr
+        self._kernels: dict[str, tuple[int, KernelSpec | None]] = {}
+        # numbers of storages by address
+        self._numbers: dict[int, int] = {}
+        # those that are held, so that no other storage gets the address
+        self._owned: list[Any] = []
+        # storages that were made and not written yet
+        self._blank: set[int] = set()
+        # how many tensors the program holds in each storage, and references to them by their ids
+        self._holds: Counter[int] = Counter()
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
+        # how many autograd nodes there were when each operator was dispatched
+        self._nodes: list[int] = []
+        self._saved: list[weakref.ref[SavedTensor]] = []
+        self._saved_by: dict[int, set[int]] = {}  # numbers of storages, by the autograd node
+        # events of the node that runs; None in the forward
+        self._of_node: list[Event] | None = None
+        self._node = 0
+        # how many fakes of each saved storage there are, and those that a gradient lies in
+        self._fakes: Counter[int] = Counter()
+        self._living: set[int] = set()
+        self._makes_fakes = False
+
+    @property
+    def specs(self) -> list[KernelSpec | None]:
+        """The different kernel calls by their numbers; None for one that cannot be called alone."""
+        return [spec for _, spec in self._kernels.values()]
+
+    def note_owned(self, model: nn.Module) -> None:
+        """Leaves the storages of a model's parameters and buffers out of the log."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            for storage in storages_of(tensor):
+                self._leave_out(storage)
+        self.log.trained += [p.nbytes for p in model.parameters() if p.requires_grad]
+
+    def note_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """Numbers the storages of the model's inputs."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                if storage._cdata not in self._numbers:
+                    self._owned.append(storage)
+                    self.log.inputs.add(self._add(storage))
+
+    def note_outputs(self, outputs: Iterable[Tensor], ends: Iterable[Tensor]) -> None:
+        """Notes what the model returned, and what the backward begins at."""
+        self.log.outputs, self.log.ends = self.numbers_of(outputs), self.numbers_of(ends)
+
+    def numbers_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        """Returns the numbers of the storages of tensors, without those that are left out."""
+        storages = (storage for tensor in tensors for storage in storages_of(tensor))
+        numbers = {self._numbers.get(storage._cdata, LEFT_OUT) for storage in storages}
+        return frozenset(numbers - {LEFT_OUT})
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Returns hooks that note what autograd saves; enter them around the forward."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def run_backward(self, roots: list[Tensor]) -> None:
+        """Runs the backward of the sum of these tensors, under a `FakeTensorMode`.
+
+        `roots` is emptied. Autograd holds no tensor that it has saved from here on.
+        """
+        self._begin_node(AT_END)
+        for reference in self._saved:
+            if (saved := reference()) is not None and saved.spec is not None:
+                saved.tensor = None
+        gradients = []
+        for leaf, gradient, _ in gradients_of(roots, on_node=self._on_node, on_end=self._on_end):
+            # as the `grad` of the parameter does
+            gradients.append(gradient)
+            if isinstance(leaf, nn.Parameter):
+                for number in self.numbers_of([gradient]):
+                    self._note(Gradient(number, form_of(leaf)))
+        self._of_node = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in QUESTIONS or self._makes_fakes:
+            return func(*args, **kwargs)
+        if self._of_node is None:
+            self._nodes += [sequence_number()] * (self._count() - len(self._nodes))
+        inputs = tensors_in((args, kwargs))
+        # the code itself makes the data of `torch.tensor`
+        if func is not LIFT:
+            self._note_constants(inputs)
+        # before it runs, since it may change its arguments in place
+        starts_kernel = not (is_view(func) or func in FREE)
+        number = self._number_of(func, args, kwargs) if starts_kernel else -1
+        small = [t for t in inputs if not t.requires_grad and t.numel() * t.itemsize <= SMALL]
+        reads, copies = self.numbers_of(inputs), self.numbers_of(small)
+        result = func(*args, **kwargs)
+        outputs = tensors_in(result)
+        effects = effects_of(func)
+        made = self._note_results(func, inputs, outputs)
+        if effects.empty:
+            self._blank |= made
+        written = written_by(effects, args, kwargs)
+        writes = self.numbers_of(written)
+        self._blank -= writes
+        if self._caches_casts and is_cached(func, args, result):
+            self.log.casts |= made
+        if not starts_kernel:
+            for storage in reads:
+                self._note(Viewed(storage))
+            return result
+        count = flop_formulas().get(getattr(func, "_overloadpacket", None))
+        states = written if effects.dropping is not None else ()
+        dtypes = (tensor.dtype for tensor in outputs if tensor.dtype.is_floating_point)
+        self._note(
+            Kernel(
+                number=number,
+                flops=count(*args, **kwargs, out_val=result) if count is not None else 0,
+                moved=sum(map(bytes_moved, (*inputs, *outputs))),
+                itemsize=next(dtypes, torch.float32).itemsize,
+                reads=reads,
+                writes=writes,
+                copies=copies,
+                keeps=made | writes if effects.keeps_results(args, kwargs) else frozenset(),
+                state=sum(storage.nbytes() for one in states for storage in storages_of(one)),
+                draws=effects.seeded,
+            )
+        )
+        return result
+
+    def _note(self, event: Event) -> None:
+        if self._of_node is None:
+            self.log.forward.append((len(self._nodes) - 1, event))
+        else:
+            self._of_node.append(event)
+
+    def _add(self, storage: Any) -> int:
+        """Gives a storage the next number."""
+        self._numbers[storage._cdata] = number = len(self.log.sizes)
+        self.log.sizes.append(storage.nbytes())
+        return number
+
+    def _leave_out(self, storage: Any) -> None:
+        self._owned.append(storage)
+        self._numbers[storage._cdata] = LEFT_OUT
+
+    def _number_of(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Returns the number of a kernel's call."""
+        spec = KernelSpec.of(func, args, kwargs)
+        return self._kernels.setdefault(repr(spec), (len(self._kernels), spec))[0]
+
+    def _note_constants(self, tensors: Iterable[Tensor]) -> None:
+        """Notes tensors that neither the program made nor the model owns."""
+        for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
+            if storage._cdata not in self._numbers:
+                self._leave_out(storage)
+                self.log.constants.append(storage.nbytes())
+
+    def _note_results(
+        self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> frozenset[int]:
+        """Notes the storages that an operator made, and returns them."""
+        made = set()
+        # a view of a fake tensor that stands in for a real one has another storage
+        given = [storage._cdata for tensor in inputs for storage in storages_of(tensor)]
+        is_left_out = is_view(func) and LEFT_OUT in map(self._numbers.get, given)
+        for tensor in outputs:
+            for storage in storages_of(tensor):
+                if storage._cdata in self._numbers:
+                    continue
+                if is_left_out:
+                    self._leave_out(storage)
+                    continue
+                number = self._add(storage)
+                weakref.finalize(storage, self._free, storage._cdata, number).atexit = False
+                self._note(Allocated(number))
+                made.add(number)
+            if self._of_node is None:
+                self._watch(tensor)
+        return frozenset(made)
+
+    def _free(self, key: int, number: int) -> None:
+        del self._numbers[key]
+        self._blank.discard(number)
+        self._note(Freed(number))
+
+    def _watch(self, tensor: Tensor) -> None:
+        """Notes when the program holds no tensor of the same storage any more."""
+        key, numbers = id(tensor), self.numbers_of([tensor])
+        if key in self._watched or not numbers:
+            return
+        self._holds.update(numbers)
+
+        def let_go(_: object) -> None:
+            del self._watched[key]
+            self._holds.subtract(numbers)
+            for number in numbers:
+                if self._of_node is None and not self._holds[number]:
+                    self._note(LetGo(number))
+
+        self._watched[key] = weakref.ref(tensor, let_go)
+
+    def _pack(self, tensor: Tensor) -> SavedTensor | Tensor:
+        # what a higher-order operator compiles is one operator
+        if torch.compiler.is_compiling():
+            return tensor
+        numbers, node = self.numbers_of([tensor]), sequence_number() - 1
+        for number in numbers:
+            event = Saved(number, is_blank=number in self._blank)
+            self.log.forward.append((self._operator_of(node), event))
+        self._saved_by.setdefault(node, set()).update(numbers)
+        # a graph that is being written knows fake tensors by their identity
+        is_itself = (tensor.is_leaf and tensor.requires_grad) or is_in_graph()
+        is_strided = tensor.layout is torch.strided
+        saved = SavedTensor(
+            tensor if is_itself else detached(tensor),
+            TensorSpec.of(tensor)._replace(requires_grad=False) if is_strided else None,
+            next(iter(numbers), LEFT_OUT),
+        )
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def _unpack(self, saved: SavedTensor | Tensor) -> Tensor:
+        """Returns a saved tensor; in the backward a fake one, which its node alone holds."""
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.tensor is not None:
+            return saved.tensor
+        assert saved.spec is not None
+        self._makes_fakes = True
+        try:
+            fake = saved.spec.empty()
+        finally:
+            self._makes_fakes = False
+        storage, number = fake.untyped_storage(), saved.storage
+        self._numbers[storage._cdata] = number
+        self._fakes[number] += 1
+        weakref.finalize(storage, self._free_fake, storage._cdata, number).atexit = False
+        return fake
+
+    def _free_fake(self, key: int, number: int) -> None:
+        del self._numbers[key]
+        self._fakes[number] -= 1
+        if number in self._living and not self._fakes[number]:
+            self._living.remove(number)
+            self._note(Freed(number))
+
+    def _operator_of(self, node: int) -> int:
+        """Returns the number of the operator that made an autograd node."""
+        return bisect.bisect_right(self._nodes, node)
+
+    def _begin_node(self, operator: int) -> None:
+        self._of_node = []
+        self.log.backward.append(NodeRun(operator, self._of_node))
+
+    def _on_node(self, node: Any) -> None:
+        self._node = node._sequence_nr()
+        self._begin_node(self._operator_of(self._node))
+
+    def _on_end(self) -> None:
+        for number in self._saved_by.get(self._node, ()):
+            lives_on = self._fakes[number] > 0
+            self._living |= {number} if lives_on else set()
+            self._note(Released(number, lives_on))
