@@ -111,6 +111,13 @@ class Outline:
     whole: frozenset[int] = frozenset()
     held: tuple[Held, ...] = ()
 
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def names(self, model: nn.Module) -> list[str]:
+        """Names each step by its module's path in the chain and its own name."""
+        return step_names(model, self.steps)
+
 
 class Chain(nn.Module):
     """A module given by its steps.

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from zoo.chain import Chain, step_names
+from zoo.chain import Chain, Outline, State, Step
 from zoo.errors import ArgumentError, shortened
 from zoo.invocation import (
     Invocation,
@@ -21,8 +21,8 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, Overhead
 from zoo.policy.options import Checkpoint, parse_checkpoint, runner_for
 from zoo.profiling.progress import shown
-from zoo.tracing.isolated_trace import graph_of
-from zoo.tracing.partition import ModelSteps, check_switches, partition, paths_of
+from zoo.tracing.isolated_trace import step_trace_of
+from zoo.tracing.partition import check_switches, partition, paths_of
 from zoo.tracing.planned_forward import Patch, PatchedForward, named_steps, patched_forward
 from zoo.units import counted
 
@@ -196,7 +196,21 @@ def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
         check_switches(model)
         check_step(model, "zoo.chain_of")
     found = steps_of(model, Invocation.of(inputs), patterns=_names(steps))
-    return ChainSummary(tuple(step_names(model, found.outline.steps)), found.outline.blocks)
+    return ChainSummary(tuple(found.outline.names(model)), found.outline.blocks)
+
+
+class ModelSteps(NamedTuple):
+    """The steps that a model runs for some inputs.
+
+    Attributes:
+        outline: the steps, and the block of each.
+        state: the inputs of the first step, or the tensors among the model's inputs.
+        loss: a function of the last state of a chain; the log of another model has its loss.
+    """
+
+    outline: Outline
+    state: State
+    loss: Step | None = None
 
 
 def steps_of(
@@ -215,7 +229,9 @@ def steps_of(
     """
     if not isinstance(model, Chain):
         patterns = named_steps(model) if patterns is None else patterns
-        return partition(model, graph_of(model, given, loss), paths_of(model, patterns))
+        trace = step_trace_of(model, given, loss)
+        logged = partition(model, trace, paths_of(model, patterns))
+        return ModelSteps(logged, tuple(given.tensors))
     outline, state = capture_first_state(model, given)
     if loss is None:
         return ModelSteps(outline, state)

@@ -179,7 +179,7 @@ def planner_for(
     ):
         found = steps_of(model, given, loss)
         planner = BudgetPlanner(model, found.outline, found.state, loss=found.loss, **options)
-        if not planner.profile.found.gradients[-1]:
+        if not planner.profile.is_trained:
             raise ArgumentError(nothing_trained(model))
         return planner.measured() if measured else planner
 

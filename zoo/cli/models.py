@@ -1,7 +1,6 @@
 """`zoo list` and `zoo info`: the models of the catalog, and the steps of a model (a summary)."""
 
 import argparse
-import contextlib
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,21 +12,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import zoo.catalog
-from zoo._torch import FakeTensorMode
-from zoo.api.checkpoint import steps_of
+from zoo.api.checkpoint import ModelSteps, steps_of
 from zoo.catalog import list_models, model_arguments
-from zoo.chain import Chain, step_names
+from zoo.chain import Chain
 from zoo.cli.model_spec import model_spec, usual_inputs
 from zoo.cli.parser import MODEL, Answer, command
 from zoo.cli.values import shapes, shapes_text
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.invocation import Invocation
-from zoo.profiling.fake_tensors import FakeTensorFixes
+from zoo.profiling.log_profile import LoggedOutline
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.chain_axis import block_name
 from zoo.report.escaping import markdown_table
 from zoo.tracing.isolated_trace import TraceError
-from zoo.tracing.partition import ModelSteps
 from zoo.units import counted, format_bytes
 
 
@@ -140,22 +137,31 @@ class _UsedParameters(TorchFunctionMode):
 
 
 def _steps(model: nn.Module, found: ModelSteps) -> list[ModelPart]:
-    used, counted, value, outline = _UsedParameters(), 0, found.state, found.outline
-    parts, names = [], step_names(model, outline.steps)
+    outline = found.outline
+    if isinstance(outline, LoggedOutline):
+        return _logged(model, outline)
+    used, counted, value = _UsedParameters(), 0, found.state
+    parts = []
     # a chain runs on the meta device, which is faster than fake tensors
-    is_chain = isinstance(model, Chain)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # what the forward itself makes is on the CPU, and some kernels take no two devices; steps of
-    # kernels were traced with gradients, without which some kernels return less
-    fakes: Any = (mode, FakeTensorFixes(mode, moves_meta=True))
-    with contextlib.ExitStack() as stack:
-        for context in (torch.no_grad(),) if is_chain else fakes:
-            stack.enter_context(context)
-        stack.enter_context(used)
-        for step, name, block in zip(outline.steps, names, outline.blocks, strict=True):
+    with torch.no_grad(), used:
+        for step, name, block in zip(
+            outline.steps, outline.names(model), outline.blocks, strict=True
+        ):
             value = step(*(value if isinstance(value, tuple) else (value,)))
             parts.append(ModelPart(name, block, _shapes(value), used.count - counted))
             counted = used.count
+    return parts
+
+
+def _logged(model: nn.Module, outline: LoggedOutline) -> list[ModelPart]:
+    parameters, known, parts = list(model.parameters()), set[int](), []
+    steps = zip(
+        outline.names(model), outline.blocks, outline.shapes, outline.parameters, strict=True
+    )
+    for name, block, outputs, used in steps:
+        count = _count(parameters[number] for number in used - known)
+        known |= used
+        parts.append(ModelPart(name, block, outputs, count))
     return parts
 
 

@@ -91,10 +91,12 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         lost: whether they ever were not.
         operators: those that came, where there is no script.
         visits: the places at which blocks of the model began.
+        hooks: for tensors that autograd saves: those of the engine, or others around them.
     """
 
-    def __init__(self, scripts: Sequence[Script]) -> None:
+    def __init__(self, scripts: Sequence[Script], hooks: Any = HOOKS) -> None:
         super().__init__(None)
+        self.hooks = hooks
         self.scripts = scripts
         self.script = scripts[0] if scripts else None
         self.synchronized, self.lost = bool(scripts), not scripts
@@ -257,7 +259,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Any:
         thread.conductor = self
         found = super().__enter__()  # type: ignore[no-untyped-call]
-        HOOKS.__enter__()
+        self.hooks.__enter__()
         if self.script is not None:
             self._turn(self.script.turns.get(0, ()))
         return found

@@ -71,7 +71,8 @@ def _resume_hooks() -> None:
 
 
 def _is_of_zoo(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("zoo.")
+    # or what logs a step around it
+    return function is pack or str(getattr(function, "__module__", "")).startswith("zoo.")
 
 
 watch_hooks_of_saved_tensors(_pause_hooks, _resume_hooks, refuse_hooks)
@@ -169,7 +170,7 @@ class segment:
         if not records() or thread.conductor is not None:
             return
         hooks = top_saved_tensors_hooks(False)
-        if hooks is not None and hooks[0] is not pack:
+        if hooks is not None and not _is_of_zoo(hooks[0]):
             return
         self.part = part = Segment(thread.segment)
         if part.parent is None:
@@ -204,7 +205,7 @@ class segment:
 def is_packing() -> bool:
     """Says whether what autograd saves on this thread is packed here."""
     hooks = top_saved_tensors_hooks(False)
-    return hooks is not None and hooks[0] is pack
+    return hooks is not None and _is_of_zoo(hooks[0])
 
 
 def leave_hooks() -> None:

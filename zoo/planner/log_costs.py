@@ -7,8 +7,8 @@ freed by it, a tensor that autograd saved is there until its node has run.
 """
 
 import bisect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from zoo.planner.costs import StepCosts
 from zoo.planner.step_log import (
@@ -44,7 +44,7 @@ def costs_of(
     cuts: Sequence[int],
     blocks: Sequence[int],
     rates: Rates = Rates(),  # noqa: B008  (it is immutable)
-    updates: Mapping[Hashable, int] | None = None,
+    updates: Mapping[Any, int] | None = None,
 ) -> StepCosts:
     """Returns the costs of the steps of a log, of which each begins at the operator of its cut.
 
@@ -254,7 +254,7 @@ def _until_saved(events: Sequence[Event]) -> int:
 class _Backward:
     """The bytes of each step's backward, and those of gradients between two of them."""
 
-    def __init__(self, steps: _Steps, rates: Rates, updates: Mapping[Hashable, int] | None) -> None:
+    def __init__(self, steps: _Steps, rates: Rates, updates: Mapping[Any, int] | None) -> None:
         self.steps, self.rates, self.updates = steps, rates, updates
         sizes, gradients = steps.sizes, steps.gradients
         # gradients of one storage are freed with the last of them

@@ -26,18 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.chain import Outline, State, step_names
+from zoo.chain import Outline, State
 from zoo.engine.devices import counts_memory, free_bytes, name_of, splits_all_blocks
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, Interrupted, needed, shortened
-from zoo.invocation import device_of, title_of, with_loss
+from zoo.invocation import device_of, title_of
 from zoo.planner import schemes
 from zoo.planner.costs import Simulation, least_possible, simulate
 from zoo.planner.plan import Item, Plan, falling, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
-from zoo.profiling.chain_profile import Profile
 from zoo.profiling.kernel_costs import KernelCosts, rated_device, rated_name
+from zoo.profiling.log_profile import Profiled, profile_of
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import resident_bytes
 from zoo.profiling.progress import each, shown
@@ -87,8 +87,8 @@ class BudgetPlanner:
             )
         self.title = title_of(model, state)
         self.outline, self.state = outline, state
-        self.names = tuple(step_names(model, outline.steps))
-        self.steps = len(outline.steps)
+        self.names = tuple(outline.names(model))
+        self.steps = len(outline)
         self.make, self.parameters = optimizer, tuple(model.parameters())
         self.model_device = device_of(model)
         self.device = rated_device(device, self.model_device)
@@ -101,7 +101,7 @@ class BudgetPlanner:
         if not isinstance(optimizer, OptimizerBytes):
             optimizer = self._optimizer_bytes(optimizer_in_backward)
         self.optimizer = optimizer
-        self.profile = Profile(model, with_loss(outline, loss), state, self.rounding)
+        self.profile = profile_of(model, outline, state, self.rounding, loss)
         self.fixed = _fixed_bytes(model, state, optimizer, self.profile, self.rounding)
         self.kernels: Sequence[KernelCosts | None] = ()
         self._count()
@@ -133,7 +133,7 @@ class BudgetPlanner:
         planner._count()
         return planner
 
-    def kernels_for(self, profile: Profile) -> list[KernelCosts | None]:
+    def kernels_for(self, profile: Profiled) -> list[KernelCosts | None]:
         """Returns the costs of those kernels of another profile that this one has, too."""
         known = dict(zip(map(repr, self.profile.specs), self.kernels, strict=False))
         return [known.get(repr(spec)) for spec in profile.specs]
@@ -144,8 +144,7 @@ class BudgetPlanner:
         libraries = self.profile.held_by_libraries(self.device, self.kernels)
         self.fixed = replace(self.fixed, libraries=libraries)
         # a training loop's variables hold the outputs and the loss beyond the backward
-        handed = self.profile.found.handed
-        returned = handed[self.steps] | handed[-1] if self.holds_outputs else frozenset[int]()
+        returned = self.profile.returned if self.holds_outputs else frozenset[int]()
         self.costs = replace(costs, returned=returned)
         self.outputs = self.costs.bytes_of(self.costs.returned)
         self.optimizer_peak = self.fixed.optimizer_peak + self.outputs
@@ -435,7 +434,11 @@ def _planner() -> Any:
 
 
 def _fixed_bytes(
-    model: nn.Module, inputs: State, optimizer: OptimizerBytes, profile: Profile, rounding: Rounding
+    model: nn.Module,
+    inputs: State,
+    optimizer: OptimizerBytes,
+    profile: Profiled,
+    rounding: Rounding,
 ) -> FixedBytes:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     resident = resident_bytes(model, inputs=tensors, rounding=rounding)
@@ -443,7 +446,7 @@ def _fixed_bytes(
         parameters=resident.parameters,
         buffers=resident.buffers,
         gradients=0 if optimizer.updates is not None else profile.gradient_bytes,
-        inputs=resident.inputs + profile.found.outside,
+        inputs=resident.inputs + profile.constants,
         optimizer=optimizer.state,
         scratch=optimizer.step,
     )

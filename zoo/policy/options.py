@@ -27,7 +27,7 @@ from zoo._torch import (
     is_exporting,
     is_profiling,
 )
-from zoo.chain import Chain, Outline, State, Step, fold, step_names
+from zoo.chain import Chain, Outline, State, Step, fold
 from zoo.engine.devices import name_of, splits_all_blocks
 from zoo.engine.recompute import run_compiled, run_plan
 from zoo.engine.replay import without_modes
@@ -44,8 +44,9 @@ from zoo.planner.plan import Plan, indices
 from zoo.policy.budget import Budget, BudgetPlanner, Overhead, parse_bounds
 from zoo.policy.plan_report import PlanReport
 from zoo.profiling.caching_allocator import rounding_of
-from zoo.profiling.chain_profile import Profile, StepError
+from zoo.profiling.chain_profile import StepError
 from zoo.profiling.kernel_costs import KernelCosts, is_of_kind
+from zoo.profiling.log_profile import profile_of
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.progress import shown
 from zoo.units import format_bytes
@@ -195,7 +196,7 @@ class PlannedRunner:
             return schemes.each_block(outline.blocks, outline.whole)
         if known is None:
             plan = self.decide(chain, outline, inputs)
-            plan.check(len(outline.steps))
+            plan.check(len(outline))
             self.plans[spec] = plan
             for oldest in [*self.plans][:-MOST_PLANS]:
                 self.plans.pop(oldest, None)
@@ -232,7 +233,7 @@ class PlannedRunner:
             return option
         if option is True or option == "auto":
             parameters = [(name, p.shape, p.dtype) for name, p in chain.named_parameters()]
-            steps = step_names(chain, outline.steps), outline.blocks, parameters
+            steps = outline.names(chain), outline.blocks, parameters
             bounds = option, self.memory_budget, self.max_overhead
             request = repr((*steps, _spec(chain, outline, inputs), *bounds))
             if option == "auto":
@@ -312,9 +313,9 @@ def _least(chain: Chain, outline: Outline, inputs: State, later_step: BudgetPlan
     """
     device = device_of(chain)
     rounding = rounding_of(device.type, splits_all=splits_all_blocks(device))
-    profile = Profile(chain, outline, inputs, rounding)
+    profile = profile_of(chain, outline, inputs, rounding)
     # a training loop's variable holds the output beyond the backward
-    returned = profile.found.handed[-1]
+    returned = profile.returned
     if any(map(is_spread, chain.parameters())):
         return least_memory(replace(profile.costs(), returned=returned))
     is_here = profile.device.type != "meta" and active_fake_mode() is None
@@ -335,7 +336,8 @@ def _least(chain: Chain, outline: Outline, inputs: State, later_step: BudgetPlan
 def _costs(chain: Chain, outline: Outline, inputs: State) -> StepCosts:
     """Returns the costs of steps whose kernels are not measured."""
     updates = None if (known := _optimizer_in_backward(chain)) is None else known.updates
-    return Profile(chain, outline, inputs).costs(updates=updates).with_parameter_gradients()
+    profile = profile_of(chain, outline, inputs)
+    return profile.costs(updates=updates).with_parameter_gradients()
 
 
 # the models of which a warning said so, and the options that it named
@@ -427,6 +429,6 @@ def _code_of(step: Step) -> tuple[str, str]:
     """Names the code of a step, without its numeric arguments, such as a chunk's size."""
     while isinstance(step, functools.partial):
         step = step.func
-    if isinstance(step, nn.Module):
+    if isinstance(step, str | nn.Module):
         return type(step).__qualname__, ""
     return type(getattr(step, "__self__", step)).__qualname__, getattr(step, "__name__", "")

@@ -91,13 +91,16 @@ def gradients_of(
     earlier: int = 0,
     on_node: Callable[[Any], object] = lambda _: None,
     on_end: Callable[[], object] = lambda: None,
+    *,
+    keeps_graph: bool = False,
 ) -> Iterator[LeafGradient]:
     """Yields leaves with the gradients of the sum of `roots`, each when its gradient is complete.
 
     `roots` is emptied, so that each node is freed after it ran, together with its saved tensors.
     Nodes with a sequence number below `earlier` are earlier ones. `on_node` is called before each
     node runs, `on_end` when it has let go of what it saved, before the gradients that it returned
-    are added to others.
+    are added to others. A graph that somebody `keeps_graph` for is left as it was: nodes with a
+    backward in Python are not called, and zeros stand for the gradients that they return.
     """
     pending = _pending(root.grad_fn for root in roots)
     while roots:
@@ -119,7 +122,7 @@ def gradients_of(
                 yield LeafGradient(leaf, given.gradients[0], given.is_behind)
             continue
         on_node(node)
-        made = _run(node, given)
+        made = _stood_in(node) if keeps_graph and _is_function(node) else _run(node, given)
         is_behind = given.is_behind or node._sequence_nr() < earlier
         following = node.next_functions
         fitted = [
@@ -129,7 +132,7 @@ def gradients_of(
         functions = [behind for behind, _ in following if behind and _is_function(behind)]
         for behind in functions:
             pending[behind].owners.append((node, given.owners))
-        if functions:
+        if functions and not keeps_graph:
             _drop_saved_tensors(node)
         # a name would keep the node alive; its saved tensors go before gradients are added up
         del given, made, node, functions
@@ -189,6 +192,15 @@ def _drop_saved_tensors(node: Any) -> None:
             packed = saved.data
             if isinstance(packed, HeldTensor):
                 packed.release()
+
+
+def _stood_in(node: Any) -> list[Tensor | None]:
+    """Returns zeros in place of the gradients that a node would return."""
+    kinds = [behind and behind._input_metadata[n] for behind, n in node.next_functions]
+    return [
+        kind and torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
+        for kind in kinds
+    ]
 
 
 def _run(node: Any, pending: _Pending) -> Sequence[Tensor | None]:

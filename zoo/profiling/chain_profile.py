@@ -129,7 +129,13 @@ class Profile:
     """
 
     def __init__(
-        self, chain: nn.Module, outline: Outline, inputs: State, rounding: Rounding = as_requested
+        self,
+        chain: nn.Module,
+        outline: Outline,
+        inputs: State,
+        rounding: Rounding = as_requested,
+        *,
+        has_loss: bool = False,
     ) -> None:
         trained = (p for p in chain.parameters() if p.requires_grad)
         self.gradient_bytes = sum(rounding(p.nbytes) for p in trained)
@@ -143,6 +149,10 @@ class Profile:
                 lambda text: PlanError(_unmeasured(chain, text)),
             )
         self.found, self.runs, self.specs = found, found.runs, found.kernels
+        self.constants, self.is_trained = found.outside, bool(found.gradients[-1])
+        # what a training loop's variables hold: outputs of the chain, and the loss
+        last = len(outline.steps) - has_loss
+        self.returned = found.handed[last] | found.handed[-1]
 
     def kernels(self, *, timed: bool = True) -> list[KernelCosts | None]:
         """Runs each different kernel for real, alone, on the inputs' device, unless it is known."""
@@ -161,7 +171,7 @@ class Profile:
         allocates to update a parameter; with them, the optimizer steps in the backward and frees
         each gradient.
         """
-        found, runs, device = self.found, self.runs, device or self._like_inputs
+        found, runs, device = self.found, self.runs, device or device_like(self.device)
 
         def peaks(curves: Iterable[Curve]) -> tuple[int, ...]:
             return tuple(curve.peak(kernels) for curve in curves)
@@ -208,13 +218,7 @@ class Profile:
         self, device: Device | None = None, kernels: Sequence[KernelCosts | None] = ()
     ) -> int:
         """Returns the bytes that libraries hold beside a step; arguments are those of `costs`."""
-        return held_by_libraries(self.specs, device or self._like_inputs, kernels)
-
-    @property
-    def _like_inputs(self) -> Device:
-        like = DEVICES["small-cpu" if self.device.type in ("cpu", "meta") else "a100"]
-        # cuBLAS holds workspaces on CUDA alone
-        return like if self.device.type == "cuda" else replace(like, workspace=0)
+        return held_by_libraries(self.specs, device or device_like(self.device), kernels)
 
     def _backwards(self, updates: UpdateBytes | None, *, releases: bool = False) -> list[Curve]:
         """Returns the curve of each step's backward, in which an optimizer may step.
@@ -294,6 +298,13 @@ class Profile:
 
     def _owner(self, number: int, update: Update) -> int:
         return self.found.owners[number].get(update.parameter, update.parameter)
+
+
+def device_like(device: torch.device) -> Device:
+    """Returns a device of the table that is like one of torch's."""
+    like = DEVICES["small-cpu" if device.type in ("cpu", "meta") else "a100"]
+    # cuBLAS holds workspaces on CUDA alone
+    return like if device.type == "cuda" else replace(like, workspace=0)
 
 
 def _unmeasured(chain: nn.Module, text: str) -> str:

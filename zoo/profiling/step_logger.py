@@ -75,9 +75,20 @@ def is_cached(func: Any, args: Any, result: Any) -> bool:
 class SavedTensor:
     """What autograd has in place of a tensor that it saved; `spec` is None if it is not strided."""
 
-    tensor: Tensor | None
+    packed: Any
     spec: TensorSpec | None
     storage: int
+
+
+# functions that pack and unpack a tensor that autograd saves
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """Returns what holds the memory of a tensor without its graph."""
+    # a graph that is being written knows fake tensors by their identity
+    is_itself = (tensor.is_leaf and tensor.requires_grad) or is_in_graph()
+    return tensor if is_itself else detached(tensor)
 
 
 class StepLogger(KernelMode):
@@ -86,6 +97,8 @@ class StepLogger(KernelMode):
     Args:
         count: returns how many operators of the forward were dispatched so far.
         caches_casts: autocast holds casts of weights until the forward is over.
+        hooks: for what autograd saves, in force in a real training step, which goes on after the
+            backward of the log. Without them the step is the log's alone.
 
     Attributes:
         log: the log so far.
@@ -94,10 +107,12 @@ class StepLogger(KernelMode):
     # a compiled block is one operator
     keeps_compiled = True
 
-    def __init__(self, count: Callable[[], int], *, caches_casts: bool) -> None:
+    def __init__(
+        self, count: Callable[[], int], *, caches_casts: bool, hooks: Hooks | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = StepLog()
-        self._count, self._caches_casts = count, caches_casts
+        self._count, self._caches_casts, self._hooks = count, caches_casts, hooks
         # the number and the spec of each different kernel call, by the spec's repr
         self._kernels: dict[str, tuple[int, KernelSpec | None]] = {}
         # numbers of storages by address
@@ -119,7 +134,7 @@ class StepLogger(KernelMode):
         # how many fakes of each saved storage there are, and those that a gradient lies in
         self._fakes: Counter[int] = Counter()
         self._living: set[int] = set()
-        self._makes_fakes = False
+        self._makes_fakes = self._opens_fakes = False
 
     @property
     def specs(self) -> list[KernelSpec | None]:
@@ -141,9 +156,20 @@ class StepLogger(KernelMode):
                     self._owned.append(storage)
                     self.log.inputs.add(self._add(storage))
 
-    def note_outputs(self, outputs: Iterable[Tensor], ends: Iterable[Tensor]) -> None:
-        """Notes what the model returned, and what the backward begins at."""
-        self.log.outputs, self.log.ends = self.numbers_of(outputs), self.numbers_of(ends)
+    def note_ends(self, outputs: Sequence[Tensor], loss: Tensor | None) -> list[Tensor]:
+        """Notes what the model returned, and returns what the backward begins at.
+
+        Without a known loss that is each output; of a language model that returns its loss and then
+        its logits, the loss.
+        """
+        self.log.outputs = self.numbers_of(outputs)
+        roots = [output for output in outputs if output.grad_fn is not None]
+        if loss is not None:
+            roots = [loss] if loss.grad_fn is not None else []
+        elif roots and not roots[0].shape:
+            roots = roots[:1]
+        self.log.ends = self.numbers_of(roots if loss is None else [loss])
+        return roots
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         """Returns the numbers of the storages of tensors, without those that are left out."""
@@ -161,17 +187,20 @@ class StepLogger(KernelMode):
         `roots` is emptied. Autograd holds no tensor that it has saved from here on.
         """
         self._begin_node(AT_END)
-        for reference in self._saved:
+        self._opens_fakes = True
+        is_real = self._hooks is not None
+        for reference in () if is_real else self._saved:
             if (saved := reference()) is not None and saved.spec is not None:
-                saved.tensor = None
+                saved.packed = None
         gradients = []
-        for leaf, gradient, _ in gradients_of(roots, on_node=self._on_node, on_end=self._on_end):
+        walk = gradients_of(roots, on_node=self._on_node, on_end=self._on_end, keeps_graph=is_real)
+        for leaf, gradient, _ in walk:
             # as the `grad` of the parameter does
             gradients.append(gradient)
             if isinstance(leaf, nn.Parameter):
                 for number in self.numbers_of([gradient]):
                     self._note(Gradient(number, form_of(leaf)))
-        self._of_node = []
+        self._of_node, self._opens_fakes = [], False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -269,7 +298,8 @@ class StepLogger(KernelMode):
                 weakref.finalize(storage, self._free, storage._cdata, number).atexit = False
                 self._note(Allocated(number))
                 made.add(number)
-            if self._of_node is None:
+            # the engine holds tensors for its segments
+            if self._of_node is None and self._hooks is None:
                 self._watch(tensor)
         return frozenset(made)
 
@@ -303,11 +333,9 @@ class StepLogger(KernelMode):
             event = Saved(number, is_blank=number in self._blank)
             self.log.forward.append((self._operator_of(node), event))
         self._saved_by.setdefault(node, set()).update(numbers)
-        # a graph that is being written knows fake tensors by their identity
-        is_itself = (tensor.is_leaf and tensor.requires_grad) or is_in_graph()
         is_strided = tensor.layout is torch.strided
         saved = SavedTensor(
-            tensor if is_itself else detached(tensor),
+            _held(tensor) if self._hooks is None else self._hooks[0](tensor),
             TensorSpec.of(tensor)._replace(requires_grad=False) if is_strided else None,
             next(iter(numbers), LEFT_OUT),
         )
@@ -318,9 +346,8 @@ class StepLogger(KernelMode):
         """Returns a saved tensor; in the backward a fake one, which its node alone holds."""
         if isinstance(saved, Tensor):
             return saved
-        if saved.tensor is not None:
-            return saved.tensor
-        assert saved.spec is not None
+        if not self._opens_fakes or saved.spec is None:
+            return saved.packed if self._hooks is None else self._hooks[1](saved.packed)  # type: ignore[no-any-return]
         self._makes_fakes = True
         try:
             fake = saved.spec.empty()

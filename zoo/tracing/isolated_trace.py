@@ -22,6 +22,7 @@ from zoo.chain import Chain
 from zoo.engine.devices import count_as_seeded
 from zoo.engine.operator_effects import DROPOUT_STATE, Argument, effects_of, is_view
 from zoo.engine.recording import KernelMode, thread
+from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, ZooError, in_a_line, shortened
 from zoo.invocation import (
@@ -72,22 +73,16 @@ class StepTrace(NamedTuple):
     """What a training step does, as data that can be pickled.
 
     Attributes:
-        graph: the kernels of the model and of its loss.
+        graph: the operators of the model and of its loss.
         log: of forward and backward.
         specs: the different kernel calls by their numbers in the log.
+        has_loss: whether a loss is part of it.
     """
 
     graph: Graph
     log: StepLog
     specs: Sequence[KernelSpec | None]
-
-
-def graph_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> Graph:
-    """Returns the graph of a training forward of a model, and of its loss.
-
-    Arguments and errors are those of `step_trace_of`.
-    """
-    return _traced(_Forward(model, given, loss)).graph
+    has_loss: bool
 
 
 def step_trace_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> StepTrace:
@@ -100,11 +95,7 @@ def step_trace_of(model: nn.Module, given: Invocation, loss: Loss | None = None)
         ArgumentError: the model or the loss raises an error on these inputs, or reads values that
             only a real training step has.
     """
-    return _traced(_Forward(model, given, loss, logs_backward=True))
-
-
-def _traced(forward: "_Forward") -> StepTrace:
-    model, name = forward.model, type(forward.model).__name__
+    forward, name = _Forward(model, given, loss), type(model).__name__
     if any(map(is_spread, model.parameters())):
         raise ArgumentError(
             f"the parameters of {name} are spread over processes (DTensor), so that its forward "
@@ -125,6 +116,41 @@ def _traced(forward: "_Forward") -> StepTrace:
     return found  # type: ignore[no-any-return]
 
 
+class RealStep:
+    """Traces the forward of a real training step inside the `with` block, then its backward.
+
+    The user trains on what the forward made. So the backward is that of the same graph on fake
+    tensors, which changes nothing of it: functions with a backward of their own are not called.
+    """
+
+    def __init__(self, model: nn.Module, given: Invocation) -> None:
+        self.tracer = Tracer(model)
+        self.logger = StepLogger(
+            self.tracer.operators_so_far, caches_casts=caches_casts(), hooks=(pack, unpack)
+        )
+        self.logger.note_owned(model)
+        self.logger.note_inputs(given.tensors)
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> "RealStep":
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(self.logger)
+            entered.enter_context(self.tracer)
+            self._entered = entered.pop_all()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.close()
+
+    def trace(self, outputs: Any) -> StepTrace:
+        """Returns the trace of the step, whose forward returned these outputs."""
+        self.tracer.note_end_of_model()
+        roots = self.logger.note_ends(tensors_held_by(outputs), None)
+        with on_fakes():
+            self.logger.run_backward(roots)
+        return StepTrace(self.tracer.graph, self.logger.log, self.logger.specs, has_loss=False)
+
+
 class Failure(NamedTuple):
     """Where a forward failed on fake tensors, as "file:line".
 
@@ -138,15 +164,8 @@ class Failure(NamedTuple):
 class _Forward:
     """A forward to be traced; `is_apart`: in a forked process, where its side effects end."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        given: Invocation,
-        loss: Loss | None,
-        *,
-        logs_backward: bool = False,
-    ) -> None:
-        self.model, self.given, self.logs_backward = model, given, logs_backward
+    def __init__(self, model: nn.Module, given: Invocation, loss: Loss | None) -> None:
+        self.model, self.given = model, given
         self.device = kernel_device(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
         self.failure: Failure | None = None  # of the trace on fake tensors
@@ -223,8 +242,8 @@ class _Forward:
         for module in model.modules():
             if isinstance(module, Chain):
                 module.runner = None
-        tracer = Tracer(model, sees_lifetimes=True)
-        logger = StepLogger(tracer.operators_so_far, caches_casts=_caches_casts())
+        tracer = Tracer(model)
+        logger = StepLogger(tracer.operators_so_far, caches_casts=caches_casts())
         logger.note_owned(model)
         logger.note_inputs(given.tensors)
         # real tensors go through what higher-order operators compile, as in training: `map` returns
@@ -240,18 +259,15 @@ class _Forward:
         ):
             with logger, tracer, logger.hooks():
                 outputs = given.on(model)
-                tracer.note_outputs(outputs)
+                tracer.note_end_of_model()
                 loss = self.loss(outputs)
-                tracer.note_loss(loss)
-            tensors = tensors_held_by(outputs)
-            roots = _roots(tensors) if loss is None else [loss]
-            logger.note_outputs(tensors, roots)
+            roots = logger.note_ends(tensors_held_by(outputs), loss)
+            has_loss = loss is not None
             # only the graph holds them from here on
-            del outputs, loss, tensors
-            if self.logs_backward:
-                with contextlib.nullcontext() if most_made is None else _fakes(), logger:
-                    logger.run_backward(roots)
-        return StepTrace(tracer.graph, logger.log, logger.specs)
+            del outputs, loss
+            with contextlib.nullcontext() if most_made is None else on_fakes():
+                logger.run_backward(roots)
+        return StepTrace(tracer.graph, logger.log, logger.specs, has_loss)
 
     def _fake(self, fixes: FakeTensorFixes, tensor: Tensor) -> Tensor:
         """Returns a fake of a tensor; the values are known unless it is a parameter."""
@@ -312,23 +328,15 @@ class _Forward:
         return refused
 
 
-def _roots(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the outputs that a backward begins at where no loss is known.
-
-    A language model that returns its loss and then its logits is trained with the loss.
-    """
-    roots = [output for output in outputs if output.grad_fn is not None]
-    return roots[:1] if roots and not roots[0].shape else roots
-
-
 @contextlib.contextmanager
-def _fakes() -> Iterator[None]:
+def on_fakes() -> Iterator[None]:
     """Has kernels run on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
         yield
 
 
-def _caches_casts() -> bool:
+def caches_casts() -> bool:
+    """Returns whether autocast holds casts of weights until the forward is over."""
     return is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
 
 

@@ -52,9 +52,9 @@ from zoo.policy.options import (
     warn_of_blocks,
 )
 from zoo.profiling.progress import shown
-from zoo.tracing.isolated_trace import TraceError, graph_of
+from zoo.tracing.isolated_trace import RealStep, StepTrace, TraceError, step_trace_of
 from zoo.tracing.partition import check_switches, partition, paths_of
-from zoo.tracing.tracer import Graph, Tracer, is_compiled
+from zoo.tracing.tracer import is_compiled
 
 # scripts that are kept for inputs of one kind, since forwards may branch
 MOST_BRANCHES = 8
@@ -424,8 +424,9 @@ class PatchedForward(Patch):
     def plan_ahead(self, given: Invocation) -> None:
         """Makes a plan for arguments like these now."""
         check_switches(self.module())
-        graph = graph_of(self.module(), given)
-        self.latest = self._script(graph, [*map(resolved, graph.operators)], graph.visits)
+        trace = step_trace_of(self.module(), given)
+        operators = [*map(resolved, trace.graph.operators)]
+        self.latest = self._script(given, trace, operators, trace.graph.visits)
         self._traces_for(self._spec(given)).branches.append(self.latest)
 
     def _plan_first(self, given: Invocation, traces: Traces) -> None:
@@ -465,14 +466,15 @@ class PatchedForward(Patch):
         """Runs the forward block by block, traces it and plans for the next; warns on failure."""
         check_switches(self.module())
         with without_modes():
-            tracer, conductor = Tracer(self.module()), Conductor([])
-        with tracer:
+            step = RealStep(self.module(), given)
+            conductor = Conductor([], step.logger.hooks())
+        with step:
             outputs = conductor.run(lambda: given.on(self.__wrapped__))
         traces.strayed = False
         try:
             with without_modes():
-                tracer.note_outputs(outputs)
-            self.latest = self._script(tracer.graph, conductor.operators, conductor.visits)
+                trace = step.trace(outputs)
+            self.latest = self._script(given, trace, conductor.operators, conductor.visits)
             traces.spec = spec
             traces.branches.append(self.latest)
         except (ArgumentError, BudgetError, PlanError) as error:
@@ -482,13 +484,19 @@ class PatchedForward(Patch):
             self._go_by_blocks(traces, error)
         return outputs
 
-    def _script(self, graph: Graph, operators: Sequence[Any], visits: dict[Visit, int]) -> Script:
+    def _script(
+        self,
+        given: Invocation,
+        trace: StepTrace,
+        operators: Sequence[Any],
+        visits: dict[Visit, int],
+    ) -> Script:
         """Makes a plan for a traced forward."""
-        module = self.module()
+        module, state = self.module(), tuple(given.tensors)
         with without_modes(), torch.enable_grad():
-            steps = partition(module, graph, paths_of(module, self.patterns))
-            plan = self.runner().plan_for(module, steps.outline, steps.state)  # type: ignore[arg-type]
-        return Script(operators, steps.boundaries, plan, visits)
+            outline = partition(module, trace, paths_of(module, self.patterns))
+            plan = self.runner().plan_for(module, outline, state)  # type: ignore[arg-type]
+        return Script(operators, outline.cuts[: len(outline)], plan, visits)
 
 
 def patched_forward(model: nn.Module) -> PatchedForward | None:
