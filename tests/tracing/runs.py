@@ -1,4 +1,4 @@
-"""What the tests of graphs share: models with their inputs, and a tracer that keeps the inputs."""
+"""What the tests of graphs share: models with their inputs, and a trace of a forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,23 +16,12 @@ from zoo.invocation import Invocation
 from zoo.tracing.tracer import Graph, Tracer
 
 
-class Keeping(Tracer):  # type: ignore[no-untyped-call]
-    """Also keeps the tensors that came from outside."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.inputs: dict[int, Tensor] = {}
-
-    def note_input(self, number: int, tensor: Tensor) -> None:
-        super().note_input(number, tensor)
-        self.inputs[number] = tensor
-
-
 def traced(model: nn.Module, given: Invocation) -> Graph:
     """Returns the graph of a forward for real."""
     tracer = Tracer(model)
     with tracer:
-        tracer.note_outputs(given.on(model))
+        given.on(model)
+    tracer.note_end_of_model()
     return tracer.graph
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.models import Net, UNet
 from tests.training import assert_same, images, train
-from zoo.tracing import planned_forward
+from zoo.tracing import isolated_trace, planned_forward
 from zoo.tracing.tracer import Tracer
 
 LIMIT = 1.0
@@ -97,7 +97,7 @@ def count_traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
         traced.append(model)
         return Tracer(model)
 
-    monkeypatch.setattr(planned_forward, "Tracer", tracer)
+    monkeypatch.setattr(isolated_trace, "Tracer", tracer)
     return traced
 
 

@@ -1,6 +1,6 @@
-"""Steps cut from a graph compute what the model does, and cost what it costs."""
+"""Steps that a training step is cut into cost what they take."""
 
-import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,18 +12,18 @@ import transformers
 from torch import Tensor, nn
 
 import zoo
-from tests.tracing.runs import MODELS, Keeping, traced
-from zoo.chain import fold, step_names
+from tests.tracing.runs import MODELS
 from zoo.engine.operator_effects import resolved
 from zoo.engine.recompute import segment
-from zoo.invocation import Invocation, own_loss, with_loss
+from zoo.invocation import Invocation, own_loss
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.plan import Plan
-from zoo.profiling.chain_profile import Profile
+from zoo.planner.step_log import Kernel
+from zoo.profiling.log_profile import LoggedOutline, LogProfile
 from zoo.profiling.peak_memory import trace
-from zoo.tracing.isolated_trace import graph_of
-from zoo.tracing.partition import ModelSteps, block_paths, partition
-from zoo.tracing.tracer import Tracer, tensors_held_by
+from zoo.tracing.isolated_trace import step_trace_of
+from zoo.tracing.partition import block_paths, partition
+from zoo.tracing.tracer import Tracer
 
 every = pytest.mark.parametrize("name", MODELS)
 
@@ -34,49 +34,14 @@ def made(name: str) -> tuple[nn.Module, Invocation]:
     return build(), inputs()
 
 
-def cut(model: nn.Module, given: Invocation, **options: Any) -> ModelSteps:
-    return partition(model, graph_of(model, given, **options), block_paths(model))
-
-
-def backward(outputs: list[Tensor]) -> None:
-    sum(output.float().square().sum() for output in outputs).backward()  # type: ignore[union-attr]
-
-
-@every
-def test_the_steps_compute_what_the_model_computes(name: str) -> None:
-    model, given = made(name)
-    twin = copy.deepcopy(model)
-    tracer = Keeping(model)
-    torch.manual_seed(1)
-    with tracer:
-        returned = given.on(model)
-        tracer.note_outputs(returned)
-    outputs = [output for output in tensors_held_by(returned) if output.requires_grad]
-    backward(outputs)
-
-    steps = partition(twin, tracer.graph, block_paths(twin))
-    torch.manual_seed(1)
-    state = fold(steps.outline.steps, tuple(tracer.inputs[number] for number in steps.live_in))
-    values = dict(zip(steps.live_out, state, strict=True))
-    # views of parameters are no state
-    again = [values[number] for number in tracer.graph.outputs if number in values]
-    again = [output for output in again if output.requires_grad]
-    backward(again)
-    pairs = [
-        *zip(outputs, again, strict=True),
-        *((p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True)),
-        *zip(model.buffers(), twin.buffers(), strict=True),
-    ]
-    for value, other in pairs:
-        assert (value is None) == (other is None)
-        if value is not None:
-            torch.testing.assert_close(other, value, rtol=0, atol=0)
+def cut(model: nn.Module, given: Invocation, **options: Any) -> LoggedOutline:
+    return partition(model, step_trace_of(model, given, **options), block_paths(model))
 
 
 @every
 def test_a_look_ahead_sees_the_operators_that_a_segment_will(name: str) -> None:
     model, given = made(name)
-    graph = graph_of(model, given)
+    graph = step_trace_of(model, given).graph
     tracer = Tracer(model)
     with segment(), tracer:
         given.on(model)
@@ -89,23 +54,20 @@ def test_a_look_ahead_sees_the_operators_that_a_segment_will(name: str) -> None:
 
 
 @every
-def test_boundaries_cut_the_sequence_of_operators(name: str) -> None:
+def test_steps_begin_where_no_kernel_writes_what_the_one_before_touched(name: str) -> None:
     model, given = made(name)
-    graph = traced(model, given)
-    steps = partition(model, graph, block_paths(model))
-    assert steps.boundaries[0] == 0
-    assert list(steps.boundaries) == sorted(set(steps.boundaries))
-    assert steps.boundaries[-1] < len(graph.operators)
-    for place, start in enumerate(steps.boundaries[1:], 1):
-        before = [call for call in graph.calls if call.index < start]
-        behind = [call for call in graph.calls if call.index >= start]
-        origins = {origin for call in before for origin in call.origins}
-        assert not any(origins & call.writes for call in behind), steps.outline.steps[place].title  # type: ignore[attr-defined]
+    steps = cut(model, given)
+    assert steps.cuts[0] == 0
+    assert list(steps.cuts) == sorted(set(steps.cuts))
+    assert steps.log is not None
+    kernels = [(at, event) for at, event in steps.log.forward if isinstance(event, Kernel)]
+    for (_, before), (at, kernel) in itertools.pairwise(kernels):
+        assert at not in steps.cuts[1:] or kernel.writes.isdisjoint(before.reads)
 
 
 def test_names_say_which_module_did_what() -> None:
     model, given = made("net")
-    assert tuple(step_names(model, cut(model, given).outline.steps)[:6]) == (
+    assert tuple(cut(model, given).names(model)[:6]) == (
         "stem",
         "blocks.0.conv",
         "blocks.0.norm blocks.0.relu_",
@@ -115,14 +77,9 @@ def test_names_say_which_module_did_what() -> None:
     )
 
 
-def test_equal_steps_of_equal_blocks_are_one_part() -> None:
+def test_steps_belong_to_blocks() -> None:
     model, given = made("net")
-    steps = cut(model, given)
-    assert steps.outline.blocks == (0, *(n for n in range(1, 5) for _ in range(5)), 5, 5)
-    parts = [id(step.func.function) for step in steps.outline.steps]  # type: ignore[union-attr]
-    assert parts[1:6] == parts[6:11] == parts[11:16]
-    runs = Profile(model, steps.outline, steps.state).runs
-    assert len(set(map(id, runs))) == 1 + 5 + 2
+    assert cut(model, given).blocks == (0, *(n for n in range(1, 5) for _ in range(5)), 5, 5)
 
 
 class AllStates(nn.Module):
@@ -139,17 +96,14 @@ class AllStates(nn.Module):
         return found[1:]
 
 
-def test_what_equal_steps_only_hand_on_does_not_tell_them_apart() -> None:
-    def runs(depth: int) -> tuple[int, int]:
+def test_what_no_step_reads_again_is_held_and_in_no_state() -> None:
+    def sizes(depth: int) -> int:
         model = AllStates(depth)
-        steps = cut(model, Invocation.of(torch.rand(2, 8)))
-        found = Profile(model, steps.outline, steps.state).found
-        assert len(found.handed[-1]) == depth
-        # what nobody reads again is held, and in no state that a segment would begin with
-        assert len(found.live[-1] | found.held[-1]) == depth
-        return len(set(map(id, found.runs))), max(map(len, found.live))
+        costs = LogProfile(model, cut(model, Invocation.of(torch.rand(2, 8)))).costs()
+        assert len(costs.live[-1] | costs.held[-1]) == depth
+        return max(map(len, costs.live[:-1]))
 
-    assert runs(8) == runs(4)
+    assert sizes(8) == sizes(4)
 
 
 @every
@@ -157,19 +111,16 @@ def test_the_steps_can_be_measured(name: str) -> None:
     model, given = made(name)
     before = [value.clone() for value in model.state_dict().values()]
     steps = cut(model, given)
-    found = Profile(model, steps.outline, steps.state)
+    found = LogProfile(model, steps)
     costs = found.costs(kernels=found.kernels() if name in ("net", "deciding") else ())
-    assert len(costs) == len(steps.outline.steps) == len(steps.boundaries)
+    assert len(costs) == len(steps.cuts)
     after = model.state_dict().values()
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 def costs_of(model: nn.Module, given: Invocation, loss: Any) -> StepCosts:
-    steps = cut(model, given, loss=loss)
-    state = steps.state
-    profile = Profile(model, with_loss(steps.outline, steps.loss), state)
-    handed = profile.found.handed
-    return replace(profile.costs(), returned=handed[len(steps.outline.steps)] | handed[-1])
+    profile = LogProfile(model, cut(model, given, loss=loss))
+    return replace(profile.costs(), returned=profile.returned)
 
 
 def square(output: Any) -> Tensor:

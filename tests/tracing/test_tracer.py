@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from tests.engine.pitfalls.program import Counting
 from tests.tracing.runs import MODELS, Deciding, InPlace, traced
 from zoo._torch import FakeTensorMode
-from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
-from zoo.tracing.tracer import GraphValue, Tracer
+from zoo.tracing.tracer import Tracer
 
 
 @pytest.mark.parametrize("name", ["net", "lstm", "in place", "custom"])
@@ -61,15 +60,14 @@ def test_a_graph_pickles() -> None:
     assert pickle.loads(pickle.dumps(graph)) == graph
 
 
-def test_tensors_are_numbers_and_paths() -> None:
+def test_calls_are_names_and_paths() -> None:
     graph = traced(nn.Sequential(nn.Linear(6, 3)), Invocation((torch.rand(4, 6),)))
     transposed, product = graph.calls
-    assert graph.owned == {0: ("0", "weight"), 1: ("0", "bias")}
-    assert list(graph.inputs) == [3]
-    assert transposed.args == (GraphValue(0),)
-    assert product.args == (GraphValue(1), GraphValue(3), GraphValue(2))
+    assert (transposed.verb, transposed.index, transposed.parameters) == ("t", 0, {0})
+    assert (product.verb, product.index, product.parameters) == ("addmm", 1, {1})
     assert product.within == ("", "0")
-    assert (product.index, product.grad, graph.outputs) == (1, True, (4,))
+    assert product.shapes == ((4, 3),)
+    assert graph.of_model == 2
 
 
 class Views(nn.Module):
@@ -101,25 +99,6 @@ def test_questions_are_counted_and_no_calls() -> None:
     assert "aten._local_scalar_dense.default" in graph.operators
     assert "aten._local_scalar_dense.default" not in [call.operator for call in graph.calls]
     assert all(graph.operators[call.index] == call.operator for call in graph.calls)
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(torch.sparse.mm(torch.eye(4).to_sparse(), x))
-
-
-def test_what_cannot_be_written_down_fails_the_graph_and_not_the_forward() -> None:
-    model, x = Sparse(), torch.rand(4, 6)
-    tracer = Tracer(model)
-    with tracer:
-        output = model(x)
-    assert torch.equal(output, model(x))
-    with pytest.raises(ArgumentError, match="kernels of Sparse cannot be planned for"):
-        _ = tracer.graph
 
 
 def test_other_threads_are_not_traced() -> None:

@@ -143,7 +143,8 @@ class _Steps:
         for number, events in enumerate(self.forward):
             for event in events:
                 last.update(dict.fromkeys(_taken(event), number))
-        last.update(dict.fromkeys(self.log.ends, self.count))
+        ends = self.log.ends or (self.log.outputs & self.made[-1] if self.made else frozenset())
+        last.update(dict.fromkeys(ends, self.count))
         live: list[set[int]] = [set() for _ in range(self.count + 1)]
         for storage, end in last.items():
             if (first := self.maker.get(storage)) is None or storage in self.log.casts:
@@ -204,7 +205,7 @@ class _Steps:
     def held(self) -> list[Storages]:
         """Returns for each step what the program holds although no step reads it any more."""
         ends: dict[int, int] = {}
-        for operator, event in self.log.forward:
+        for operator, event in self.log.forward if self.log.has_lifetimes else ():
             if type(event) is Allocated:
                 ends[event.storage] = AT_END
             elif type(event) is LetGo:

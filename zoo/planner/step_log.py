@@ -115,10 +115,11 @@ class StepLog:
         forward: events of the model and its loss, each with its operator.
         backward: the autograd nodes in the order in which they ran.
         outputs: storages of what the model returned.
-        ends: storages of what the backward begins at: the loss.
+        ends: the storage of the loss; nothing where the backward begins at the outputs.
         casts: storages of casts of weights, which autocast holds until the forward is over.
         trained: bytes of each parameter that is trained.
         constants: bytes of each tensor that the functions of the step hold, such as targets.
+        has_lifetimes: whether it tells when the program let go of a storage.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -130,6 +131,7 @@ class StepLog:
     casts: set[int] = field(default_factory=set)
     trained: list[int] = field(default_factory=list)
     constants: list[int] = field(default_factory=list)
+    has_lifetimes: bool = True
 
     def counted(self, rounding: Callable[[int], int]) -> "StepLog":
         """Returns the log with bytes as an allocator counts them."""

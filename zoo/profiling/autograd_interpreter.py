@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zoo.profiling.fake_tensors import NumbersNeeded
+
 
 class LeafGradient(NamedTuple):
     """A leaf and its complete gradient; `is_behind`: a path to the leaf has an earlier node."""
@@ -89,7 +91,7 @@ class _Pending:
 def gradients_of(
     roots: list[Tensor],
     earlier: int = 0,
-    on_node: Callable[[Any], object] = lambda _: None,
+    on_node: Callable[[Any], bool] = lambda _: False,
     on_end: Callable[[], object] = lambda: None,
     *,
     keeps_graph: bool = False,
@@ -98,8 +100,8 @@ def gradients_of(
 
     `roots` is emptied, so that each node is freed after it ran, together with its saved tensors.
     Nodes with a sequence number below `earlier` are earlier ones. `on_node` is called before each
-    node runs, `on_end` when it has let go of what it saved, before the gradients that it returned
-    are added to others. A graph that somebody `keeps_graph` for is left as it was: nodes with a
+    node runs, and returns whether the gradients of the node are copied; `on_end` when it has let go
+    of what it saved, before the gradients that it returned are added to others. A graph that somebody `keeps_graph` for is left as it was: nodes with a
     backward in Python are not called, and zeros stand for the gradients that they return.
     """
     pending = _pending(root.grad_fn for root in roots)
@@ -121,8 +123,10 @@ def gradients_of(
             if given.gradients[0] is not None:
                 yield LeafGradient(leaf, given.gradients[0], given.is_behind)
             continue
-        on_node(node)
+        is_copied = on_node(node)
         made = _stood_in(node) if keeps_graph and _is_function(node) else _run(node, given)
+        if is_copied:
+            made = [gradient if gradient is None else gradient.clone() for gradient in made]
         is_behind = given.is_behind or node._sequence_nr() < earlier
         following = node.next_functions
         fitted = [
@@ -198,7 +202,9 @@ def _stood_in(node: Any) -> list[Tensor | None]:
     """Returns zeros in place of the gradients that a node would return."""
     kinds = [behind and behind._input_metadata[n] for behind, n in node.next_functions]
     return [
-        kind and torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
+        None
+        if kind is None or kind.is_nested_tensor
+        else torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
         for kind in kinds
     ]
 
@@ -207,7 +213,11 @@ def _run(node: Any, pending: _Pending) -> Sequence[Tensor | None]:
     """Runs a node; returns a gradient or None for each of its next nodes."""
     given = pending.gradients
     if not _is_function(node):
-        made = node(*given)
+        try:
+            made = node(*given)
+        except (Exception, NumbersNeeded):
+            # on fake tensors: a mask selects as many numbers as data say, say
+            return _stood_in(node)
         return made if isinstance(made, tuple) else (made,)
     # an autograd.Function gets zeros for a missing gradient
     gradients = (

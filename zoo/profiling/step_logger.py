@@ -7,6 +7,7 @@ when the node opens it.
 """
 
 import bisect
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -91,6 +92,21 @@ def _held(tensor: Tensor) -> Tensor:
     return tensor if is_itself else detached(tensor)
 
 
+@functools.cache
+def _returns_argument(operator: Any) -> bool:
+    """Returns whether an operator writes an argument and returns it."""
+    schema = getattr(operator, "_schema", None)
+    aliases = [] if schema is None else [result.alias_info for result in schema.returns]
+    return bool(aliases) and all(alias is not None and alias.is_write for alias in aliases)
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    """Returns whether a segment copies a tensor that it reads and has not made."""
+    if tensor.requires_grad or tensor.is_nested:
+        return False
+    return tensor.numel() * tensor.itemsize <= SMALL
+
+
 class StepLogger(KernelMode):
     """Writes the log of a training step that runs inside the `with` block.
 
@@ -111,7 +127,8 @@ class StepLogger(KernelMode):
         self, count: Callable[[], int], *, caches_casts: bool, hooks: Hooks | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.log = StepLog()
+        # the engine holds tensors for its segments
+        self.log = StepLog(has_lifetimes=hooks is None)
         self._count, self._caches_casts, self._hooks = count, caches_casts, hooks
         # the number and the spec of each different kernel call, by the spec's repr
         self._kernels: dict[str, tuple[int, KernelSpec | None]] = {}
@@ -131,10 +148,13 @@ class StepLogger(KernelMode):
         # events of the node that runs; None in the forward
         self._of_node: list[Event] | None = None
         self._node = 0
+        self._made_before = 0  # storages of the forward
         # how many fakes of each saved storage there are, and those that a gradient lies in
         self._fakes: Counter[int] = Counter()
         self._living: set[int] = set()
         self._makes_fakes = self._opens_fakes = False
+        # autograd nodes whose real counterparts copy the gradient
+        self._copying: set[int] = set()
 
     @property
     def specs(self) -> list[KernelSpec | None]:
@@ -168,7 +188,7 @@ class StepLogger(KernelMode):
             roots = [loss] if loss.grad_fn is not None else []
         elif roots and not roots[0].shape:
             roots = roots[:1]
-        self.log.ends = self.numbers_of(roots if loss is None else [loss])
+        self.log.ends = self.numbers_of([] if loss is None else [loss])
         return roots
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
@@ -186,6 +206,7 @@ class StepLogger(KernelMode):
 
         `roots` is emptied. Autograd holds no tensor that it has saved from here on.
         """
+        self._made_before = len(self.log.sizes)
         self._begin_node(AT_END)
         self._opens_fakes = True
         is_real = self._hooks is not None
@@ -194,12 +215,13 @@ class StepLogger(KernelMode):
                 saved.packed = None
         gradients = []
         walk = gradients_of(roots, on_node=self._on_node, on_end=self._on_end, keeps_graph=is_real)
-        for leaf, gradient, _ in walk:
-            # as the `grad` of the parameter does
-            gradients.append(gradient)
-            if isinstance(leaf, nn.Parameter):
-                for number in self.numbers_of([gradient]):
-                    self._note(Gradient(number, form_of(leaf)))
+        with self:
+            for leaf, gradient, _ in walk:
+                # as the `grad` of the parameter does
+                gradients.append(gradient)
+                if isinstance(leaf, nn.Parameter):
+                    for number in self.numbers_of([gradient]):
+                        self._note(Gradient(number, form_of(leaf)))
         self._of_node, self._opens_fakes = [], False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,7 +229,10 @@ class StepLogger(KernelMode):
         if func in QUESTIONS or self._makes_fakes:
             return func(*args, **kwargs)
         if self._of_node is None:
-            self._nodes += [sequence_number()] * (self._count() - len(self._nodes))
+            new = self._count() - len(self._nodes)
+            self._nodes += [sequence_number()] * new
+            if not new and is_view(func):
+                self._note_regenerated(args[0])
         inputs = tensors_in((args, kwargs))
         # the code itself makes the data of `torch.tensor`
         if func is not LIFT:
@@ -215,7 +240,7 @@ class StepLogger(KernelMode):
         # before it runs, since it may change its arguments in place
         starts_kernel = not (is_view(func) or func in FREE)
         number = self._number_of(func, args, kwargs) if starts_kernel else -1
-        small = [t for t in inputs if not t.requires_grad and t.numel() * t.itemsize <= SMALL]
+        small = [tensor for tensor in inputs if _is_copied(tensor)]
         reads, copies = self.numbers_of(inputs), self.numbers_of(small)
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
@@ -251,6 +276,15 @@ class StepLogger(KernelMode):
         )
         return result
 
+    def _note_regenerated(self, base: Tensor) -> None:
+        """Notes an operator by which autograd regenerates a fake view that was written in place.
+
+        For a real one it makes a single node instead, whose backward allocates the whole gradient
+        of what the view lies in; views of complex numbers are regenerated as fake ones are.
+        """
+        if not base.is_complex() and not base._is_view():
+            self._copying.add(sequence_number() - 1)
+
     def _note(self, event: Event) -> None:
         if self._of_node is None:
             self.log.forward.append((len(self._nodes) - 1, event))
@@ -284,9 +318,12 @@ class StepLogger(KernelMode):
     ) -> frozenset[int]:
         """Notes the storages that an operator made, and returns them."""
         made = set()
-        # a view of a fake tensor that stands in for a real one has another storage
+        # what stands for a real tensor among fake ones has another storage: the argument that was
+        # written, or a view
         given = [storage._cdata for tensor in inputs for storage in storages_of(tensor)]
-        is_left_out = is_view(func) and LEFT_OUT in map(self._numbers.get, given)
+        is_left_out = _returns_argument(func) or (
+            is_view(func) and LEFT_OUT in map(self._numbers.get, given)
+        )
         for tensor in outputs:
             for storage in storages_of(tensor):
                 if storage._cdata in self._numbers:
@@ -298,15 +335,16 @@ class StepLogger(KernelMode):
                 weakref.finalize(storage, self._free, storage._cdata, number).atexit = False
                 self._note(Allocated(number))
                 made.add(number)
-            # the engine holds tensors for its segments
-            if self._of_node is None and self._hooks is None:
+            if self._of_node is None and self.log.has_lifetimes:
                 self._watch(tensor)
         return frozenset(made)
 
     def _free(self, key: int, number: int) -> None:
         del self._numbers[key]
         self._blank.discard(number)
-        self._note(Freed(number))
+        # what the forward made is there in the backward as long as autograd has saved it
+        if self._of_node is None or number >= self._made_before:
+            self._note(Freed(number))
 
     def _watch(self, tensor: Tensor) -> None:
         """Notes when the program holds no tensor of the same storage any more."""
@@ -374,9 +412,10 @@ class StepLogger(KernelMode):
         self._of_node = []
         self.log.backward.append(NodeRun(operator, self._of_node))
 
-    def _on_node(self, node: Any) -> None:
+    def _on_node(self, node: Any) -> bool:
         self._node = node._sequence_nr()
         self._begin_node(self._operator_of(self._node))
+        return self._node in self._copying
 
     def _on_end(self) -> None:
         for number in self._saved_by.get(self._node, ()):

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from zoo._torch import FakeTensor, FakeTensorMode, is_any_autocast_enabled
+from zoo._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    active_fake_mode,
+    is_any_autocast_enabled,
+)
 from zoo.chain import Chain
 from zoo.engine.devices import count_as_seeded
 from zoo.engine.operator_effects import DROPOUT_STATE, Argument, effects_of, is_view
@@ -207,7 +212,7 @@ class _Forward:
             put_tensors(model, fakes)
         try:
             with mode, fixes, fixes.constants_readable():
-                trace = self._traced(model, self.given.map(fake), None)
+                trace = self._traced(model, self.given.map(fake), None, fixes)
         except BaseException as error:
             if fixes.asked or isinstance(error, NumbersNeeded):
                 if isinstance(error, UnknownTargets):
@@ -238,7 +243,13 @@ class _Forward:
         model = self.model if is_apart else flattened(copy.deepcopy(self.model))
         return self._traced(model, self.given.map(real), MOST_MADE)
 
-    def _traced(self, model: nn.Module, given: Invocation, most_made: int | None) -> StepTrace:
+    def _traced(
+        self,
+        model: nn.Module,
+        given: Invocation,
+        most_made: int | None,
+        fixes: FakeTensorFixes | None = None,
+    ) -> StepTrace:
         for module in model.modules():
             if isinstance(module, Chain):
                 module.runner = None
@@ -265,7 +276,7 @@ class _Forward:
             has_loss = loss is not None
             # only the graph holds them from here on
             del outputs, loss
-            with contextlib.nullcontext() if most_made is None else on_fakes():
+            with on_fakes() if fixes is None else fixes.questions_allowed():
                 logger.run_backward(roots)
         return StepTrace(tracer.graph, logger.log, logger.specs, has_loss)
 
@@ -330,7 +341,10 @@ class _Forward:
 
 @contextlib.contextmanager
 def on_fakes() -> Iterator[None]:
-    """Has kernels run on fake tensors."""
+    """Has kernels run on fake tensors, if they do not already."""
+    if active_fake_mode() is not None:
+        yield
+        return
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
         yield
 
