@@ -144,9 +144,8 @@ def test_a_program_trains_as_it_does_without(
     assert (zoo.plan_of(made.model) is None) is (name in NOT_PLANNED)
 
 
-# sizes of such tensors tell no bytes, so their models run block by block; hooks of a user's around
-# a model keep what they return
-NOT_PLANNED = {"sparse_arguments", "lossy_hooks_around"}
+# hooks of a user's around a model keep what they return
+NOT_PLANNED = {"lossy_hooks_around"}
 
 
 # settings that change between steps

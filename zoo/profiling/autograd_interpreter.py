@@ -101,8 +101,9 @@ def gradients_of(
     `roots` is emptied, so that each node is freed after it ran, together with its saved tensors.
     Nodes with a sequence number below `earlier` are earlier ones. `on_node` is called before each
     node runs, and returns whether the gradients of the node are copied; `on_end` when it has let go
-    of what it saved, before the gradients that it returned are added to others. A graph that somebody `keeps_graph` for is left as it was: nodes with a
-    backward in Python are not called, and zeros stand for the gradients that they return.
+    of what it saved, before the gradients that it returned are added to others. A graph that
+    somebody `keeps_graph` for is left as it was: nodes with a backward in Python are not called, and
+    zeros stand for the gradients that they return.
     """
     pending = _pending(root.grad_fn for root in roots)
     while roots:
@@ -211,13 +212,18 @@ def _stood_in(node: Any) -> list[Tensor | None]:
 
 def _run(node: Any, pending: _Pending) -> Sequence[Tensor | None]:
     """Runs a node; returns a gradient or None for each of its next nodes."""
+    try:
+        return _called(node, pending)
+    except (Exception, NumbersNeeded):
+        # on fake tensors alone, as where a mask selects as many numbers as data say; or in
+        # training, too, which raises it
+        return _stood_in(node)
+
+
+def _called(node: Any, pending: _Pending) -> Sequence[Tensor | None]:
     given = pending.gradients
     if not _is_function(node):
-        try:
-            made = node(*given)
-        except (Exception, NumbersNeeded):
-            # on fake tensors: a mask selects as many numbers as data say, say
-            return _stood_in(node)
+        made = node(*given)
         return made if isinstance(made, tuple) else (made,)
     # an autograd.Function gets zeros for a missing gradient
     gradients = (

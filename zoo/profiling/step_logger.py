@@ -48,6 +48,8 @@ CONVERSION = torch.ops.aten._to_copy.default
 FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
 # the number of storages that a log leaves out: of parameters, buffers and constants
 LEFT_OUT = -1
+# so many nodes may be made after the one that saves a tensor: those of views that were written
+LATE = 8
 # the shape and the dtype of a parameter
 Form = tuple[tuple[int, ...], torch.dtype]
 
@@ -72,13 +74,21 @@ def is_cached(func: Any, args: Any, result: Any) -> bool:
     return is_trained and result.dtype is torch.get_autocast_dtype(args[0].device.type)
 
 
+@dataclass(slots=True)
+class SavedMemory:
+    """The storages of a tensor that autograd saved, and whether a node has opened it."""
+
+    storages: frozenset[int]
+    is_opened: bool = False
+
+
 @dataclass(slots=True, weakref_slot=True)
 class SavedTensor:
     """What autograd has in place of a tensor that it saved; `spec` is None if it is not strided."""
 
     packed: Any
     spec: TensorSpec | None
-    storage: int
+    memory: SavedMemory
 
 
 # functions that pack and unpack a tensor that autograd saves
@@ -144,7 +154,7 @@ class StepLogger(KernelMode):
         # how many autograd nodes there were when each operator was dispatched
         self._nodes: list[int] = []
         self._saved: list[weakref.ref[SavedTensor]] = []
-        self._saved_by: dict[int, set[int]] = {}  # numbers of storages, by the autograd node
+        self._saved_by: dict[int, list[SavedMemory]] = {}  # by the autograd node
         # events of the node that runs; None in the forward
         self._of_node: list[Event] | None = None
         self._node = 0
@@ -222,6 +232,7 @@ class StepLogger(KernelMode):
                 if isinstance(leaf, nn.Parameter):
                     for number in self.numbers_of([gradient]):
                         self._note(Gradient(number, form_of(leaf)))
+        self._release(self._saved_by.pop(self._node, ()))
         self._of_node, self._opens_fakes = [], False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -370,12 +381,13 @@ class StepLogger(KernelMode):
         for number in numbers:
             event = Saved(number, is_blank=number in self._blank)
             self.log.forward.append((self._operator_of(node), event))
-        self._saved_by.setdefault(node, set()).update(numbers)
+        memory = SavedMemory(numbers)
+        self._saved_by.setdefault(node, []).append(memory)
         is_strided = tensor.layout is torch.strided
         saved = SavedTensor(
             _held(tensor) if self._hooks is None else self._hooks[0](tensor),
             TensorSpec.of(tensor)._replace(requires_grad=False) if is_strided else None,
-            next(iter(numbers), LEFT_OUT),
+            memory,
         )
         self._saved.append(weakref.ref(saved))
         return saved
@@ -391,7 +403,8 @@ class StepLogger(KernelMode):
             fake = saved.spec.empty()
         finally:
             self._makes_fakes = False
-        storage, number = fake.untyped_storage(), saved.storage
+        saved.memory.is_opened = True
+        storage, number = fake.untyped_storage(), next(iter(saved.memory.storages), LEFT_OUT)
         self._numbers[storage._cdata] = number
         self._fakes[number] += 1
         weakref.finalize(storage, self._free_fake, storage._cdata, number).atexit = False
@@ -413,12 +426,23 @@ class StepLogger(KernelMode):
         self.log.backward.append(NodeRun(operator, self._of_node))
 
     def _on_node(self, node: Any) -> bool:
-        self._node = node._sequence_nr()
+        before, self._node = self._node, node._sequence_nr()
+        if left := self._saved_by.pop(before, None):
+            # the result of a write to a view was saved after the view had got a node of its own
+            if self._node > before - LATE:
+                self._saved_by.setdefault(self._node, []).extend(left)
+            else:
+                self._release(left)
         self._begin_node(self._operator_of(self._node))
         return self._node in self._copying
 
     def _on_end(self) -> None:
-        for number in self._saved_by.get(self._node, ()):
+        saved = self._saved_by.pop(self._node, [])
+        self._release([memory for memory in saved if memory.is_opened])
+        self._saved_by[self._node] = [memory for memory in saved if not memory.is_opened]
+
+    def _release(self, saved: Iterable[SavedMemory]) -> None:
+        for number in {number for memory in saved for number in memory.storages}:
             lives_on = self._fakes[number] > 0
             self._living |= {number} if lives_on else set()
             self._note(Released(number, lives_on))
