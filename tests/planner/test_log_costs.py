@@ -171,6 +171,21 @@ def test_a_tensor_that_is_saved_before_it_is_written_is_kept_and_copied() -> Non
     assert found.sizes == (1, 10, 20, 10)
 
 
+def test_what_is_written_later_is_copied_for_the_segments_that_read_it() -> None:
+    forward: list[tuple[int, list[Event]]] = [
+        (0, [Allocated(1), reads(0)]),
+        (1, [Allocated(2), reads(1)]),
+        (2, [Allocated(3), reads(2)]),
+        (3, [reads(1, 3, writes=frozenset({1}))]),
+        (4, [Allocated(4), reads(1)]),
+    ]
+    found = costs(log_of([1, 10, 20, 30, 40], forward), 0, 1, 2, 3, 4)
+    assert found.copied == (set(), {1}, set(), {1}, set())
+    # what a step makes and writes itself is made again
+    found = costs(log_of([1, 10, 20, 30, 40], forward), 0, 4)
+    assert found.copied == ()
+
+
 def test_what_the_program_holds_counts_with_the_steps_that_do_not_read_it() -> None:
     forward: list[tuple[int, list[Event]]] = [
         (0, [Allocated(1), reads(0)]),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo._torch import DisableTorchDispatch
 from zoo.errors import ArgumentError, InputError, shortened
 
 # no tensor has an axis as long, and the size of a longer one overflows
@@ -93,7 +94,7 @@ def check_tokens(
             f"{model} takes targets of int64; got {targets.dtype}. Convert them with .long()"
         )
     if type(targets) is Tensor:
-        _check_range(model, targets.where(targets != IGNORED, 0), vocabulary)
+        _check_range(model, targets, vocabulary, ignored=IGNORED)
 
 
 def check_arguments(model: str, minimum: int = 1, **values: Any) -> None:
@@ -134,10 +135,15 @@ def _check_axes(model: str, tensor: Any, axes: str) -> None:
         raise InputError(f"{model} needs at least one element on each axis; got {shape}")
 
 
-def _check_range(model: str, tokens: Tensor, vocabulary: int) -> None:
+def _check_range(
+    model: str, tokens: Tensor, vocabulary: int, ignored: int | None = None
+) -> None:
     if type(tokens) is not Tensor or not tokens.is_cpu or torch.compiler.is_compiling():
         return
-    low, high = (int(value) for value in tokens.aminmax())
+    # a look at data, which is no kernel of the forward
+    with DisableTorchDispatch():
+        known = tokens if ignored is None else tokens.where(tokens != ignored, 0)
+        low, high = (int(value) for value in known.aminmax())
     if low < 0 or high >= vocabulary:
         raise InputError(
             f"{model} has a vocabulary of {vocabulary}; got token {low if low < 0 else high}. "

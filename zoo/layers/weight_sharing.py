@@ -206,4 +206,7 @@ def _is_unmodified(module: nn.Module) -> bool:
     """Says whether calling a module does only its class's forward, but for zoo's global hooks."""
     hooks = (hook for registry in GLOBAL_HOOKS for hook in registry.values())
     is_foreign = any(not str(getattr(hook, "__module__", "")).startswith("zoo.") for hook in hooks)
-    return not (is_hooked(module) or "forward" in vars(module) or is_foreign)
+    # a plan in force marks where blocks begin and end
+    forward = vars(module).get("forward")
+    has_forward = forward is not None and not getattr(forward, "only_marks", False)
+    return not (is_hooked(module) or has_forward or is_foreign)

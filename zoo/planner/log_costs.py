@@ -63,6 +63,7 @@ def costs_of(
     of_nodes = [[e for e in events if type(e) is Kernel] for events in steps.backward[:-1]]
     copies = [steps.copies_kept(number) for number in numbers]
     copied = [steps.not_made(number, (k.copies for k in kernels[number])) for number in numbers]
+    copied = list(map(frozenset.union, copied, steps.overwritten()))
     writes = [steps.not_made(number, (k.writes for k in kernels[number])) for number in numbers]
     kept = [steps.kept(number) | copies[number] for number in numbers]
     held = steps.held()
@@ -156,6 +157,21 @@ class _Steps:
     def not_made(self, number: int, storages: Iterable[Storages]) -> Storages:
         """Returns those of some storages that a step did not make."""
         return frozenset().union(*storages) - self.made[number]
+
+    def overwritten(self) -> list[Storages]:
+        """Returns for each step the storages that it has from others and that are written later.
+
+        Or that it writes itself: a segment keeps a copy of what was there before.
+        """
+        found: list[Storages] = []
+        written = set[int]()
+        for number in range(self.count - 1, -1, -1):
+            kernels = [event for event in self.forward[number] if type(event) is Kernel]
+            written.update(*(kernel.writes for kernel in kernels))
+            read = self.not_made(number, (kernel.reads for kernel in kernels))
+            found.append(read & written)
+            written -= self.made[number]
+        return found[::-1]
 
     def peak(self, number: int, end: int | None, rates: Rates) -> int:
         """Returns the most new bytes in a step's forward, or in its events before `end`."""
@@ -290,6 +306,21 @@ class _Backward:
     def frees(self, gradient: Gradient) -> bool:
         """Returns whether an optimizer in the backward frees a gradient when it is complete."""
         return self.updates is not None and self.last[gradient.storage] == id(gradient)
+
+    def overwritten(self) -> list[Storages]:
+        """Returns for each step the storages that it has from others and that are written later.
+
+        Or that it writes itself: a segment keeps a copy of what was there before.
+        """
+        found: list[Storages] = []
+        written = set[int]()
+        for number in range(self.count - 1, -1, -1):
+            kernels = [event for event in self.forward[number] if type(event) is Kernel]
+            written.update(*(kernel.writes for kernel in kernels))
+            read = self.not_made(number, (kernel.reads for kernel in kernels))
+            found.append(read & written)
+            written -= self.made[number]
+        return found[::-1]
 
     def peak(self, number: int, *, is_alone: bool = False) -> int:
         """Returns the peak of a step's backward, above what it saved and the gradient it is given.

@@ -6,6 +6,7 @@
 The state between two steps is every storage that a later kernel reads. There is no cut
 
 - right before a write in place to what the kernel before has just touched;
+- inside of the forward of an `autograd.Function`;
 - right before an operator that computes nothing, such as a view or an empty tensor. It belongs to
   the kernel after it, or to the one before it if it reads something within the same module.
 
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zoo.errors import ArgumentError, nearest
-from zoo.planner.step_log import Allocated, Kernel, Viewed
+from zoo.planner.step_log import Allocated, Kernel, Saved, Viewed
 from zoo.profiling.log_profile import LoggedOutline, LoggedStep
 from zoo.tracing.isolated_trace import StepTrace
 from zoo.tracing.tracer import Call
@@ -62,7 +63,7 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Lo
     """Cuts a model's training step into steps; `blocks` are the paths of its blocks."""
     graph, touched = trace.graph, _touched(trace)
     calls = [call for call in graph.calls if call.index in touched and call.index < graph.of_model]
-    starts = _cuts(calls, touched)
+    starts = _cuts(calls, touched, _functions(trace))
     parts = [calls[start:end] for start, end in itertools.pairwise([*starts, len(calls)])]
     of_calls = _blocks(calls, blocks)
     ends = [*starts[1:], len(calls)]
@@ -98,7 +99,24 @@ def _touched(trace: StepTrace) -> dict[int, _Touched]:
     return found
 
 
-def _cuts(calls: Sequence[Call], touched: dict[int, _Touched]) -> list[int]:
+def _functions(trace: StepTrace) -> set[int]:
+    """Returns the operators at which no step begins since they are inside of one function.
+
+    An `autograd.Function` is a node before its forward calls the first operator, and saves tensors
+    after the last one.
+    """
+    found, latest = set[int](), -1
+    for operator, event in trace.log.forward:
+        if isinstance(event, Saved):
+            found.update(range(operator + 1, latest + 1))
+        elif isinstance(event, Kernel | Viewed):
+            latest = max(latest, operator)
+    return found
+
+
+def _cuts(
+    calls: Sequence[Call], touched: dict[int, _Touched], functions: Container[int]
+) -> list[int]:
     """Returns the places among the calls where steps begin."""
     joined = bytearray(len(calls) + 1)
     # the first of the views and empty tensors that belong to the next kernel
@@ -125,6 +143,8 @@ def _cuts(calls: Sequence[Call], touched: dict[int, _Touched]) -> list[int]:
             kernel, latest = place, found.given | found.made
     if leading:
         joined[leading] = True
+    for place, call in enumerate(calls):
+        joined[place] |= call.index in functions
     return [place for place in range(len(calls)) if not (place and joined[place])]
 
 

@@ -201,6 +201,11 @@ class BlockMark(Patch):
         super().__init__(module)
         self.path, self.notices = path, notices
 
+    @property
+    def only_marks(self) -> bool:
+        """Whether the module does what its class does."""
+        return self.before is None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block."""
         if torch.compiler.is_compiling():

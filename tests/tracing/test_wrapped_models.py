@@ -1,0 +1,88 @@
+"""One of zoo's models inside of any other module: planned for as alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.training import real_peak
+from zoo.api.plan import planner_for
+from zoo.models.densenet import DenseNet
+from zoo.policy.budget import BudgetPlanner
+
+pytest.importorskip("numpy", reason="planning for a budget needs NumPy")
+
+TOKENS = torch.arange(64).view(4, 16)
+GPT2: dict[str, Any] = {
+    "depth": 2, "width": 64, "heads": 2, "vocabulary": 3000, "chunk_tokens": 16
+}  # fmt: skip
+LSTM: dict[str, Any] = {"vocabulary": 3000, "embedding": 32, "hidden": 32, "chunk_steps": 8}
+
+
+class Wrapped(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+
+def mean_of(outputs: Any) -> Tensor:
+    found = outputs[0] if isinstance(outputs, tuple) else outputs
+    return found.float().mean()  # type: ignore[no-any-return]
+
+
+def planned(model: nn.Module, inputs: Any, **options: Any) -> BudgetPlanner:
+    make: Any = torch.optim.SGD
+    return planner_for(model, inputs, loss=mean_of, optimizer=make, **options)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "resnet18": (lambda: zoo.resnet18(classes=5), (torch.rand(2, 3, 64, 64),)),
+    "densenet": (lambda: DenseNet(8, (2, 3), 16), (torch.rand(4, 3, 32, 32),)),
+    "vnet": (lambda: zoo.vnet(width=4), (torch.rand(2, 1, 16, 16, 16),)),
+    "vit": (lambda: zoo.vit_tiny_patch16(depth=2), (torch.rand(2, 3, 224, 224),)),
+    "gpt2": (lambda: zoo.gpt2_small(**GPT2), (TOKENS, TOKENS)),
+    "gpt2 fused": (lambda: zoo.gpt2_small(head="fused", **GPT2), (TOKENS, TOKENS)),
+    "gpt2 plain": (lambda: zoo.gpt2_small(head="plain", **GPT2), (TOKENS, TOKENS)),
+    "lstm": (lambda: zoo.lstm(**LSTM), (TOKENS.t(), None, TOKENS.t())),
+}
+every = pytest.mark.parametrize("name", MODELS)
+
+
+@every
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_baseline_and_the_least_peak_are_those_of_the_model_alone(
+    name: str, in_backward: bool
+) -> None:
+    build, inputs = MODELS[name]
+    options = {"device": "a100", "optimizer_in_backward": in_backward}
+    alone, inside = (planned(m, inputs, **options) for m in (build(), Wrapped(build())))
+    assert inside.baseline.peak == pytest.approx(alone.baseline.peak, rel=0.003)
+    assert inside.least.peak <= 1.003 * alone.least.peak
+
+
+@every
+def test_a_real_step_takes_what_is_predicted(name: str) -> None:
+    build, inputs = MODELS[name]
+    planner = planned(Wrapped(build()), inputs)
+    points = planner.points
+    for point in {points[0], points[len(points) // 2], points[-1]}:
+        taken = real_peak(
+            Wrapped(build()), inputs, torch.optim.SGD, mean_of, plan=planner.of_model(point).plan
+        )
+        assert 0.985 * point.peak <= taken <= 1.0005 * point.peak
+
+
+@every
+def test_true_takes_no_more_than_for_the_model_alone(name: str) -> None:
+    build, inputs = MODELS[name]
+    found = [
+        zoo.anatomy(model, inputs, checkpoint=True, loss=mean_of, device="meta").planned.peak
+        for model in (build(), Wrapped(build()))
+    ]
+    assert found[1] <= 1.02 * found[0]
