@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, Union
+from typing import Any, ClassVar, Protocol, Union
 
 import torch
 from torch import Tensor, nn
@@ -35,48 +35,6 @@ GLOBAL_HOOKS = (
 )
 
 
-class Source(NamedTuple):
-    """Where a call was written: the id of the module whose code that is, and "file:line"."""
-
-    module: int
-    line: str
-
-
-class NamedStep(functools.partial[Any]):
-    """A step that has a name of its own.
-
-    One that repeats calls has the `sources` of these; its function counts them in `place`.
-    """
-
-    title: str = ""
-    sources: tuple[Source, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class PassThrough:
-    """A function of a part of the state; the rest is handed on.
-
-    `function` takes so many modules and then the tensors that it reads, by their places in the
-    state, and returns new ones. `gives` has for each tensor of the next state its place in this
-    state, or ~n for the n-th new one.
-    """
-
-    function: Callable[..., tuple[Any, ...]]
-    modules: int
-    reads: tuple[int, ...]
-    gives: tuple[int, ...]
-
-    def __call__(self, *given: Any) -> State:
-        """Calls the function and puts the next state together."""
-        modules, state = given[: self.modules], given[self.modules :]
-        made = self.function(*modules, *(state[place] for place in self.reads))
-        return self.next_state(state, made)
-
-    def next_state(self, state: Sequence[Any], made: Sequence[Any]) -> tuple[Any, ...]:
-        """Puts the next state together, from this one and what the function made."""
-        return tuple(state[place] if place >= 0 else made[~place] for place in self.gives)
-
-
 class Runner(Protocol):
     """Runs the steps of a chain in training; `plan` is what it decided, None before it did."""
 
@@ -86,30 +44,17 @@ class Runner(Protocol):
         """Runs the outlined steps over the inputs; returns what the last one returned."""
 
 
-class Held(NamedTuple):
-    """What names in a forward, and calls under way, hold during a step beside its state.
-
-    `tensors` were in a state before: the number of the state and the place in it. `others` are the
-    bytes of each that was in none.
-    """
-
-    tensors: tuple[tuple[int, int], ...]
-    others: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Outline:
     """The fine steps of a chain in order, and for each the number of the block it belongs to.
 
     `whole` are the steps that are each worth a segment: one that calls a module of several parts (a
     block that is compiled, or has hooks), or runs kernels that a write in place holds together.
-    `held` says what the user's forward holds during each step; nothing where it is empty.
     """
 
     steps: tuple[Step, ...]
     blocks: tuple[int, ...]
     whole: frozenset[int] = frozenset()
-    held: tuple[Held, ...] = ()
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -285,8 +230,6 @@ def is_hooked(module: nn.Module) -> bool:
 
 def step_name(step: Step, paths: Mapping[int, str]) -> str:
     """Names a step; `paths` are those of the chain's modules by their ids."""
-    if isinstance(step, NamedStep):
-        return step.title
     if isinstance(step, functools.partial):
         known = {} if isinstance(step.func, types.MethodType) else paths
         given = (known.get(id(v), str(v) if isinstance(v, int | str) else "") for v in step.args)

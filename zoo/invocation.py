@@ -23,7 +23,7 @@ from zoo._torch import (
     FakeTensorMode,
     pytree,
 )
-from zoo.chain import Chain, Held, NamedStep, Outline, Runner, State
+from zoo.chain import Chain, Outline, Runner, State, Step
 from zoo.errors import LONGEST, ArgumentError, ZooError, in_a_line, shortened
 from zoo.optimizer.in_backward import attached_to
 from zoo.profiling.fake_tensors import NumbersNeeded, as_data
@@ -257,9 +257,8 @@ def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
     if loss is None:
         return found
     last = found.blocks[-1] + 1 if found.blocks else 0
-    held = (*found.held, Held((), ())) if found.held else ()
-    step = loss if isinstance(loss, NamedStep) else functools.partial(loss)
-    return replace(found, steps=(*found.steps, step), blocks=(*found.blocks, last), held=held)
+    of_outputs: Step = functools.partial(loss)
+    return replace(found, steps=(*found.steps, of_outputs), blocks=(*found.blocks, last))
 
 
 def check_module(model: object, what: str) -> None:

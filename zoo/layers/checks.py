@@ -135,9 +135,7 @@ def _check_axes(model: str, tensor: Any, axes: str) -> None:
         raise InputError(f"{model} needs at least one element on each axis; got {shape}")
 
 
-def _check_range(
-    model: str, tokens: Tensor, vocabulary: int, ignored: int | None = None
-) -> None:
+def _check_range(model: str, tokens: Tensor, vocabulary: int, ignored: int | None = None) -> None:
     if type(tokens) is not Tensor or not tokens.is_cpu or torch.compiler.is_compiling():
         return
     # a look at data, which is no kernel of the forward

@@ -307,21 +307,6 @@ class _Backward:
         """Returns whether an optimizer in the backward frees a gradient when it is complete."""
         return self.updates is not None and self.last[gradient.storage] == id(gradient)
 
-    def overwritten(self) -> list[Storages]:
-        """Returns for each step the storages that it has from others and that are written later.
-
-        Or that it writes itself: a segment keeps a copy of what was there before.
-        """
-        found: list[Storages] = []
-        written = set[int]()
-        for number in range(self.count - 1, -1, -1):
-            kernels = [event for event in self.forward[number] if type(event) is Kernel]
-            written.update(*(kernel.writes for kernel in kernels))
-            read = self.not_made(number, (kernel.reads for kernel in kernels))
-            found.append(read & written)
-            written -= self.made[number]
-        return found[::-1]
-
     def peak(self, number: int, *, is_alone: bool = False) -> int:
         """Returns the peak of a step's backward, above what it saved and the gradient it is given.
 

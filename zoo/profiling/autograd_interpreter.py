@@ -101,8 +101,8 @@ def gradients_of(
     `roots` is emptied, so that each node is freed after it ran, together with its saved tensors.
     Nodes with a sequence number below `earlier` are earlier ones. `on_node` is called before each
     node runs, and returns whether the gradients of the node are copied; `on_end` when it has let go
-    of what it saved, before the gradients that it returned are added to others. A graph that
-    somebody `keeps_graph` for is left as it was: nodes with a backward in Python are not called, and
+    of what it saved, before the gradients that it returned are added to others. With
+    `keeps_graph` the graph is left as it was: nodes with a backward in Python are not called, and
     zeros stand for the gradients that they return.
     """
     pending = _pending(root.grad_fn for root in roots)

@@ -17,10 +17,9 @@ import functools
 import itertools
 import math
 import operator
-import traceback
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from zoo._torch import (
     is_any_autocast_enabled,
     unset_fake_temporarily,
 )
-from zoo.chain import HOOKS, Held, NamedStep, Outline, PassThrough, State, Step
+from zoo.chain import HOOKS, Outline, State, Step
 from zoo.engine.operator_effects import CONSTANTS
 from zoo.engine.sharded import copy_sharded, is_spread, whole_parameters
 from zoo.errors import PlanError, ZooError
@@ -347,29 +346,15 @@ def _run_steps(
         # the steps are user code and may need the user's function modes
         with EnableTorchFunction():
             try:
-                return propagation.run(steps, outline.held)
+                return propagation.run(steps)
             except Exception as error:
                 if isinstance(error, ZooError):
                     raise
-                at = _line_of(steps[len(propagation.steps)], error)
+                line = line_of_traceback(error)
+                at = f"{line}: " if line else ""
                 kind = PlanError if is_of_fakes(error) else StepError
                 text = f"{at}{type(error).__name__}: {error}"
                 raise kind(_unmeasured(chain, text)) from error
-
-
-def _line_of(step: Step, error: BaseException) -> str:
-    """Returns "file:line: " of the model's code that called what failed in a step; "" if unknown.
-
-    A backward does not tell, so that it is the first line of the step.
-    """
-    sources = getattr(step, "sources", ())
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    # in the function of the step, as `chain.NamedStep` says
-    counted = (frame.f_locals for frame in frames if frame.f_code.co_name == "__call__")
-    places = [found["place"] for found in counted if "place" in found]
-    lines = [source.line for source in (sources[places[0] :] if places else sources)]
-    line = next(filter(None, lines), "") or line_of_traceback(error)
-    return f"{line}: " if line else ""
 
 
 def _copies(
@@ -451,15 +436,13 @@ class _SpecPropagation:
         self.samples: dict[Hashable, tuple[Step, list[int]]] = {}
         self.casts: dict[int, int] = {}  # the storage of a weight's first cast, by the weight's id
 
-    def run(self, steps: Sequence[Step], held: Sequence[Held]) -> ChainRun:
+    def run(self, steps: Sequence[Step]) -> ChainRun:
         """Runs each different step once."""
         described = functools.cache(_described)
         for step in steps:
             self._advance(step, described)
         gradients, live = self._gradients(), self._live()
         handed = tuple(map(self._storages, self.states))
-        of_forward = map(self._held, held) if held else [frozenset[int]()] * len(steps)
-        unread = map(operator.sub, handed[:-1], live[:-1])
         ran = self.steps
         return ChainRun(
             runs=tuple(step.run for step in ran),
@@ -477,7 +460,7 @@ class _SpecPropagation:
             writes=tuple(step.numbers(step.run.written) for step in ran),
             copied=tuple(step.numbers(step.run.copied) for step in ran),
             kept=tuple(step.numbers(step.run.kept) for step in ran),
-            held=tuple(map(operator.or_, of_forward, unread)),
+            held=tuple(map(operator.sub, handed[:-1], live[:-1])),
             released=tuple(map(self._released, ran)),
             sums=tuple(step.sum for step in ran),
             sizes=tuple(self.sizes),
@@ -486,10 +469,7 @@ class _SpecPropagation:
 
     def _advance(self, step: Step, described: Callable[[nn.Module], Hashable]) -> None:
         """Runs a step on the part of the state that it reads, and appends the next state."""
-        given, part = self.states[-1], getattr(step, "func", None)
-        if isinstance(part, PassThrough):
-            step = functools.partial(part.function, *cast(NamedStep, step).args)
-            given = tuple(given[place] for place in part.reads)
+        given = self.states[-1]
         tensors: dict[int, int] = {}
         storages: dict[int, int] = {}
         state = tuple(spec and spec.renumbered(tensors, storages) for spec in given)
@@ -513,8 +493,6 @@ class _SpecPropagation:
             for spec in run.outputs
         )
         self.steps.append(_ChainStep(key, given, made, run, names, numbers, owners))
-        if isinstance(part, PassThrough):
-            made = part.next_state(self.states[-1], made)
         self.states.append(made)
 
     def _run(self, key: tuple[Hashable, StateSpec], incoming: Incoming = ()) -> StepRun:
@@ -582,16 +560,6 @@ class _SpecPropagation:
             return gradient
         with DisableTorchDispatch():
             return gradient._replace(stride=torch.empty(spec.shape, device="meta").stride())
-
-    def _held(self, held: Held) -> frozenset[int]:
-        """Returns the storages that the forward holds in addition to a state."""
-        entries = (self.states[state][place] for state, place in held.tensors)
-        storages = {spec.storage for spec in entries if spec is not None}
-        if held.others:
-            # one storage for them all
-            storages.add(len(self.sizes))
-            self.sizes.append(sum(map(self.context.rounding, held.others)))
-        return frozenset(storages - self.inputs)
 
     def _released(self, step: _ChainStep) -> tuple[tuple[int, int], ...]:
         """Returns when the backward of a step releases inputs that it saved, and their bytes."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zoo._torch import dispatch_modes, sequence_number
+from zoo._torch import sequence_number
 from zoo.chain import Step
 from zoo.engine.operands import detached
 from zoo.engine.operator_effects import Effects, effects_of
@@ -476,10 +476,3 @@ class AllocationMode(KernelMode):
         """Returns the events that allocated the storages of tensors."""
         storages = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
         return {self._births[storage] for storage in storages if storage in self._births}
-
-
-def note_made_once(tensors: Iterable[Tensor]) -> None:
-    """Tells the profile of the running step that no recomputation makes these tensors."""
-    for mode in dispatch_modes():
-        if isinstance(mode, AllocationMode):
-            mode.made_once.update(tensor.untyped_storage() for tensor in tensors)

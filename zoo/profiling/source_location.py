@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zoo import layers, models
-from zoo.chain import NamedStep, Source, fold, step_name
+from zoo.chain import fold, step_name
 
 _CALL = nn.Module._wrapped_call_impl.__code__
 _FOLD = fold.__code__
@@ -41,7 +41,6 @@ class Location(NamedTuple):
 
 
 UNKNOWN = Location()
-_UNWRITTEN = Source(0, "")
 
 
 class Locations:
@@ -56,8 +55,8 @@ class Locations:
 
     def here(self, frame: FrameType | None) -> Location:
         """Returns the location of a frame, and sets `inside`."""
-        module = line = below = None
-        step, is_cut = "", False
+        module = line = None
+        step = ""
         self.inside = False
         for caller in _outward(frame):
             code = caller.f_code
@@ -67,13 +66,8 @@ class Locations:
                     self.inside = True
                     module = path if module is None and not step else module
             elif code is _FOLD:
-                running = _local(caller, "step")
-                source = _source(running, below)
                 self.inside = True
-                if not step:
-                    step, is_cut = step_name(running, self.paths), source is not _UNWRITTEN
-                    module = self.paths.get(source.module) if module is None else module
-                line = line or source.line or None
+                step = step or step_name(_local(caller, "step"), self.paths)
             elif line is None and code in _BACKWARDS:
                 # a recomputation's line is that of its forward, not of the call of backward()
                 line = self._lines.get((step, module or ""), "")
@@ -81,15 +75,13 @@ class Locations:
                 line = _line_at(caller)
             if line is not None and (step or module == ""):
                 break
-            below = caller
         path = module or ""
         if line is None:
             # the stack of a backward's own thread begins there
             line = self._lines.get((step, path), "")
         elif step or path:
             self._lines.setdefault((step, path), line)
-        # steps that the tracer found are in the blocks of their modules, as without a plan
-        home = module if is_cut and module is not None else step or module
+        home = step or module
         block = "" if home is None else self._block(home)
         if step and path:
             self._homes.setdefault(path, block)
@@ -159,13 +151,6 @@ def _local(frame: FrameType, name: str) -> Any:
         # the frame keeps this copy, and would keep its tensors alive
         values.clear()
     return value
-
-
-def _source(step: Any, frame: FrameType | None) -> Any:
-    """Returns the source of the call that a step is repeating in a frame of its function."""
-    if frame is None or not isinstance(step, NamedStep) or not step.sources:
-        return _UNWRITTEN
-    return step.sources[_local(frame, "place")]
 
 
 def _line_at(frame: FrameType, number: int | None = None) -> str | None:
