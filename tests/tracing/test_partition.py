@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 import zoo
 from tests.tracing.runs import MODELS
+from tests.training import real_peak
 from zoo.engine.operator_effects import resolved
 from zoo.engine.recompute import segment
 from zoo.invocation import Invocation, own_loss
 from zoo.planner.costs import StepCosts, simulate
+from zoo.planner.optimal import least
 from zoo.planner.plan import Plan
 from zoo.planner.step_log import Kernel
 from zoo.profiling.log_profile import LoggedOutline, LogProfile
@@ -254,3 +256,66 @@ def test_a_real_step_on_meta_is_planned_for(caplog: pytest.LogCaptureFixture) ->
     for _ in range(2):
         model(x)[0].sum().backward()
     assert "block by block" not in caplog.text
+
+
+class Accumulating(nn.Module):
+    """Adds to a tensor that was made early, and marks labels, in place or not."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, skip = torch.zeros(()), x.sin()
+        for layer in self.layers:
+            x = x + layer(x)
+            if self.in_place:
+                total += x.square().mean()
+                skip[0] = x[0]
+            else:
+                total = total + x.square().mean()
+                skip = torch.cat([x[:1], skip[1:]])
+        return x.sum() + total + skip.sum()
+
+
+def test_a_write_in_place_binds_what_reads_the_old_version_alone() -> None:
+    x = torch.rand(256, 64)
+    peaks = []
+    for in_place in (False, True):
+        model = Accumulating(in_place)
+        costs = costs_of(model, Invocation.of(x), lambda y: y).with_parameter_gradients()
+        plan = least(costs)
+        peaks.append(simulate(plan, costs).peak)
+        taken = real_peak(model, x, None, lambda y: y, plan=Plan(plan[:-1]))
+        resident = 2 * sum(p.nbytes for p in model.parameters()) + x.nbytes
+        assert taken - resident <= 1.02 * peaks[-1]
+    assert peaks[1] <= 1.05 * peaks[0]
+
+
+class Masking(nn.Module):
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.assigns, self.token = assigns, nn.Parameter(torch.zeros(32))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6))
+        )
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.assigns:
+            x = x.clone()
+            x[mask] = self.token
+        else:
+            x = torch.where(mask.unsqueeze(-1), self.token, x)
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_an_assignment_by_a_mask_is_planned_for() -> None:
+    inputs = torch.rand(64, 32), torch.rand(64) < 0.5
+    peaks = []
+    for assigns in (False, True):
+        report = zoo.plan(Masking(assigns), inputs, max_overhead=0.5, optimizer=None)
+        peaks.append(report.baseline_peak)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.1)
