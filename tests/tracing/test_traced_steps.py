@@ -126,7 +126,7 @@ TAKE_A_LOSS: dict[str, Callable[..., Any]] = {
     "plan": functools.partial(zoo.plan, max_overhead=1.0),
     "frontier": zoo.frontier,
     "plan_rank": functools.partial(zoo.plan_rank, max_overhead=1.0, world_size=2, strategy="ddp"),
-    "max_batch_size": functools.partial(zoo.max_batch_size, memory_budget="30KiB", verify=True),
+    "max_batch_size": functools.partial(zoo.max_batch_size, memory_budget="60KiB", verify=True),
     "anatomy": functools.partial(zoo.anatomy, checkpoint="sqrt"),
     "anatomy on paper": functools.partial(zoo.anatomy, device="meta"),
     "verify": functools.partial(zoo.verify, steps=1),
