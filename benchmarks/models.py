@@ -52,7 +52,7 @@ import zoo
 from zoo.api.checkpoint import steps_of
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
-from zoo.profiling.chain_profile import Profile
+from zoo.profiling.log_profile import profile_of
 from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.peak_memory import gradient_addresses, measure_step, trace
 from zoo.profiling.tensor_spec import tensors_in
@@ -425,7 +425,7 @@ def candidates(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     from zoo.planner.optimal import frontier
 
     steps = steps_of(zoo.uncheckpoint(model), Invocation(args, kwargs))
-    found = Profile(model, steps.outline, steps.state)
+    found = profile_of(model, steps.outline, steps.state)
     points = frontier(found.costs(kernels=found.kernels()))
     return [point.plan for point in points]
 

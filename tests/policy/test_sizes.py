@@ -18,7 +18,7 @@ from zoo._torch import FakeTensorMode
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.chain import Chain, Steps
 from zoo.invocation import InputSpec, Invocation
-from zoo.profiling import chain_profile, isolation
+from zoo.profiling import chain_profile, isolation, log_profile
 from zoo.profiling.peak_memory import measure_step
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
@@ -59,6 +59,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     count(isolation, "in_fork")
     count(chain_profile, "measure_kernels")
+    count(log_profile, "measure_kernels")
     return done
 
 
