@@ -52,8 +52,8 @@ import zoo
 from zoo.api.checkpoint import steps_of
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
-from zoo.profiling.log_profile import profile_of
 from zoo.profiling.kernel_costs import flop_formulas
+from zoo.profiling.log_profile import profile_of
 from zoo.profiling.peak_memory import gradient_addresses, measure_step, trace
 from zoo.profiling.tensor_spec import tensors_in
 

@@ -102,8 +102,8 @@ def gradients_of(
     Nodes with a sequence number below `earlier` are earlier ones. `on_node` is called before each
     node runs, and returns whether the gradients of the node are copied; `on_end` when it has let go
     of what it saved, before the gradients that it returned are added to others. With
-    `keeps_graph` the graph is left as it was: nodes with a backward in Python are not called, and
-    zeros stand for the gradients that they return.
+    `keeps_graph` the graph is left as it was: nodes with a backward of the program's are not called,
+    and zeros stand for the gradients that they return.
     """
     pending = _pending(root.grad_fn for root in roots)
     while roots:
@@ -125,7 +125,7 @@ def gradients_of(
                 yield LeafGradient(leaf, given.gradients[0], given.is_behind)
             continue
         is_copied = on_node(node)
-        made = _stood_in(node) if keeps_graph and _is_function(node) else _run(node, given)
+        made = _stood_in(node) if keeps_graph and _is_users(node) else _run(node, given)
         if is_copied:
             made = [gradient if gradient is None else gradient.clone() for gradient in made]
         is_behind = given.is_behind or node._sequence_nr() < earlier
@@ -184,6 +184,11 @@ def _is_dense(tensor: Tensor) -> bool:
 def _is_function(node: Any) -> bool:
     """Says whether a node is of an `autograd.Function`."""
     return hasattr(node, "apply")
+
+
+def _is_users(node: Any) -> bool:
+    """Returns whether the backward of a node is a program's own, in Python or in C++."""
+    return _is_function(node) or "CppNode" in node.name()
 
 
 def _drop_saved_tensors(node: Any) -> None:
