@@ -86,3 +86,48 @@ def test_true_takes_no_more_than_for_the_model_alone(name: str) -> None:
         for model in (build(), Wrapped(build()))
     ]
     assert found[1] <= 1.02 * found[0]
+
+
+class Counted(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Counted.calls += 1
+        (x,) = ctx.saved_tensors
+        ctx.was_called = not hasattr(ctx, "was_called")
+        assert ctx.was_called
+        return gradients[0] * x.cos()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Counted.apply(layer(x))  # type: ignore[no-untyped-call]
+        return x
+
+
+def test_a_real_step_calls_each_backward_once() -> None:
+    torch.manual_seed(0)
+    model, x = Counting(), torch.rand(4, 8)
+    model(x).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    zoo.checkpoint(model)
+    Counted.calls = 0
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+    assert Counted.calls == 6
+    assert zoo.plan_of(model) is not None

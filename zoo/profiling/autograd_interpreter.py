@@ -102,8 +102,8 @@ def gradients_of(
     Nodes with a sequence number below `earlier` are earlier ones. `on_node` is called before each
     node runs, and returns whether the gradients of the node are copied; `on_end` when it has let go
     of what it saved, before the gradients that it returned are added to others. With
-    `keeps_graph` the graph is left as it was: nodes with a backward of the program's are not called,
-    and zeros stand for the gradients that they return.
+    `keeps_graph` the graph is left as it was: a backward of the program's own is not called, and
+    zeros stand for the gradients that it would return.
     """
     pending = _pending(root.grad_fn for root in roots)
     while roots:
