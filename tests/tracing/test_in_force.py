@@ -338,6 +338,32 @@ def test_an_operator_without_a_derivative_is_trained_where_nothing_is_measured(c
         zoo.checkpoint(copy.deepcopy(plain), max_overhead=1.0)(x)
 
 
+class Averaging(nn.Module):
+    """Writes one of several views of a tensor, which autograd allows without gradients alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        waves = x.cos()
+        with torch.no_grad():
+            row = waves.unbind(0)[2]
+            row.mul_(0.9).unsqueeze_(0)
+            scale = row.exp()
+        return self.second(x * scale)
+
+
+def test_views_that_are_made_and_written_without_gradients_are_planned_for() -> None:
+    plain, x = Averaging(), torch.rand(4, 6)
+    model = zoo.checkpoint(copy.deepcopy(plain), max_overhead=1.0)
+    for one in (plain, model, plain, model):
+        one(x).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+
+
 def test_a_copy_has_not_begun() -> None:
     model = zoo.checkpoint(Growing(), memory_budget="400KiB")
     model(torch.rand(64, 32))
