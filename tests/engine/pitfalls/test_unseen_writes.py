@@ -780,6 +780,23 @@ def test_a_write_into_an_input_of_which_only_statistics_are_replayed_is_refused(
         y.square().sum().backward()
 
 
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_a_write_into_a_weight_that_is_read_without_gradients_is_refused(reads_first: bool) -> None:
+    """What is computed with it there has no gradient, and nothing of it is compared."""
+    norm = nn.LayerNorm(4)
+
+    def function(x: Tensor) -> Tensor:
+        y = norm(x) if reads_first else x
+        with torch.no_grad():
+            scale = norm(x.sin())
+        return y * scale
+
+    y = zoo.recompute(function, *rows())
+    norm.bias.detach().numpy()[:] -= 1
+    with pytest.raises(zoo.RecomputeError, match="by code that torch does not see"):
+        y.sum().backward()
+
+
 def test_a_write_that_counts_is_told_from_one_that_does_not() -> None:
     x = torch.rand(LARGE)
     y = zoo.recompute(lambda w: (x * w).sin().cos(), torch.ones(1, requires_grad=True))
