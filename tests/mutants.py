@@ -461,7 +461,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "a view is not asked for its history",
             "if not tensor.requires_grad or tensor._base is not None:",
             "if not tensor.requires_grad:",
-            "pitfalls/test_autograd test_saved_tensors",
+            "pitfalls/test_unseen_writes",
         ),
         (
             "what got other memory before it went is not taken for what it was",
@@ -530,6 +530,12 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "                with without_modes():\n",
             "                if True:\n",
             "pitfalls/test_ambient pitfalls/test_transforms",
+        ),
+        (
+            "an argument whose history was made anew is no result",
+            'base is None or hasattr(made_by, "apply") or _is_just_written(base, made_by)',
+            "True",
+            "pitfalls/test_unseen_writes",
         ),
         (
             "a tensor whose object is gone was not written since",

@@ -415,7 +415,23 @@ def a_result(h: Tensor, other: Tensor) -> Tensor:
     return y
 
 
-EXCHANGES = [an_argument, one_without_a_gradient, while_its_memory_is_held, a_view, a_result]
+def a_view_whose_base_was_written(h: Tensor, other: Tensor) -> Tensor:
+    base = h * 1
+    part = base[1:]
+    base.mul_(2)
+    y = part.sin()
+    part.data = other[1:]
+    return y
+
+
+EXCHANGES = [
+    an_argument,
+    one_without_a_gradient,
+    while_its_memory_is_held,
+    a_view,
+    a_view_whose_base_was_written,
+    a_result,
+]
 
 
 def exchanged(call: Call, exchange: Callable[..., Tensor], when: str, holds: bool) -> list[Any]:
@@ -486,6 +502,32 @@ def test_memory_of_a_result_that_is_exchanged_is_followed_by_those_that_read_it(
         made.data = torch.ones(6)
         y.sum().backward()
         return [y, x.grad, weight.grad]
+
+    assert_exact(run)
+
+
+@pytest.mark.parametrize("is_written", ["base", "view"])
+def test_memory_of_a_view_that_is_exchanged_after_a_write(is_written: str) -> None:
+    """Autograd has just made its history anew: of an argument, or of a result."""
+
+    def run(call: Call) -> list[Any]:
+        model, held = nn.Linear(4, 4), []
+
+        def function(x: Tensor) -> Tensor:
+            h = model(x) * 1
+            part = h[1:]
+            held.append(part)
+            if is_written == "base":
+                h.mul_(2)
+                h = part.sin()
+            else:
+                part.exp_()
+            part.data = torch.ones(5, 4)
+            return h * 3
+
+        y = call(function, *rows())
+        y.sum().backward()
+        return [y, model.weight.grad]
 
     assert_exact(run)
 
