@@ -567,6 +567,25 @@ def test_memory_of_an_input_that_is_exchanged(holds: bool) -> None:
             run(zoo.recompute)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_memory_of_quantized_numbers_that_is_exchanged_in_a_segment_is_refused() -> None:
+    """It is not copied, and what it was is not held."""
+
+    def quantized(numbers: Tensor) -> Tensor:
+        return torch.quantize_per_tensor(numbers, 0.1, 0, torch.quint8)
+
+    table = quantized(torch.rand(6, 4))
+
+    def function(x: Tensor) -> Tensor:
+        y = x * table.dequantize()
+        table.data = quantized(torch.ones(6, 4))
+        return y
+
+    y = zoo.recompute(function, *rows())
+    with pytest.raises(zoo.RecomputeError, match="was given other memory after it was used"):
+        y.sum().backward()
+
+
 def once(weight: Tensor) -> None:
     weight.data = weight.data * 0.5
 
