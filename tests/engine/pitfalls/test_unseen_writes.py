@@ -982,6 +982,24 @@ def test_memory_that_grew_and_is_read_whole() -> None:
     compare(outcome(run, zoo.recompute), outcome(run, plain))
 
 
+def test_statistics_that_grew_and_are_read_whole() -> None:
+    """They have no gradient, and no sample tells of the memory that they got."""
+
+    def run(call: Call) -> list[Any]:
+        (x,) = rows()
+
+        def function(x: Tensor) -> Tensor:
+            _, mean, _ = torch.native_layer_norm(x, (4,), None, None, 1e-5)
+            mean.resize_(12, 1)
+            return (x.repeat(2, 1) * torch.where(torch.arange(12)[:, None] < 6, mean, 0)).exp()
+
+        y = call(function, x)
+        y.sum().backward()
+        return [y, x.grad]
+
+    compare(outcome(run, zoo.recompute), outcome(run, plain))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_marks_are_small_numbers(dtype: torch.dtype) -> None:
     """So that a mask of zeros takes them away, as it does the zeros that fresh memory has."""
