@@ -541,7 +541,7 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "a tensor whose object is gone was not written since",
             "        if self.is_written:\n",
             "        if False:\n",
-            "test_saved_tensors",
+            "pitfalls/test_unseen_writes",
         ),
         (
             "a saved tensor that somebody holds is the one that is there",
