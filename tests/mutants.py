@@ -459,8 +459,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a view is not asked for its history",
-            "if not tensor.requires_grad or tensor._base is not None:",
-            "if not tensor.requires_grad:",
+            "    if (base := tensor._base) is not None:\n",
+            "    if (base := tensor._base) is not None and False:\n",
             "pitfalls/test_unseen_writes",
         ),
         (

@@ -516,8 +516,8 @@ def test_memory_of_a_result_that_is_exchanged_is_followed_by_those_that_read_it(
     assert_exact(run)
 
 
-@pytest.mark.parametrize("is_written", ["base", "view"])
-def test_memory_of_a_view_that_is_exchanged_after_a_write(is_written: str) -> None:
+@pytest.mark.parametrize(("is_written", "holds"), [("base", True), ("view", True), ("view", False)])
+def test_memory_of_a_view_that_is_exchanged_after_a_write(is_written: str, holds: bool) -> None:
     """Autograd has just made its history anew: of an argument, or of a result."""
 
     def run(call: Call) -> list[Any]:
@@ -526,7 +526,7 @@ def test_memory_of_a_view_that_is_exchanged_after_a_write(is_written: str) -> No
         def function(x: Tensor) -> Tensor:
             h = model(x) * 1
             part = h[1:]
-            held.append(part)
+            held.extend([part] * holds)
             if is_written == "base":
                 h.mul_(2)
                 h = part.sin()
@@ -540,6 +540,33 @@ def test_memory_of_a_view_that_is_exchanged_after_a_write(is_written: str) -> No
         return [y, model.weight.grad]
 
     assert_exact(run)
+
+
+@pytest.mark.parametrize("when", ["in the segment", "after the segment"])
+def test_memory_of_a_view_of_an_input_that_is_exchanged_after_a_write(when: str) -> None:
+    """Autograd has the memory that it was written in."""
+
+    def run(call: Call) -> list[Any]:
+        (x,) = rows()
+        base = x * 1
+        part = base[1:]
+
+        def function(base: Tensor) -> Tensor:
+            part.exp_()
+            if when == "in the segment":
+                part.data = torch.ones(5, 4)
+            return base * 3
+
+        y = call(function, base)
+        part.data = torch.ones(5, 4)
+        y.sum().backward()
+        return [y, x.grad]
+
+    if when == "after the segment":
+        assert_exact(run)
+    else:
+        with pytest.raises(zoo.RecomputeError, match="was given other memory after it was used"):
+            run(zoo.recompute)
 
 
 def test_memory_that_is_exchanged_after_a_segment_and_dropped_is_refused() -> None:
