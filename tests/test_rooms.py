@@ -99,8 +99,8 @@ print(len(files))
 @pytest.mark.parametrize(
     ("build", "start", "most"),
     [
-        ("model = zoo.resnet50(checkpoint=True)", "model", 28),
-        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 33),
+        ("model = zoo.resnet50(checkpoint=True)", "model", 29),
+        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 38),
     ],
 )
 def test_a_first_step_passes_few_files(build: str, start: str, most: int) -> None:

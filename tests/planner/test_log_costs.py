@@ -11,7 +11,7 @@ from zoo.planner.step_log import (
     Event,
     Freed,
     Gradient,
-    Kernel,
+    KernelRun,
     LetGo,
     NodeRun,
     Released,
@@ -21,8 +21,8 @@ from zoo.planner.step_log import (
 )
 
 
-def reads(*storages: int, **other: object) -> Kernel:
-    return Kernel(reads=frozenset(storages), **other)  # type: ignore[arg-type]
+def reads(*storages: int, **other: object) -> KernelRun:
+    return KernelRun(reads=frozenset(storages), **other)  # type: ignore[arg-type]
 
 
 def log_of(

@@ -18,7 +18,7 @@ import zoo
 from tests.tracing.runs import Deciding, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
-from zoo.planner.step_log import Allocated, Gradient, Kernel
+from zoo.planner.step_log import Allocated, Gradient, KernelRun
 from zoo.profiling.isolation import Failed
 from zoo.tracing import isolated_trace
 from zoo.tracing.isolated_trace import StepTrace, step_trace_of
@@ -349,7 +349,7 @@ def test_a_shift_makes_a_tensor_of_its_own() -> None:
     assert len(shifts) == 2
     of_shifts = [event for operator, event in trace.log.forward if operator in shifts]
     assert sum(isinstance(event, Allocated) for event in of_shifts) == 2
-    assert not any(event.writes for event in of_shifts if isinstance(event, Kernel))
+    assert not any(event.writes for event in of_shifts if isinstance(event, KernelRun))
 
 
 class Branching(nn.Module):

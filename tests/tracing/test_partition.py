@@ -20,7 +20,7 @@ from zoo.invocation import Invocation, own_loss
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import least
 from zoo.planner.plan import Plan
-from zoo.planner.step_log import Kernel
+from zoo.planner.step_log import KernelRun
 from zoo.profiling.log_profile import LoggedOutline, LogProfile
 from zoo.profiling.peak_memory import trace
 from zoo.tracing.isolated_trace import step_trace_of
@@ -62,7 +62,7 @@ def test_steps_begin_where_no_kernel_writes_what_the_one_before_touched(name: st
     assert steps.cuts[0] == 0
     assert list(steps.cuts) == sorted(set(steps.cuts))
     assert steps.log is not None
-    kernels = [(at, event) for at, event in steps.log.forward if isinstance(event, Kernel)]
+    kernels = [(at, event) for at, event in steps.log.forward if isinstance(event, KernelRun)]
     for (_, before), (at, kernel) in itertools.pairwise(kernels):
         assert at not in steps.cuts[1:] or kernel.writes.isdisjoint(before.reads)
 

@@ -17,7 +17,7 @@ from zoo.planner.step_log import (
     Event,
     Freed,
     Gradient,
-    Kernel,
+    KernelRun,
     LetGo,
     Released,
     Saved,
@@ -31,10 +31,10 @@ Storages = frozenset[int]
 class Rates(NamedTuple):
     """What a log does not tell of kernels: their seconds, and bytes of workspace by number."""
 
-    seconds: Callable[[Kernel], float] = lambda _: 0.0
+    seconds: Callable[[KernelRun], float] = lambda _: 0.0
     workspaces: Sequence[int] = ()
 
-    def workspace(self, kernel: Kernel) -> int:
+    def workspace(self, kernel: KernelRun) -> int:
         """Returns the bytes that a kernel takes beside its arguments and results."""
         return self.workspaces[kernel.number] if self.workspaces else 0
 
@@ -55,12 +55,12 @@ def costs_of(
     steps = _Steps(log, cuts)
     numbers = range(len(cuts))
     backward = _Backward(steps, rates, updates)
-    kernels = [[event for event in events if type(event) is Kernel] for events in steps.forward]
+    kernels = [[event for event in events if type(event) is KernelRun] for events in steps.forward]
     early = [
-        [event for event in events[:end] if type(event) is Kernel]
+        [event for event in events[:end] if type(event) is KernelRun]
         for events, end in zip(steps.forward, steps.until, strict=True)
     ]
-    of_nodes = [[e for e in events if type(e) is Kernel] for events in steps.backward[:-1]]
+    of_nodes = [[e for e in events if type(e) is KernelRun] for events in steps.backward[:-1]]
     copies = [steps.copies_kept(number) for number in numbers]
     copied = [steps.not_made(number, (k.copies for k in kernels[number])) for number in numbers]
     copied = list(map(frozenset.union, copied, steps.overwritten()))
@@ -166,7 +166,7 @@ class _Steps:
         found: list[Storages] = []
         written = set[int]()
         for number in range(self.count - 1, -1, -1):
-            kernels = [event for event in self.forward[number] if type(event) is Kernel]
+            kernels = [event for event in self.forward[number] if type(event) is KernelRun]
             written.update(*(kernel.writes for kernel in kernels))
             read = self.not_made(number, (kernel.reads for kernel in kernels))
             found.append(read & written)
@@ -186,7 +186,7 @@ class _Steps:
             elif type(event) is Freed:
                 if event.storage in made and event.storage not in saved:
                     total -= sizes[event.storage]
-            elif type(event) is Kernel:
+            elif type(event) is KernelRun:
                 # a recomputation writes a copy of the copy
                 most = max(most, total + event.state, total + rates.workspace(event))
             most = max(most, total)
@@ -204,7 +204,9 @@ class _Steps:
             if type(event) is Saved and event.is_blank
         ]
         copied += [
-            event.state for event in self.forward[number] if type(event) is Kernel and event.state
+            event.state
+            for event in self.forward[number]
+            if type(event) is KernelRun and event.state
         ]
         start = len(self.sizes)
         self.sizes += copied
@@ -214,7 +216,7 @@ class _Steps:
         """Returns the storages of a step that a segment around it keeps."""
         events = self.forward[number]
         blank = {event.storage for event in events if type(event) is Saved and event.is_blank}
-        once = frozenset().union(*(event.keeps for event in events if type(event) is Kernel))
+        once = frozenset().union(*(event.keeps for event in events if type(event) is KernelRun))
         known = self.saved[number] | self.live[number] | self.live[number + 1] | self.log.inputs
         return (once & known) | blank
 
@@ -230,7 +232,7 @@ class _Steps:
             ends.pop(storage, None)
         first: dict[int, int] = {}
         for operator, event in reversed(self.log.forward):
-            if type(event) is Kernel:
+            if type(event) is KernelRun:
                 first.setdefault(self.step_of(operator), operator)
         for operator, event in reversed(self.log.forward):
             if type(event) is Allocated:
@@ -246,7 +248,7 @@ class _Steps:
 
 def _taken(event: Event) -> Iterable[int]:
     """Returns the storages that an event reads."""
-    if type(event) is Kernel:
+    if type(event) is KernelRun:
         return event.reads
     return (event.storage,) if type(event) is Viewed else ()
 
@@ -262,7 +264,7 @@ def _until_saved(events: Sequence[Event]) -> int:
     }
     for number in range(last + 1, len(events)):
         event = events[number]
-        if type(event) is Kernel and not waiting.isdisjoint(event.writes):
+        if type(event) is KernelRun and not waiting.isdisjoint(event.writes):
             last = number
             waiting -= event.writes
     return last + 1
@@ -333,7 +335,7 @@ class _Backward:
                     most = max(most, total + self.updates.get(event.form, 0))
                 if self.frees(event):
                     total -= sizes[event.storage]
-            elif type(event) is Kernel:
+            elif type(event) is KernelRun:
                 most = max(most, total + self.rates.workspace(event))
             most = max(most, total)
         return most

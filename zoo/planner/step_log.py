@@ -68,7 +68,7 @@ class Gradient(NamedTuple):
 
 # not a NamedTuple, whose fields take three times as long to read
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelRun:
     """A kernel ran.
 
     Attributes:
@@ -95,7 +95,7 @@ class Kernel:
     draws: bool = False
 
 
-Event = Allocated | Freed | LetGo | Viewed | Saved | Released | Gradient | Kernel
+Event = Allocated | Freed | LetGo | Viewed | Saved | Released | Gradient | KernelRun
 
 
 class NodeRun(NamedTuple):
@@ -137,7 +137,7 @@ class StepLog:
         """Returns the log with bytes as an allocator counts them."""
 
         def count(event: Event) -> Event:
-            if isinstance(event, Kernel) and event.state:
+            if isinstance(event, KernelRun) and event.state:
                 return replace(event, state=rounding(event.state))
             return event
 

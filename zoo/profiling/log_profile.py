@@ -11,7 +11,7 @@ from zoo.chain import Outline, State
 from zoo.invocation import kernel_device, with_loss
 from zoo.planner.costs import StepCosts
 from zoo.planner.log_costs import Rates, costs_of
-from zoo.planner.step_log import Kernel, StepLog
+from zoo.planner.step_log import KernelRun, StepLog
 from zoo.profiling.caching_allocator import Rounding, as_requested
 from zoo.profiling.chain_profile import Profile, device_like
 from zoo.profiling.chain_step_profile import UpdateBytes
@@ -87,7 +87,7 @@ class LogProfile:
         """Returns the costs of all steps; arguments are those of `Profile.costs`."""
         like = device or device_like(self.device)
 
-        def seconds(kernel: Kernel) -> float:
+        def seconds(kernel: KernelRun) -> float:
             if kernels and (known := kernels[kernel.number]) is not None:
                 return known.seconds
             return like.seconds(kernel.flops, kernel.moved, TYPES[kernel.itemsize])

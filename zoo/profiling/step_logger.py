@@ -29,7 +29,7 @@ from zoo.planner.step_log import (
     Event,
     Freed,
     Gradient,
-    Kernel,
+    KernelRun,
     LetGo,
     NodeRun,
     Released,
@@ -272,7 +272,7 @@ class StepLogger(KernelMode):
         states = written if effects.dropping is not None else ()
         dtypes = (tensor.dtype for tensor in outputs if tensor.dtype.is_floating_point)
         self._note(
-            Kernel(
+            KernelRun(
                 number=number,
                 flops=count(*args, **kwargs, out_val=result) if count is not None else 0,
                 moved=sum(map(bytes_moved, (*inputs, *outputs))),

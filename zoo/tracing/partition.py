@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zoo.errors import ArgumentError, nearest
-from zoo.planner.step_log import Allocated, Kernel, Saved, Viewed
+from zoo.planner.step_log import Allocated, KernelRun, Saved, Viewed
 from zoo.profiling.log_profile import LoggedOutline, LoggedStep
 from zoo.tracing.isolated_trace import StepTrace
 from zoo.tracing.tracer import Call
@@ -93,7 +93,7 @@ def _touched(trace: StepTrace) -> dict[int, _Touched]:
             found[index].made.add(event.storage)
         elif isinstance(event, Viewed):
             found[index].given.add(event.storage)
-        elif isinstance(event, Kernel):
+        elif isinstance(event, KernelRun):
             found[index].given |= event.reads
             found[index].written |= event.writes
     return found
@@ -109,7 +109,7 @@ def _functions(trace: StepTrace) -> set[int]:
     for operator, event in trace.log.forward:
         if isinstance(event, Saved):
             found.update(range(operator + 1, latest + 1))
-        elif isinstance(event, Kernel | Viewed):
+        elif isinstance(event, KernelRun | Viewed):
             latest = max(latest, operator)
     return found
 
