@@ -63,6 +63,10 @@ class Outline:
         """Names each step by its module's path in the chain and its own name."""
         return step_names(model, self.steps)
 
+    def without_loss(self) -> "Outline":
+        """Returns the steps of the model alone, as these are."""
+        return self
+
 
 class Chain(nn.Module):
     """A module given by its steps.

@@ -245,6 +245,14 @@ def test_bytes_are_counted_as_an_allocator_does(rounding: object) -> None:
     assert (counted.trained, counted.constants) == ([rounding(3)], [rounding(600)])  # type: ignore[operator]
 
 
+def test_a_model_without_its_loss_is_given_the_gradient_of_its_output() -> None:
+    found, whole = costs(chain().before(2), 0, 1), costs(chain(), 0, 1, 2)
+    assert found.gradients == whole.gradients[:3]
+    assert found.backward == whole.backward[:2]
+    assert found.saved == whole.saved[:2]
+    assert found.parameter_gradients == whole.parameter_gradients[:3]
+
+
 def test_a_plan_of_a_log_is_simulated() -> None:
     found = costs(chain(), 0, 1, 2).with_parameter_gradients()
     plain = simulate(Plan([0, 1, 2]), found)

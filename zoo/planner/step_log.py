@@ -133,6 +133,20 @@ class StepLog:
     constants: list[int] = field(default_factory=list)
     has_lifetimes: bool = True
 
+    def before(self, operator: int) -> "StepLog":
+        """Returns the log of what comes before an operator: of a model without its loss.
+
+        What is behind comes before the backward's first node, and leaves its gradients.
+        """
+        behind = [run for run in self.backward if run.operator >= operator]
+        events = [event for run in behind for event in run.events]
+        return replace(
+            self,
+            forward=[(at, event) for at, event in self.forward if at < operator],
+            backward=[NodeRun(AT_END, events), *self.backward[len(behind) :]],
+            ends=frozenset(),
+        )
+
     def counted(self, rounding: Callable[[int], int]) -> "StepLog":
         """Returns the log with bytes as an allocator counts them."""
 

@@ -225,7 +225,7 @@ class PlannedRunner:
         `later_step` is a later training step, whose inputs may not fit now: then `True` runs no
         kernels and takes workspaces from there.
         """
-        option = self.checkpoint
+        option, outline = self.checkpoint, outline.without_loss()
         if isinstance(option, Plan):
             device = device_of(chain).type
             if self.made_for and device != "meta" and not is_of_kind(self.made_for, device):

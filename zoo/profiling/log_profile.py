@@ -1,7 +1,7 @@
 """The costs of a traced model's steps: those of its log, with measured or estimated kernels."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
@@ -51,6 +51,13 @@ class LoggedOutline(Outline):
     def names(self, model: nn.Module) -> list[str]:
         """Returns the names of the steps."""
         return list(map(str, self.steps))
+
+    def without_loss(self) -> "LoggedOutline":
+        """Returns the steps of the model alone."""
+        if len(self.cuts) == len(self):
+            return self
+        assert self.log is not None
+        return replace(self, log=self.log.before(self.cuts[-1]), cuts=self.cuts[:-1])
 
 
 class LogProfile:

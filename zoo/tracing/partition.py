@@ -35,7 +35,7 @@ from zoo.errors import ArgumentError, nearest
 from zoo.planner.step_log import Allocated, KernelRun, Saved, Viewed
 from zoo.profiling.log_profile import LoggedOutline, LoggedStep
 from zoo.tracing.isolated_trace import StepTrace
-from zoo.tracing.tracer import Call
+from zoo.tracing.tracer import Call, Graph
 
 # kernels whose results a later kernel fills
 EMPTY = ("aten.empty", "aten.new_empty")
@@ -80,7 +80,9 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Lo
         log=trace.log,
         specs=trace.specs,
         shapes=tuple(_shapes(part, touched) for part in parts),
-        parameters=tuple(_parameters(part) for part in parts),
+        parameters=tuple(
+            _parameters(graph, *ends) for ends in itertools.pairwise([*cuts, graph.of_model])
+        ),
         cuts=(*cuts, *([graph.of_model] if trace.has_loss else ())),
     )
 
@@ -195,8 +197,9 @@ def _shapes(calls: Sequence[Call], touched: dict[int, _Touched]) -> tuple[tuple[
     return kernels[-1].shapes
 
 
-def _parameters(calls: Sequence[Call]) -> frozenset[int]:
-    return frozenset().union(*(call.parameters for call in calls))
+def _parameters(graph: Graph, start: int, end: int) -> frozenset[int]:
+    """Returns the parameters that operators use, those that take a view of one alone, too."""
+    return frozenset().union(*(c.parameters for c in graph.calls if start <= c.index < end))
 
 
 def _path(call: Call) -> str:
