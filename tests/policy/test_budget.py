@@ -431,7 +431,7 @@ class Potential(nn.Module):
 
 def test_a_gradient_that_the_forward_takes_is_counted() -> None:
     # a segment that is open then would be replayed within the forward
-    plans = "0-45", "0-13 (14-19) (20-25) (26-31) (32-37) 38-45"
+    plans = "0-44", "0-13 (14-19) (20-25) (26-31) (32-37) 38-44"
     assert_close(Potential(), torch.rand(512, 3), plans=plans)
 
 

@@ -21,6 +21,7 @@ from zoo._torch import (
     FakeTensor,
     FakeTensorMode,
     active_fake_mode,
+    disable_current_modes,
     is_any_autocast_enabled,
 )
 from zoo.chain import Chain
@@ -341,11 +342,9 @@ class _Forward:
 
 @contextlib.contextmanager
 def on_fakes() -> Iterator[None]:
-    """Has kernels run on fake tensors, if they do not already."""
-    if active_fake_mode() is not None:
-        yield
-        return
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeTensorFixes(mode):
+    """Has kernels run on fake tensors, which no mode of the program sees."""
+    mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+    with disable_current_modes(), mode, FakeTensorFixes(mode):
         yield
 
 
