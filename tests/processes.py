@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import multiprocessing
 import os
 import pickle
 import traceback
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
+from torch.multiprocessing import start_processes
 
 from tests.accelerator import collectives, software
 
 Failures = Callable[[str], list[str]]
+# what the process that all others are forked from imports, once
+IMPORTED = ["tests.groups", "tests.api.ranks"]
 
 
 def failures_in(world: int, module: str, folder: Path) -> Failures:
@@ -28,14 +32,16 @@ def failures_in(world: int, module: str, folder: Path) -> Failures:
 
 def results_in(world: int, function: Callable[[], Any], folder: Path) -> list[Any]:
     """Returns what a function of a module returns in each of `world` processes."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.get_default_device().type
-    multiprocessing.spawn(_process, (world, function, str(folder), device), nprocs=world)
+    given = world, function, str(folder), device
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    start_processes(_process, given, nprocs=world, start_method="forkserver")
     return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world)]
 
 
 def _process(rank: int, world: int, function: Callable[[], Any], folder: str, device: str) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = f"file://{folder}/store"
     backend = _backend_of(device)
     distributed.init_process_group(backend, init_method=store, rank=rank, world_size=world)

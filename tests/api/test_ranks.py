@@ -46,7 +46,7 @@ def test_a_rank_takes_what_is_predicted(world, tmp_path):
 
 
 def net() -> tuple[nn.Module, torch.Tensor]:
-    return Net(8, blocks=2), torch.zeros(4, 4, 16, 16)
+    return Net(8, blocks=1), torch.zeros(4, 4, 16, 16)
 
 
 plan = functools.partial(zoo.plan_rank, world_size=4)

@@ -18,7 +18,7 @@ COMMANDS = {
     "plan": ["--memory-budget", "1GiB"],
     "frontier": [],
     "anatomy": [],
-    "max-batch": ["--memory-budget", "1GiB"],
+    "max-batch": ["--memory-budget", "4KiB"],
     "verify": [],
 }
 # ends where `place` says; its linear layer works everywhere else

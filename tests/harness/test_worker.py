@@ -1,5 +1,6 @@
 """A worker measures what its cell says."""
 
+import functools
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ import json, sys
 from zoo.harness.comparison_cells import expand
 from zoo.harness.config import find_config, read
 from zoo.harness.worker import work
-changes = {"batch_size": 1, "threads": int(sys.argv[1])}
+changes = {"batch_size": 2, "size": 16, "threads": int(sys.argv[1])}
 (cells,) = expand(read(find_config("quick"), ["vnet"], changes))
 kinds = ("baseline", "checkpointed")
 print(json.dumps([work(cells[kind], lambda *_: {})["memory"] for kind in kinds]))
@@ -33,8 +34,15 @@ print(json.dumps([work(cells[kind], lambda *_: {})["memory"] for kind in kinds])
 (CELLS,) = expand(Config("mine", (MODEL,), steps=2))
 
 
+@functools.cache
+def done(kind, dtype="float32", optimizer=MODEL.optimizer):
+    """Works on a cell of each kind once; nobody writes the result."""
+    cell = CELLS[kind]
+    return work(replace(cell, dtype=dtype, model=replace(cell.model, optimizer=optimizer)))
+
+
 def test_checkpointed_digests_equal_the_baselines():
-    baseline, checkpointed = work(CELLS["baseline"]), work(CELLS["checkpointed"])
+    baseline, checkpointed = done("baseline"), done("checkpointed")
     assert len(baseline["digests"]) == 2
     assert differences(baseline["digests"], checkpointed["digests"]) == []
     assert baseline["plan"] is None
@@ -45,8 +53,7 @@ def test_checkpointed_digests_equal_the_baselines():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_digests_with_the_optimizer_in_the_backward_equal_the_baselines(optimizer, dtype):
     baseline, third = (
-        work(replace(cell, dtype=dtype, model=replace(cell.model, optimizer=optimizer)))["digests"]
-        for cell in (CELLS["baseline"], CELLS["optimizer_in_backward"])
+        done(kind, dtype, optimizer)["digests"] for kind in ("baseline", "optimizer_in_backward")
     )
     # all but the gradients, which are freed
     assert [{*step} for step in third] == [{"loss", "buffers", "parameters", "rng"}] * 2
@@ -73,7 +80,7 @@ def test_the_gradients_are_gone_from_the_peak_with_the_optimizer_in_the_backward
 
 
 def test_each_step_moves_every_kind_that_a_language_model_has():
-    first, second = work(CELLS["baseline"])["digests"]
+    first, second = done("baseline")["digests"]
     assert {kind for kind in first if first[kind] != second[kind]} == {
         "loss",
         "gradients",
@@ -84,11 +91,11 @@ def test_each_step_moves_every_kind_that_a_language_model_has():
 
 def test_another_seed_is_another_training():
     other = work(replace(CELLS["baseline"], seed=1))
-    assert len(differences(work(CELLS["baseline"])["digests"], other["digests"])) >= 4
+    assert len(differences(done("baseline")["digests"], other["digests"])) >= 4
 
 
 def test_memory_counts_what_the_optimizer_and_the_gradients_hold():
-    result = work(CELLS["baseline"])
+    result = done("baseline")
     resident = result["memory"]["resident"]
     assert resident["parameters"] == 4 * result["parameters"]
     assert resident["gradients"] == resident["optimizer"] == resident["parameters"]
@@ -141,7 +148,7 @@ def test_variants_take_turns_so_that_a_disturbance_hurts_both_alike(monkeypatch)
 def test_what_is_timed_is_the_plan_of_the_cell(monkeypatch):
     plans = []
     monkeypatch.setattr(worker, "_seconds", lambda training, batch: plans.append(plan(training)))
-    steps = work(CELLS["checkpointed"])["plan"]
+    steps = done("checkpointed")["plan"]
     work(replace(CELLS["timing"], plan=steps))
     assert set(plans) == {None, steps}
 
@@ -154,11 +161,9 @@ def plan(training):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_optimizers_and_types(optimizer, dtype):
-    cells = [
-        replace(CELLS[kind], dtype=dtype, model=replace(CELLS[kind].model, optimizer=optimizer))
-        for kind in ("baseline", "checkpointed")
-    ]
-    baseline, checkpointed = (work(cell)["digests"] for cell in cells)
+    baseline, checkpointed = (
+        done(kind, dtype, optimizer)["digests"] for kind in ("baseline", "checkpointed")
+    )
     assert differences(baseline, checkpointed) == []
 
 
@@ -198,13 +203,13 @@ def test_a_timing_is_that_of_deterministic_algorithms(monkeypatch):
 
 def test_a_baseline_that_is_trained_again_is_not_drawn():
     found = work(again(CELLS["baseline"]))
-    assert found["digests"] == work(CELLS["baseline"])["digests"]
+    assert found["digests"] == done("baseline")["digests"]
     assert not {"timeline", "chain", "missing"} & {*found}
 
 
 def test_a_fresh_process_measures_the_same():
     record = run_cell(CELLS["baseline"], timeout=600)
-    here = work(CELLS["baseline"])
+    here = done("baseline")
     assert record["status"] == "done"
     assert record["memory"] == here["memory"]
     assert record["digests"] == here["digests"]

@@ -184,7 +184,8 @@ def test_every_exact_head_gives_the_same_bits(factory):
 def test_the_fused_head_is_equal_up_to_rounding(factory, checkpoint, tied):
     found = []
     for head in ("fused", "plain"):
-        model = small(factory, head=head, tied=tied, embedding=H).double()
+        chunks = {"chunk_steps": 12, "chunk_tokens": 16}
+        model = small(factory, head=head, tied=tied, embedding=H, **chunks).double()
         loss, state = put_in_force(model, checkpoint)(text()[0], targets=text()[1])
         loss.backward()
         found.append((loss, parts(state), gradients(model)))

@@ -219,7 +219,7 @@ def test_no_plan_goes_below_the_bound(family: str) -> None:
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_real_step_keeps_to_each_of_20_budgets(family: str, in_backward: bool) -> None:
+def test_a_real_step_keeps_to_budgets_over_the_whole_range(family: str, in_backward: bool) -> None:
     build, make_inputs = FAMILIES[family]
     found = prospect(family).in_backward() if in_backward else prospect(family)
     least, baseline = found.points[0].peak, found.points[-1].peak
@@ -237,7 +237,7 @@ def test_a_real_step_keeps_to_each_of_20_budgets(family: str, in_backward: bool)
         (outputs[0] if family in ("gpt2", "lstm") else scores(*outputs)).backward()
         optimizer.step()
 
-    budgets = [least + (baseline - least) * part // 19 for part in range(20)]
+    budgets = [least + (baseline - least) * part // 5 for part in range(6)]
     reports = {report.plan: report for report in (found.report(b, None) for b in budgets[::-1])}
     # makes the optimizer's state, which each report counts
     step()

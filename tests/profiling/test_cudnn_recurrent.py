@@ -160,6 +160,8 @@ from zoo.profiling.tensor_spec import TensorSpec
 def described(results):
     "Describes tensors, and which of them lie in one storage."
     leaves, storages = torch.utils._pytree.tree_leaves(results), {}
+    # a storage itself is an argument, the same of both; in words it would list each of its bytes
+    leaves = [leaf.nbytes() if isinstance(leaf, torch.UntypedStorage) else leaf for leaf in leaves]
     return [str(leaf) if not isinstance(leaf, Tensor) else str(TensorSpec.of(leaf)._replace(
         storage=storages.setdefault(leaf.untyped_storage()._cdata, len(storages)),
         requires_grad=False,
