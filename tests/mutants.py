@@ -189,6 +189,18 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "pitfalls/test_unseen_writes",
         ),
         (
+            "a weight that is read without gradients has a sample",
+            " or not (tensor.requires_grad and torch.is_grad_enabled()):",
+            " or not tensor.requires_grad:",
+            "pitfalls/test_unseen_writes",
+        ),
+        (
+            "a weight that is read without gradients later has a sample, too",
+            "                    found.sample = bytes_of(found.tensor)\n",
+            "                    pass\n",
+            "pitfalls/test_unseen_writes",
+        ),
+        (
             "what was written unseen is not copied as it was read",
             "is_still_there = reader.version == version_of(reader.tensor) and",
             "is_still_there =",
@@ -226,8 +238,8 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "an input with a gradient that a replay reads is compared, too",
-            "        if type(tensor) is not Parameter or not tensor.requires_grad:\n",
-            "        if not tensor.requires_grad:\n",
+            "if type(tensor) is not Parameter or not (tensor",
+            "if not (tensor",
             "pitfalls/test_unseen_writes",
         ),
         (
@@ -447,9 +459,9 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "a view is not asked for its history",
-            "if not tensor.requires_grad or tensor._base is not None:",
-            "if not tensor.requires_grad:",
-            "pitfalls/test_autograd test_saved_tensors",
+            "    if (base := tensor._base) is not None:\n",
+            "    if (base := tensor._base) is not None and False:\n",
+            "pitfalls/test_unseen_writes",
         ),
         (
             "what got other memory before it went is not taken for what it was",
@@ -520,10 +532,16 @@ GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
             "pitfalls/test_ambient pitfalls/test_transforms",
         ),
         (
+            "an argument whose history was made anew is no result",
+            'base is None or hasattr(made_by, "apply") or _is_just_written(base, made_by)',
+            "True",
+            "pitfalls/test_unseen_writes",
+        ),
+        (
             "a tensor whose object is gone was not written since",
             "        if self.is_written:\n",
             "        if False:\n",
-            "test_saved_tensors",
+            "pitfalls/test_unseen_writes",
         ),
         (
             "a saved tensor that somebody holds is the one that is there",

@@ -86,6 +86,8 @@ for _name in ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", "Sa
 are_saved_tensors_hooks_enabled: Any = _private("_C._autograd._saved_tensors_hooks_is_enabled")
 top_saved_tensors_hooks: Any = _private("_C._autograd._top_saved_tensors_default_hooks")
 current_node: Any = _private("_C._current_autograd_node")
+creation_of_view: Any = _private("_C._autograd._get_creation_meta")
+WITHOUT_GRADIENTS: Any = _private("_C._autograd.CreationMeta.NO_GRAD_MODE")
 current_backward: Any = _private("_C._current_graph_task_id")
 disabled_torch_dispatch: Any = _private("_C._disabled_torch_dispatch_impl")
 RestoreKeys: Any = _private("_C._RestorePythonTLSSnapshot")

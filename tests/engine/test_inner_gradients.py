@@ -4,6 +4,7 @@ Time and memory are counted: n inner steps replay n times what one does, and hol
 holds.
 """
 
+import ctypes
 import gc
 import itertools
 import weakref
@@ -274,6 +275,24 @@ def test_what_code_that_no_mode_sees_wrote_since_is_made_again() -> None:
             y = ((h + 1) * w).sin()
             y = (y + h).exp() * 1
             h.numpy()[:] = 0
+            return grad(y.sum(), w)[0].sum() + (w * 2).sin().sum()
+
+        (w,) = rows()
+        loss = call(forward, w)
+        loss.backward()
+        return loss, w.grad
+
+    assert_exact(program)
+
+
+def test_what_was_written_by_address_since_is_made_again() -> None:
+    """What has a gradient has no sample: a replay of what it is read for tells."""
+
+    def program(call: Call) -> Any:
+        def forward(w: Tensor) -> Tensor:
+            h = w * 2
+            y = (h + 1).sin()
+            ctypes.memset(h.data_ptr(), 0, h.nbytes)
             return grad(y.sum(), w)[0].sum() + (w * 2).sin().sum()
 
         (w,) = rows()

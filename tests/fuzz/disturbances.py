@@ -38,18 +38,23 @@ class Living(NamedTuple):
 def dropped(fate: str, forward: Callable[[], Tensor], weight: Tensor) -> Living:
     """Drops graphs; returns how many tensors come with the last ones, and nodes with all.
 
-    Any of them may make what stays once, such as the plan of another path: only what lives after
-    the last ones and never did before counts.
+    All take the same path where that goes by chance, since another one may hold more. The first
+    may make what stays once, such as the plan of that path: only what lives after the last ones and
+    never did before counts.
     """
     with graphs.without_collection():
         counts, nodes = list[int](), list[Any]()
+        own, chance = random.getstate(), torch.get_rng_state()
         for _ in range(5):
+            random.setstate(own)
+            torch.set_rng_state(chance)
             with contextlib.suppress(Exception):
                 nodes += FATES[fate](plain, lambda *_: forward(), weight, weight)
             weight.grad = None
             # by its type: a weak proxy asked for its class asks an object that may be gone
             counts.append(sum(issubclass(type(found), Tensor) for found in gc.get_objects()))
-        return Living(counts[-1] - max(counts[1:-1]), sum(mark() is not None for mark in nodes))
+        more = max(counts[-1] - max(counts[1:-1]), 0)
+        return Living(more, sum(mark() is not None for mark in nodes))
 
 
 def interrupted(step: Callable[[], object], restore: Callable[[], None], where: float) -> None:

@@ -19,7 +19,7 @@ import zoo
 from tests.tracing.models import Net
 from tests.training import Residuals, images
 from zoo.engine import saved_tensors
-from zoo.errors import ArgumentError, BudgetError
+from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.profiling.peak_memory import trace
 from zoo.tracing.planned_forward import patched_forward
 
@@ -307,6 +307,61 @@ def test_a_training_that_has_begun_is_not_ended_by_a_budget(
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
     (said,) = [text for text in caplog.messages if "block by block" in text]
     assert "needs at least" in said
+
+
+class Copied(nn.Module):
+    """Writes rows by an operator without a derivative, which no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        rows = x * 2
+        torch._foreach_copy_([rows[:2], rows[2:]], [x[2:], x[:2]])
+        return self.third(self.second(x + rows.mean().detach()).tanh())
+
+
+def test_an_operator_without_a_derivative_is_trained_where_nothing_is_measured(caplog: Any) -> None:
+    plain, x = Copied(), torch.rand(4, 6)
+    by_number, by_least = (zoo.checkpoint(copy.deepcopy(plain), how) for how in (2, True))
+    for _ in range(2):
+        for model in (plain, by_number, by_least):
+            model(x).square().mean().backward()
+    for model in (by_number, by_least):
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    (said,) = [text for text in caplog.messages if "block by block" in text]
+    assert "derivative for _foreach_copy_ is not implemented" in said
+    with pytest.raises(PlanError, match=r"could not be measured.*pass checkpoint= a number"):
+        zoo.checkpoint(copy.deepcopy(plain), max_overhead=1.0)(x)
+
+
+class Averaging(nn.Module):
+    """Writes one of several views of a tensor, which autograd allows without gradients alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        waves = x.cos()
+        with torch.no_grad():
+            row = waves.unbind(0)[2]
+            row.mul_(0.9).unsqueeze_(0)
+            scale = row.exp()
+        return self.second(x * scale)
+
+
+def test_views_that_are_made_and_written_without_gradients_are_planned_for() -> None:
+    plain, x = Averaging(), torch.rand(4, 6)
+    model = zoo.checkpoint(copy.deepcopy(plain), max_overhead=1.0)
+    for one in (plain, model, plain, model):
+        one(x).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
 
 
 def test_a_copy_has_not_begun() -> None:

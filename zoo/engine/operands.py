@@ -612,11 +612,16 @@ def check_version(tensor: Tensor, version: int) -> None:
 def roles_of(tensor: Tensor, sequence: int) -> tuple[bool, bool]:
     """Returns whether a tensor that autograd saves now is an argument with a history, or a result.
 
-    `sequence` is the number of the next operation. It is neither where it has no history. Nor is a
-    view, which cannot be detached in place, and asked for its history may make it anew.
+    `sequence` is the number of the next operation. It is neither where it has no history. A view,
+    which cannot be detached in place, and asked for its history may make it anew, is a result where
+    the operation has written it: what it is a view of has got its history just before it.
     """
-    if not tensor.requires_grad or tensor._base is not None:
+    if not tensor.requires_grad:
         return False, False
+    if (base := tensor._base) is not None:
+        written_by: Any = base.grad_fn
+        is_just_written = written_by is not None and written_by._sequence_nr() == sequence - 2
+        return False, is_just_written and written_by.name().endswith("CopySlices")
     made_by: Any = tensor.grad_fn
     is_result = made_by is not None and made_by._sequence_nr() == sequence - 1
     return made_by is not None and not is_result, is_result

@@ -495,7 +495,7 @@ class Recording:
         found.is_read = True
         tensor = found.tensor
         # what is computed with a weight has a gradient, and is compared when it is replayed
-        if type(tensor) is not Parameter or not tensor.requires_grad:
+        if type(tensor) is not Parameter or not (tensor.requires_grad and torch.is_grad_enabled()):
             found.sample = bytes_of(tensor)
         if not tensor.requires_grad and is_small(tensor):
             # one copy for all tensors of a storage, as long as nobody writes it
@@ -853,6 +853,9 @@ class Recorder(KernelMode):
                     node.is_kept = True
                 elif not found.is_read:
                     self.recording.before_read(found)
+                elif found.sample is None and not torch.is_grad_enabled():
+                    # the first time it was with a gradient
+                    found.sample = bytes_of(found.tensor)
             return found
         if type(value) is torch.device:
             # another device may be the current one in a replay

@@ -113,7 +113,10 @@ class Handle:
         if original is None or original._version != self.version:
             return False
         made_by: Any = original.grad_fn
-        return made_by is not None and made_by._sequence_nr() == self.sequence - 1
+        if made_by is None or made_by._sequence_nr() != self.sequence - 1:
+            return False
+        base: Any = original._base
+        return base is None or hasattr(made_by, "apply") or _is_just_written(base, made_by)
 
     def keep(self) -> None:
         """Keeps the tensor after all, which is there: it is about to be read."""
@@ -275,6 +278,21 @@ class Handle:
             if start + size <= home.nbytes():
                 self.is_written = self.fingerprint != read_memory(home.data_ptr() + start, size)
         return replayed
+
+
+def _is_just_written(base: Any, made_by: Any) -> bool:
+    """Says whether the history of a view was made anew since an operation wrote the view.
+
+    Not as that of an argument whose base was written: between what wrote the base and the first
+    node of that history is the operation then that reads the view.
+    """
+    written_by, behind = base.grad_fn, made_by.next_functions
+    while written_by is not None and behind and behind[0][0] is not None:
+        if behind[0][0] is written_by:
+            return bool(made_by._sequence_nr() == written_by._sequence_nr() + 1)
+        made_by = behind[0][0]
+        behind = made_by.next_functions
+    return False
 
 
 @functools.cache

@@ -35,7 +35,12 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zoo._torch import FakeTensor, is_traceable_wrapper_subclass
+from zoo._torch import (
+    WITHOUT_GRADIENTS,
+    FakeTensor,
+    creation_of_view,
+    is_traceable_wrapper_subclass,
+)
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.kernel_segments import Visit
 from zoo.engine.operands import has_own_storage, is_plain, parts_of_wrapper
@@ -530,7 +535,7 @@ class Tracer(KernelMode):
 
     def _note_history(self, number: int, tensor: Tensor, call: Call | None) -> None:
         """Handles a tensor that requires a gradient although its kernel recorded none."""
-        if not tensor.requires_grad or number in self._graph.owned:
+        if not tensor.requires_grad or number in self._graph.owned or _is_without_history(tensor):
             return
         if number in self._graph.inputs:
             spec = self._graph.inputs[number]
@@ -563,6 +568,15 @@ class Tracer(KernelMode):
             if call.operator == DETACH:
                 call.operator = ALIAS
             waiting += call.reads()
+
+
+def _is_without_history(tensor: Tensor) -> bool:
+    """Says whether a tensor is a view that was made without gradients, of one that has some.
+
+    It says itself that it requires a gradient, and none flows through it.
+    """
+    is_view_of_it = tensor._base is not None and tensor._base.requires_grad
+    return is_view_of_it and bool(creation_of_view(tensor) == WITHOUT_GRADIENTS)
 
 
 def _is_made(tensor: Tensor) -> bool:
