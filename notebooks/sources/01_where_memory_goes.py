@@ -35,6 +35,7 @@ crops = ModelConfig(
     name="resnet18", data="photographs", batch_size=32, size=128, arguments={"classes": 8}
 )
 batch = batches(crops, count=1, seed=0)[0].to(device)
+small = F.avg_pool2d(batch.inputs, 2)
 
 # %% [markdown] name="first-look"
 # ## First, what you will be able to do
@@ -45,23 +46,19 @@ batch = batches(crops, count=1, seed=0)[0].to(device)
 
 
 # %% name="payoff"
-def tracked(build, batch, checkpoint):
+def tracked(build, inputs, checkpoint):
     torch.manual_seed(0)
     model = build(classes=8, checkpoint=checkpoint).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # the first step makes AdamW's state and decides what is recomputed
-        with zoo.track(model, optimizer=optimizer, inputs=batch.inputs) as timeline:
-            F.cross_entropy(model(batch.inputs), batch.targets).backward()
+        with zoo.track(model, optimizer=optimizer, inputs=inputs) as timeline:
+            F.cross_entropy(model(inputs), batch.targets).backward()
             optimizer.step()
             optimizer.zero_grad()
     return timeline
 
 
-small = ModelConfig(
-    name="resnet110", data="photographs", batch_size=32, size=64, arguments={"classes": 8}
-)
-thumbnails = batches(small, count=1, seed=0)[0].to(device)
-always, saving = (tracked(zoo.resnet110, thumbnails, option) for option in (False, True))
+always, saving = (tracked(zoo.resnet110, small, option) for option in (False, True))
 notebook.timelines("Memory over a training step of ResNet-110", always, saving)
 
 # %% name="payoff-words"
@@ -81,11 +78,12 @@ say(
 # ## The step that we will watch
 #
 # A network with fewer layers and larger photographs is easier to look into: ResNet-18, first as
-# baseline. The photographs are crops of the two that ship with scikit-learn. The loss asks from which of
-# them, and from which quarter of it, a crop was cut.
+# baseline. The photographs are crops of the two that ship with scikit-learn. The loss asks from
+# which of them, and from which quarter of it, a crop was cut.
 
 # %% name="step"
-baseline, checkpointed = (tracked(zoo.resnet18, batch, option) for option in (False, True))
+baseline = tracked(zoo.resnet18, batch.inputs, False)
+checkpointed = tracked(zoo.resnet18, batch.inputs, True)
 
 # %% name="photographs"
 crops = batch.inputs[:6].cpu().movedim(1, 3)
