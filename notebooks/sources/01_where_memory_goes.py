@@ -35,7 +35,6 @@ crops = ModelConfig(
     name="resnet18", data="photographs", batch_size=32, size=128, arguments={"classes": 8}
 )
 batch = batches(crops, count=1, seed=0)[0].to(device)
-small = F.avg_pool2d(batch.inputs, 2)
 
 # %% [markdown] name="first-look"
 # ## First, what you will be able to do
@@ -58,7 +57,7 @@ def tracked(build, inputs, checkpoint):
     return timeline
 
 
-always, saving = (tracked(zoo.resnet110, small, option) for option in (False, True))
+always, saving = (tracked(zoo.resnet110, F.avg_pool2d(batch.inputs, 2), c) for c in (False, True))
 notebook.timelines("Memory over a training step of ResNet-110", always, saving)
 
 # %% name="payoff-words"
