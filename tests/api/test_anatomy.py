@@ -221,7 +221,11 @@ def test_any_module_has_an_anatomy():
     [
         (len, {}, r"needs a torch\.nn\.Module; got builtin"),
         (nn.Linear(4, 4).requires_grad_(False), {}, r"this Linear depends on nothing"),
-        (nn.Linear(4, 4), {"optimizer": "no such name"}, r"no such name"),
+        (
+            nn.Linear(4, 4),
+            {"optimizer": "no such name"},
+            r"optimizer='no such name' is no optimizer",
+        ),
         (nn.Linear(4, 4), {"device": "a100"}, "device='a100' is neither None nor 'meta'"),
     ],
 )

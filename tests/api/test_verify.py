@@ -491,7 +491,7 @@ def test_every_training_takes_every_step() -> None:
         ({"inputs": lambda step: None}, r"inputs are a tensor, a tuple.*got NoneType"),
         ({"model": with_meta_buffer()}, r"on the meta device, which has no bits"),
         ({"inputs": images().to("meta")}, r"inputs are on the meta device"),
-        ({"optimizer": "no such name"}, r"no such name"),
+        ({"optimizer": "no such name"}, r"optimizer='no such name' is no optimizer"),
         ({"steps": 0}, r"at least 1 training step; got steps=0"),
         ({"steps": True}, r"at least 1 training step; got steps=True"),
         ({"checkpoint": "sqr"}, r"is no scheme.*sqrt"),

@@ -266,59 +266,53 @@ def test_inner_gradients_of_a_plan_are_those_of_the_baseline(step: Step, plan: A
     assert_exact(program)
 
 
-def test_what_code_that_no_mode_sees_wrote_since_is_made_again() -> None:
-    """In the baseline the sum does not mind that what it read is written afterwards."""
+def assert_exact_in_a_segment(forward: Callable[[Tensor], Tensor], make: Any = rows) -> None:
+    """Compares a function of one weight, and its gradient, with the plain one."""
 
     def program(call: Call) -> Any:
-        def forward(w: Tensor) -> Tensor:
-            h = w.detach() * 2
-            y = ((h + 1) * w).sin()
-            y = (y + h).exp() * 1
-            h.numpy()[:] = 0
-            return grad(y.sum(), w)[0].sum() + (w * 2).sin().sum()
-
-        (w,) = rows()
+        (w,) = make()
         loss = call(forward, w)
         loss.backward()
         return loss, w.grad
 
     assert_exact(program)
+
+
+def test_what_code_that_no_mode_sees_wrote_since_is_made_again() -> None:
+    """In the baseline the sum does not mind that what it read is written afterwards."""
+
+    def forward(w: Tensor) -> Tensor:
+        h = w.detach() * 2
+        y = ((h + 1) * w).sin()
+        y = (y + h).exp() * 1
+        h.numpy()[:] = 0
+        return grad(y.sum(), w)[0].sum() + (w * 2).sin().sum()
+
+    assert_exact_in_a_segment(forward)
 
 
 def test_what_was_written_by_address_since_is_made_again() -> None:
     """What has a gradient has no sample: a replay of what it is read for tells."""
 
-    def program(call: Call) -> Any:
-        def forward(w: Tensor) -> Tensor:
-            h = w * 2
-            y = (h + 1).sin()
-            ctypes.memset(h.data_ptr(), 0, h.nbytes)
-            return grad(y.sum(), w)[0].sum() + (w * 2).sin().sum()
+    def forward(w: Tensor) -> Tensor:
+        h = w * 2
+        y = (h + 1).sin()
+        ctypes.memset(h.data_ptr(), 0, h.nbytes)
+        return grad(y.sum(), w)[0].sum() + (w * 2).sin().sum()
 
-        (w,) = rows()
-        loss = call(forward, w)
-        loss.backward()
-        return loss, w.grad
-
-    assert_exact(program)
+    assert_exact_in_a_segment(forward)
 
 
 def test_what_another_thread_wrote_since_is_made_again() -> None:
     """Its writes are counted and not recorded."""
 
-    def program(call: Call) -> Any:
-        def forward(w: Tensor) -> Tensor:
-            h = w.detach() * 2
-            y = ((h + w).sin() * w).exp().sum()
-            elsewhere(h[1, 5].zero_)
-            return grad(y, w)[0].sum() + (w * 2).sin().sum()
+    def forward(w: Tensor) -> Tensor:
+        h = w.detach() * 2
+        y = ((h + w).sin() * w).exp().sum()
+        elsewhere(h[1, 5].zero_)
+        return grad(y, w)[0].sum() + (w * 2).sin().sum()
 
-        w = torch.rand(64, 64, requires_grad=True)
-        loss = call(forward, w)
-        loss.backward()
-        return loss, w.grad
-
-    assert_exact(program)
+    assert_exact_in_a_segment(forward, lambda: [torch.rand(64, 64, requires_grad=True)])
 
 
 class Overwriting(torch.autograd.Function):
