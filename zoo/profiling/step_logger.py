@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zoo._torch import sequence_number
+from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operands import detached
 from zoo.engine.operator_effects import effects_of, is_view
 from zoo.engine.recording import SMALL, KernelMode, written_by
@@ -238,7 +239,7 @@ class StepLogger(KernelMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in QUESTIONS or self._makes_fakes:
-            return func(*args, **kwargs)
+            return with_present_keys(func, args, kwargs)(*args, **kwargs)
         if self._of_node is None:
             new = self._count() - len(self._nodes)
             self._nodes += [sequence_number()] * new
@@ -248,14 +249,15 @@ class StepLogger(KernelMode):
         # the code itself makes the data of `torch.tensor`
         if func is not LIFT:
             self._note_constants(inputs)
+        effects = effects_of(func)
+        kernel = kernel_of(func, effects, args, kwargs)
         # before it runs, since it may change its arguments in place
         starts_kernel = not (is_view(func) or func in FREE)
         number = self._number_of(func, args, kwargs) if starts_kernel else -1
         small = [tensor for tensor in inputs if _is_copied(tensor)]
         reads, copies = self.numbers_of(inputs), self.numbers_of(small)
-        result = func(*args, **kwargs)
+        result = kernel(*args, **kwargs)
         outputs = tensors_in(result)
-        effects = effects_of(func)
         made = self._note_results(func, inputs, outputs)
         if effects.empty:
             self._blank |= made

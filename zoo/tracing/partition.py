@@ -8,7 +8,8 @@ The state between two steps is every storage that a later kernel reads. There is
 - right before a write in place to what the kernel before has just touched;
 - inside of the forward of an `autograd.Function`;
 - right before an operator that computes nothing, such as a view or an empty tensor. It belongs to
-  the kernel after it, or to the one before it if it reads something within the same module.
+  the kernel after it, or to the one before it if it reads something within the same module;
+- behind an operator that gathers parameters which are spread over processes.
 
 Steps are grouped into blocks, the repeated units of a model that people checkpoint:
 
@@ -39,6 +40,8 @@ from zoo.tracing.tracer import Call, Graph
 
 # kernels whose results a later kernel fills
 EMPTY = ("aten.empty", "aten.new_empty")
+# those by which fully sharded data parallelism gathers the parameters of the module that comes
+GATHERING = ("fsdp.", "c10d._allgather_base_")
 ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # attributes that are true while a model checkpoints itself, and how to turn that off
 SWITCHES = {
@@ -127,6 +130,10 @@ def _cuts(
     kernel, latest = 0, set[int]()
     for place, call in enumerate(calls):
         found = touched[call.index]
+        if call.operator.startswith(GATHERING):
+            joined[place] = leading is not None
+            leading = place if leading is None else leading
+            continue
         is_write = not found.written.isdisjoint(latest)
         if not _is_light(call, touched):
             joined[place] = leading is not None
