@@ -260,7 +260,7 @@ class Packed(nn.Module):
 
     def forward(self, inputs):
         x, lengths = inputs
-        packed = nn.utils.rnn.pack_padded_sequence(self.first(x), lengths)
+        packed = nn.utils.rnn.pack_padded_sequence(self.first(x).sin().cos(), lengths)
         return self.mix(nn.utils.rnn.pad_packed_sequence(self.one(packed)[0])[0])
 
 inputs = torch.zeros(100, 64, 64, device="cuda"), torch.arange(100, 36, -1)

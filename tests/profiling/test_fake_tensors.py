@@ -14,9 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import zoo
 from tests.training import images, needs_numpy
 from zoo._torch import fake_of
-from zoo.chain import outline
 from zoo.errors import ArgumentError
-from zoo.profiling.chain_profile import Profile
 from zoo.profiling.fake_tensors import MOST, FakeTensorFixes, as_data
 from zoo.profiling.optimizer_memory import optimizer_bytes
 
@@ -166,7 +164,7 @@ def test_targets_on_meta_are_no_constants() -> None:
 
 
 class Gate(torch.autograd.Function):
-    """Reads the gradient that it gets, which planning does not know."""
+    """Reads the gradient that it gets, which has no value while planning."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -177,10 +175,17 @@ class Gate(torch.autograd.Function):
         return gradient if gradient.max().item() < 2 else gradient / 2
 
 
-def test_gradients_that_stand_in_for_others_are_no_constants() -> None:
-    found = outline([nn.Tanh(), Gate.apply, nn.Tanh()])
-    with pytest.raises(zoo.PlanError, match="_local_scalar_dense"):
-        Profile(nn.Tanh(), found, (images().requires_grad_(),))
+class Gated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Gate.apply(x.tanh()).tanh()
+
+
+@needs_numpy
+def test_a_backward_that_reads_its_gradient_is_planned_for() -> None:
+    x = images().requires_grad_()
+    report = zoo.plan(Gated(), x, max_overhead=1.0, device="a100")
+    first, gate, last = report.saved
+    assert first == last > 0 == gate, "what both tanh return"
 
 
 class Repeated(nn.Module):

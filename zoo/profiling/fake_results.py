@@ -214,6 +214,11 @@ def _made(mode: FakeTensorMode, first: Any, size: Any = None, **others: Any) -> 
 _reserves: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+def note_reserve(storage: Any) -> None:
+    """Notes that a fake storage stands for the reserve of a cuDNN network."""
+    _reserves.add(storage)
+
+
 def _clone(mode: FakeTensorMode, tensor: Tensor, **others: Any) -> Any:
     """Clones a tensor, and returns a reserve as it is.
 
@@ -322,7 +327,7 @@ def _recurrent(mode: FakeTensorMode, x: Tensor, weights: Any, *others: Any) -> A
     # the flat weights come last, with or without memory of their own
     size = made[3].bytes if isinstance(made, list) else network.reserve_bytes()
     reserve = _contiguous(mode, (size,), torch.uint8, x.device)
-    _reserves.add(reserve.untyped_storage())
+    note_reserve(reserve.untyped_storage())
     return (
         output.transpose(0, 1) if batch_first and x.ndim > 2 else output,
         _contiguous(mode, hidden.shape, hidden.dtype, x.device),

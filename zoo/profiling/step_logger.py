@@ -39,11 +39,12 @@ from zoo.planner.step_log import (
     Viewed,
 )
 from zoo.profiling.autograd_interpreter import gradients_of
-from zoo.profiling.fake_results import LIFT
+from zoo.profiling.fake_results import LIFT, note_reserve
 from zoo.profiling.fake_tensors import QUESTIONS
 from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, storages_of, tensors_in
 
+CUDNN = torch.ops.aten._cudnn_rnn.default
 CONVERSION = torch.ops.aten._to_copy.default
 # these start no kernel
 FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
@@ -147,6 +148,8 @@ class StepLogger(KernelMode):
         self._numbers: dict[int, int] = {}
         # those that are held, so that no other storage gets the address
         self._owned: list[Any] = []
+        # those that cuDNN's networks keep for their backward
+        self._reserves = frozenset[int]()
         # storages that were made and not written yet
         self._blank: set[int] = set()
         # how many tensors the program holds in each storage, and references to them by their ids
@@ -261,6 +264,8 @@ class StepLogger(KernelMode):
         made = self._note_results(func, inputs, outputs)
         if effects.empty:
             self._blank |= made
+        if func is CUDNN:
+            self._reserves |= self.numbers_of([result[3]])
         written = written_by(effects, args, kwargs)
         writes = self.numbers_of(written)
         self._blank -= writes
@@ -407,6 +412,8 @@ class StepLogger(KernelMode):
             self._makes_fakes = False
         saved.memory.is_opened = True
         storage, number = fake.untyped_storage(), next(iter(saved.memory.storages), LEFT_OUT)
+        if number in self._reserves:
+            note_reserve(storage)
         self._numbers[storage._cdata] = number
         self._fakes[number] += 1
         weakref.finalize(storage, self._free_fake, storage._cdata, number).atexit = False
