@@ -191,7 +191,7 @@ def test_a_limit_bounds_what_is_taken_beyond_the_start():
 def test_a_cell_that_does_not_fit_says_so_and_where_it_ran():
     peak = run_cell(CELLS["baseline"], 300)["memory"]["peak"]
     record = run_cell(replace(CELLS["baseline"], memory_limit=peak), 300)
-    assert (record["status"], record["environment"]["threads"]) == ("does not fit", 1)
+    assert (record["status"], record["environment"]["threads"]) == ("does not fit", 1), record
     assert run_cell(replace(CELLS["baseline"], memory_limit=4 * peak), 300)["status"] == "done"
 
 
@@ -218,8 +218,12 @@ def test_memory_that_ran_out_is_known_by_its_words(error, expected):
     assert ran_out(error) == expected
 
 
-def test_a_thread_that_does_not_fit_counts_under_a_limit():
-    assert ran_out(RuntimeError("Resource temporarily unavailable"), 100)
+@pytest.mark.parametrize(
+    "words", ["Resource temporarily unavailable", "could not execute a primitive"]
+)
+def test_a_thread_or_a_primitive_that_does_not_fit_counts_under_a_limit(words):
+    assert ran_out(RuntimeError(words), 100)
+    assert not ran_out(RuntimeError(words))
 
 
 def test_cuda_is_limited_by_its_allocators_own_cap(monkeypatch):

@@ -55,8 +55,9 @@ WORDS = (
     *("can't allocate memory", "out of memory", "bad_alloc", "alloc_failed"),
     "could not create a memory object",
 )
-# with a limit also a thread whose stack does not fit; without one there were too many threads
-LIMITED_WORDS = (*WORDS, "resource temporarily unavailable")
+# with a limit also a thread whose stack does not fit, without one there were too many threads; and
+# what oneDNN says if the failing allocation is its own
+LIMITED_WORDS = (*WORDS, "resource temporarily unavailable", "could not execute a primitive")
 # torch reads the first; versions before 2.10 know only the second
 ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _CAP = "set_per_process_memory_fraction"
