@@ -6,6 +6,7 @@
 The state between two steps is every storage that a later kernel reads. There is no cut
 
 - right before a write in place to what the kernel before has just touched;
+- between the kernel that makes a tensor and a write to it that no replay may repeat;
 - inside of the forward of an `autograd.Function`;
 - right before an operator that computes nothing, such as a view or an empty tensor. It belongs to
   the kernel after it, or to the one before it if it reads something within the same module;
@@ -55,11 +56,15 @@ SWITCHES = {
 
 @dataclass(slots=True)
 class _Touched:
-    """The storages that an operator was given, wrote and made."""
+    """The storages that an operator was given, wrote and made.
+
+    Those in `kept` it wrote in a way that no replay repeats.
+    """
 
     given: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
 
 
 def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> LoggedOutline:
@@ -101,6 +106,7 @@ def _touched(trace: StepTrace) -> dict[int, _Touched]:
         elif isinstance(event, KernelRun):
             found[index].given |= event.reads
             found[index].written |= event.writes
+            found[index].kept |= event.writes & event.keeps
     return found
 
 
@@ -128,6 +134,7 @@ def _cuts(
     leading: int | None = None
     # the place of the latest kernel, and what it touched
     kernel, latest = 0, set[int]()
+    made_at: dict[int, int] = {}
     for place, call in enumerate(calls):
         found = touched[call.index]
         if call.operator.startswith(GATHERING):
@@ -146,6 +153,11 @@ def _cuts(
             leading = place
         if is_write:
             joined[kernel + 1 : place + 1] = b"\1" * (place - kernel)
+        made_at |= dict.fromkeys(found.made, place)
+        if found.kept:
+            # a replay needs nothing of what was there before
+            start = min(made_at.get(storage, place) for storage in found.kept)
+            joined[start + 1 : place + 1] = b"\1" * (place - start)
         if found.written:
             leading = None
         if found.made or found.written:
