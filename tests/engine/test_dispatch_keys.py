@@ -1,5 +1,6 @@
 """Kernels that call operators see autocast and lazy conjugation as outside of dispatch modes."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,21 @@ def test_a_planned_forward_under_autocast_from_its_first_step_on(
             loss.backward()
             losses.append(loss.detach())
         records.append([*losses, *(parameter.grad for parameter in model.parameters())])
+    compare(*records)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tracked_step_under_autocast(kind: Callable[[], nn.Module]) -> None:
+    """The tracker is one more mode, too."""
+    records: list[Any] = []
+    for is_tracked in (False, True):
+        torch.manual_seed(0)
+        model, (x,) = nn.Sequential(nn.LayerNorm(4), kind()), rows()
+        with zoo.track(model) if is_tracked else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+        records.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     compare(*records)
 
 

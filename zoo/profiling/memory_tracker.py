@@ -61,6 +61,8 @@ from zoo._torch import (
 )
 from zoo.engine import devices
 from zoo.engine.devices import cpu_events
+from zoo.engine.dispatch_keys import kernel_of, with_present_keys
+from zoo.engine.operator_effects import effects_of
 from zoo.engine.recompute import observed
 from zoo.engine.recording import thread
 from zoo.engine.sharded import sharded_modules
@@ -263,7 +265,12 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in () if thread.replaying else given:
             for storage in storages_of(tensor):
                 self._record(storage, tensor, location, resident=func is not LIFT)
-        result = func(*args, **kwargs)
+        # by the dispatch keys of the program: autocast casts inside of some kernels
+        if thread.replaying:
+            kernel = with_present_keys(func, args, kwargs)
+        else:
+            kernel = kernel_of(func, effects_of(func), args, kwargs)
+        result = kernel(*args, **kwargs)
         for tensor in tensors_in(result):
             for storage in storages_of(tensor):
                 self._record_result(storage, tensor, location)
